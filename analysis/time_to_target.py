@@ -6,7 +6,6 @@ repeats by Student's t.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from clap_ds.analysis.group_runs import global_batch, split_settings
 from clap_ds.analysis.read_run import read_json, read_steps
 from clap_ds.analysis.table import Run, markdown_table, significant
+from clap_ds.config.arguments import positive
 from clap_ds.config.errors import UserError
 from clap_ds.config.metrics import score
 from clap_ds.run_records.intervals import COVERAGE, student_t
@@ -25,10 +25,7 @@ NEEDED = {"train_s": "time s ±", "step": "steps ±", "samples": "samples ±", "
 def target_argument(text: str) -> tuple[str, float]:
     """Parse `METRIC=VALUE`."""
     name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected METRIC=VALUE, such as zero_shot_top1=0.9; found {text!r}") from None
+    return name, positive(value)
 
 
 def at_target(run: Run, metric: str, target: float) -> dict[str, Any]:
@@ -36,7 +33,7 @@ def at_target(run: Run, metric: str, target: float) -> dict[str, Any]:
     summary = read_json(Path(run.source), "summary")
     history = summary.get("history") if summary.get("resumed_at_step") else None
     lines = read_steps(Path(run.source), "evaluation", history=history)
-    if history:  # has the energy of each start
+    if history:  # energy is that of each start
         lines = [{**line, "energy_kwh": None} for line in lines]
     reached = (line for line in lines if metric in line and score(metric, line[metric]) >= score(metric, target))
     return next(reached, {})

@@ -27,8 +27,6 @@ class Log:
     """Facts from lines other than progress, by their kinds in `log_formats.py`; later ones replace earlier ones."""
     dialect: Dialect | None = None
     state: str = "unknown"
-    position: float = 0.0
-    """Steps or samples of the furthest progress line."""
     points: list[tuple[float, float]] = field(default_factory=list)
     """For each progress line: samples done, or steps if the batch is unknown, and seconds (then in proportion)."""
 
@@ -49,7 +47,7 @@ class Log:
                 self._progress(dialect, numbers)
 
     def _start(self) -> None:
-        self.position, self.state, self.points = 0.0, "unknown", []
+        self.state, self.points = "unknown", []
 
     def _progress(self, dialect: Dialect, numbers: dict[str, float]) -> None:
         position = numbers["step"] if "step" in numbers else numbers["samples"]
@@ -58,21 +56,18 @@ class Log:
         value /= 1000 if "step_ms" in numbers else 1
         if not (position > dialect.untimed and 0 < value < MOST):
             return
-        if position < self.position / 2:
-            self._start()
         self.dialect = dialect
         self.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), self.facts.get("memory_gib", 0.0))
-        if position <= self.position:  # the line is from another rank
-            return
         if "global_batch" in numbers:
             self.facts["global_batch"] = int(numbers["global_batch"])
         batch = self.global_batch or 1
-        before, before_s = self.points[-1] if self.points else (0.0, 0.0)
         samples = position * batch if "step" in numbers else position
+        if self.points and samples < self.points[-1][0] / 2:
+            self._start()
+        before, before_s = self.points[-1] if self.points else (0.0, 0.0)
         timed = samples - batch * dialect.untimed
         time_s = timed / value if dialect.is_cumulative else before_s + (samples - before) / batch * value
-        self.position = position
-        if time_s > before_s:
+        if samples > before and time_s > before_s:  # else the line is from another rank
             self.points.append((samples, time_s))
 
     def rate(self) -> tuple[float | None, bool]:

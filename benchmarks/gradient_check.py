@@ -26,7 +26,7 @@ from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.compile import compile_towers
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.kernel_fallback import fall_back
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 
 OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
 FACTOR, SLACK = 2.0, 0.01
@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 
-def gradients(model: ClapModel, batch: Batch) -> dict[str, Tensor]:
+def gradients(model: ContrastiveModel, batch: Batch) -> dict[str, Tensor]:
     """Return each parameter's gradient in fp32."""
     model.zero_grad(set_to_none=True)
     softmax_loss(*model(*batch.model_inputs())).backward()

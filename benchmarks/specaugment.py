@@ -24,7 +24,7 @@ from clap_ds.run_records.environment import device_name
 from clap_ds.run_records.timers import seconds
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
-COLUMNS = "clips {clips} | masked {way} | copies {copies} | GB copied {gb:.2f} | ms per clip {ms:.2f}"
+COLUMNS = "clips {clips} | masked {way} | copies {copies} | GB copied {gb:.3f} | ms per clip {ms:.2f}"
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "in a loop": mask_in_a_loop,
     "once": lambda normed_BFT1: SpecAugment()(normed_BFT1.squeeze(-1)).unsqueeze(-1),

@@ -66,7 +66,7 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
         model = model_of(run, ranks, device)
         engine = engine_of(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
         if protocol.find_micro_batch:
-            find_micro_batch(engine, run, record)
+            find_micro_batch(engine, run)
         loader = loader_of(run, ranks, engine)
         with loader, Scalars(engine, record.path):
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)

@@ -7,23 +7,18 @@ clap-classify CHECKPOINT sounds/ --labels_file labels.txt --template 'the sound 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
-from clap_ds.inference.vectors import Block, blocks_of
+from clap_ds.inference.vectors import text_of
 from clap_ds.run_records.csv_text import write_csv
-
-_BLOCK = 64  # rows per forward pass
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,20 +34,20 @@ def main(argv: list[str] | None = None) -> int:
     templates = {"templates": arguments.template} if arguments.template else {}
     classes, top = clap.class_embeddings(labels, **templates), min(arguments.top, len(labels))
     columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
-    rows, reasons = [["file", "start_s", "end_s", "error", *columns]], list[tuple[str, str]]()
-    for block in blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK):
-        reasons.extend(block.left_out)
-        rows += labelled(block, clap.probabilities(block.vector, classes), labels, top)
+    rows: list[list[Any]] = [["file", "start_s", "end_s", "error", *columns]]
+    reasons = []
+    for row in options.embedded(clap, sources, arguments):
+        cells: list[str | float] = []
+        if row.vector is None:
+            reasons.append((row.source, row.error))
+            cells = [""] * 2 * top
+        else:
+            (likely,) = clap.probabilities(row.vector[None], classes)
+            for n in np.argsort(-likely, kind="stable")[:top]:
+                cells += [labels[n], round(float(likely[n]), 6)]
+        rows.append([text_of(row.source), round(row.start_s, 3), round(row.end_s, 3), text_of(row.error), *cells])
     write_csv(arguments.output, rows)
     return options.left_out(len(sources), reasons)
-
-
-def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[list[Any]]:
-    """Yield a block's CSV rows: the `top` most likely labels of each, or empty cells for an unusable file."""
-    likeliest = np.argsort(-probabilities, kind="stable")[:, :top]
-    for file, start_s, end_s, error, likely, best in zip(*block[:4], probabilities, likeliest, strict=True):
-        cells = ([labels[n], round(float(likely[n]), 6)] if not error else ["", ""] for n in best)
-        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *chain.from_iterable(cells)]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

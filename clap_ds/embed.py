@@ -15,7 +15,7 @@ from clap_ds.config.errors import run_alone
 from clap_ds.config.files import replacing
 from clap_ds.config.paths import VERSION
 from clap_ds.inference import options
-from clap_ds.inference.vectors import About, blocks_of, check_suffix, write_table
+from clap_ds.inference.vectors import About, check_suffix, write_table
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "precision", "tokenizer", "preset")}
     about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
     with replacing(arguments.output) as file:
-        num_rows, left_out = write_table(file, about, blocks_of(rows, clap.dim))
+        num_rows, left_out = write_table(file, about, rows)
     print(f"{arguments.output}: {num_rows:,} rows from {len(sources):,} files")
     return options.left_out(len(sources), left_out)
 

@@ -49,6 +49,10 @@ def main(argv: list[str] | None = None) -> None:
         clap.preset(),
         clap.context_length if arguments.context_length is None else arguments.context_length,
     )
+    if config.open_clip:
+        raise UserError(
+            f"{config.name}: FLOPs in closed form are of this project's models only; clap-bench counts others"
+        )
     if not 1 <= tokens <= config.text.max_positions:
         raise UserError(f"--context_length {tokens}: {config.name} takes 1 to {config.text.max_positions} tokens")
     try:

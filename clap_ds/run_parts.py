@@ -19,7 +19,7 @@ from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model, fetch_from_hub
 from clap_ds.engine.loss import build_loss
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.timers import StepTimer
 
 
@@ -33,7 +33,7 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
         raise type(error)(f"{run.path}: {error}") from None
 
 
-def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> ClapModel:
+def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
     """Build a run's model on a device, with the same weights on every rank."""
     clap = run.clap
     with raise_on_all_ranks():
@@ -44,7 +44,7 @@ def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> ClapModel:
     return model
 
 
-def engine_of(run: RunSettings, ranks: Ranks, model: ClapModel, timer: StepTimer) -> ClapEngine:
+def engine_of(run: RunSettings, ranks: Ranks, model: ContrastiveModel, timer: StepTimer) -> ClapEngine:
     """Build a run's engine around a model; from here on, ranks draw different dropout and augmentation."""
     clap = run.clap
     with raise_on_all_ranks():

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = options.make_parser("clap-score", __doc__)
     kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-shards build"
-    options.add_audio_inputs(parser, kinds, pooling=("mean", "center"))
+    options.add_audio_inputs(parser, kinds, pooling="mean center")
     add_columns(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the pairs' scores to this CSV")
     options.add_model_options(parser)

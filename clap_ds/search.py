@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     if bool((arguments.query or "").strip()) == bool(arguments.sound):
         raise UserError("expected either TEXT or --sound FILE")
     options.check_output(arguments.output)
-    about, blocks = read_table(arguments.table)
+    about, batches = read_table(arguments.table)
     for name in ("tokenizer", "preset"):
         setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
     clap = options.load_model(arguments.model or about.model, arguments)  # imports torch
@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     sound = arguments.sound
     query = clap.embed_audio(sound, pooling=pooling) if sound else clap.embed_text(arguments.query)
     rows: list[Any] = [["file", "start_s", "end_s", "score"]]
-    for score, file, start_s, end_s in nearest(blocks, query[0], arguments.top):
-        rows.append([file, round(start_s, 3), round(end_s, 3), round(score, 6)])
+    for row in nearest(batches, query[0], arguments.top):
+        rows.append([row["file"], round(row["start_s"], 3), round(row["end_s"], 3), round(row["score"], 6)])
     write_csv(arguments.output, rows)
 
 

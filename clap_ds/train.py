@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -72,7 +73,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     from clap_ds.training.signal_handler import StopRequest
 
     clap, sizes, signal = run.clap, run.batch_sizes(ranks.world_size), 0
-    with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks) as checkpointer:
+    with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks, record.path) as checkpointer:
         model = model_of(run, ranks, device)
         with raise_on_all_ranks():
             load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
@@ -86,13 +87,16 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                 of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
                 plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
+            if every := clap.train.histogram_every_steps:
+                engine.before_update = partial(scalars.write_histograms, engine, every)
             logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
-                    skip_batches(loader, state, options, sizes.accumulation_steps)
+                    engine.set_accumulation_steps(plan.batch(state.samples) // sizes.micro_step)
+                    skip_batches(loader, state, options, engine.deepspeed.gradient_accumulation_steps())
                     signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader)
@@ -119,7 +123,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             print_end(run, record, state)
 
 
-def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
+def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
     from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
     from clap_ds.training.checkpoint import Checkpointer
     from clap_ds.training.remote_sync import try_target
@@ -129,8 +133,8 @@ def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
         with raise_on_all_ranks():
             run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
-    tokenizer, job = getattr(clap.data, "tokenizer", None), ranks.job_folder and ranks.job_folder.parent
-    return Checkpointer(run.checkpoint_folder, settings, tokenizer=tokenizer, config=run.resolved(), job=job)
+    parts: Any = {"job": ranks.job_folder and ranks.job_folder.parent, "logs": logs, "config": run.resolved()}
+    return Checkpointer(run.checkpoint_folder, settings, tokenizer=getattr(clap.data, "tokenizer", None), **parts)
 
 
 def build_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evaluator | None:

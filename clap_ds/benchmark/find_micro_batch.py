@@ -14,7 +14,6 @@ from clap_ds.distributed.collectives import raise_on_all_ranks, rank, reduce_on_
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.compile import run_eager, untouched
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.run_records.run_dir import RunDirectory, record_batch_sizes
 
 MULTIPLE = 8
 BYTES_PER_PARAMETER = 14
@@ -32,19 +31,17 @@ def largest_multiple(fits: Callable[[int], bool], start: int) -> int:
     return MULTIPLE * low
 
 
-def find_micro_batch(engine: ClapEngine, run: RunSettings, record: RunDirectory) -> None:
-    """Set the engine's, the run's and the record's micro-batch to the largest whose towers run eager in every rank's memory.
+def find_micro_batch(engine: ClapEngine, run: RunSettings) -> None:
+    """Set the engine's and the run's micro-batch to the largest whose towers run eager in every rank's memory.
     A collective; raises UserError without a GPU."""
     with raise_on_all_ranks(), activity("finding the micro-batch"):
         require_gpu(engine.device)
-        found = largest_multiple(lambda size: _fits(engine, run, size), run.micro_batch)
+        found = largest_multiple(lambda size: _fits(engine, run.clap.context_length, size), run.micro_batch)
     torch.cuda.empty_cache()  # blocks of the sizes that were tried
     engine.deepspeed.set_train_micro_batch_size(found)
     engine.deepspeed.tput_timer.batch_size = engine.deepspeed.train_batch_size()
     run.deepspeed |= {MICRO_BATCH: found, ACCUMULATION: run.gradient_accumulation_steps}
     run.deepspeed.pop(GLOBAL_BATCH, None)
-    if rank() == 0:
-        record_batch_sizes(record, run, engine.deepspeed.world_size)
 
 
 def require_gpu(device: torch.device) -> None:
@@ -52,16 +49,15 @@ def require_gpu(device: torch.device) -> None:
         raise ValueError("clap.bench.find_micro_batch: needs a GPU; set it to false")
 
 
-def _fits(engine: ClapEngine, run: RunSettings, size: int) -> bool:
+def _fits(engine: ClapEngine, context_length: int, size: int) -> bool:
     """Run both towers forward and backward beside what a step and the next batch occupy. A collective."""
-    audio, device = engine.model.config.audio, engine.device
-    fits = True
+    audio, device, fits = engine.model.config.audio, engine.device, True
     try:
         trained = sum(each.numel() for each in engine.model.parameters() if each.requires_grad)
         _step = torch.empty(BYTES_PER_PARAMETER * trained, dtype=torch.uint8, device=device)
         dtype = torch.float32 if audio.fusion else torch.int16
         clips, _next = (torch.zeros(size, *audio.clip_shape, dtype=dtype, device=device) for _ in range(2))
-        ids = torch.full((size, run.clap.context_length), engine.model.config.text.vocab_size - 1, device=device)
+        ids = torch.full((size, context_length), engine.model.config.text.vocab_size - 1, device=device)
         with untouched(engine.model, device):
             run_eager(engine.deepspeed, Batch(clips, ids, torch.ones_like(ids)))
     except torch.OutOfMemoryError:

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from deepspeed.profiling.flops_profiler import get_model_profile
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.schema import ModelSettings
 from clap_ds.cpu_kernels.patch_model import reverted
@@ -44,6 +46,8 @@ def measure_flops(
         profiler: DeepSpeed's section `flops_profiler`; its report is written to `folder`.
     """
     config, batch = engine.model.config, next(loader)
+    if not isinstance(engine.model, ClapModel):
+        return _count(engine, batch.rows(0, PROFILED_CLIPS))
     lengths = padded = TextLengths.fixed(batch.input_ids.shape[1])
     if batch.packed:  # as executed, over more micro-batches of all ranks
         own = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
@@ -72,6 +76,16 @@ def measure_flops(
 
 
 @torch.no_grad()
+def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
+    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), autocast_if_enabled(engine.deepspeed):
+        engine.model(*batch.model_inputs())
+    forward = counter.get_total_flops() / len(batch) / 1e9
+    found = {"training_gflops": 3 * forward, "recomputed_gflops": forward * engine.cached, "deepspeed_gflops": None}
+    return {"published_gflops": forward, "model_gflops": forward, "mean_text_tokens": batch.input_ids.shape[1], **found}
+
+
+@torch.no_grad()
 def _profile(engine: ClapEngine, batch: Batch, profiler: dict[str, Any], path: Path) -> float:
     """Count a forward pass's GFLOPs per sample; on rank 0 also write and print the profiler's report."""
     is_first = rank() == 0
@@ -81,6 +95,7 @@ def _profile(engine: ClapEngine, batch: Batch, profiler: dict[str, Any], path: P
     shown |= {"print_profile": is_first, "output_file": str(path)}
     if is_first:
         path.unlink(missing_ok=True)  # DeepSpeed would follow a link
+    assert isinstance(engine.model, ClapModel)
     with (
         _torch_operations(engine.model, engine.device),
         autocast_if_enabled(engine.deepspeed),

@@ -43,6 +43,9 @@ class BenchReport:
         self._throughput, self._begin_joules = Throughput(ranks.world_size), math.nan
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
+        if ranks.is_main_process:
+            micro_batch = engine.deepspeed.train_micro_batch_size_per_gpu()
+            record.update_summary(micro_batch_per_gpu=micro_batch, global_batch=self._samples)  # it may have been found
 
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
         """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks if a loss isn't finite."""

@@ -19,6 +19,11 @@ class BatchSizes:
     accumulation_steps: int
     global_batch: int
 
+    @property
+    def micro_step(self) -> int:
+        """Samples per forward pass on all ranks."""
+        return self.global_batch // self.accumulation_steps
+
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
         """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does; without `world_size`, for the fewest

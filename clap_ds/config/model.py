@@ -12,6 +12,7 @@ from clap_ds.config.clap_json import read_clap
 from clap_ds.config.errors import did_you_mean, explain
 from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
+from clap_ds.config.open_clip import PREFIX, sizes_of_open_clip
 
 PAD_TOKEN_ID = 1  # RoBERTa's
 CONTEXT_LENGTH = 77  # LAION's, if the training length is unknown
@@ -25,7 +26,7 @@ NumLayers = Annotated[int, Field(gt=0, le=1000)]
 Activation = Literal["relu", "gelu"]
 
 
-PRESETS = f"{', '.join(preset_names())}; or the path of a preset's JSON, of a ClapModel's folder or config.json"
+PRESETS = f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset's JSON, of a ClapModel's folder or config.json"
 """Values that `load_preset` accepts, for messages."""
 
 
@@ -172,9 +173,16 @@ class ClapConfig(Section):
     text: TextConfig
     joint_dim: PositiveInt
 
+    @property
+    def open_clip(self) -> str:
+        """Name of open_clip's model; empty for this project's."""
+        return self.name.removeprefix(PREFIX) if self.name.startswith(PREFIX) else ""
+
 
 def load_preset(name: str) -> ClapConfig:
     """Load the sizes named by one of `PRESETS`. Raises ValueError with one line."""
+    if name.startswith(PREFIX):
+        return parse_sizes(sizes_of_open_clip(name.removeprefix(PREFIX)), name)
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)

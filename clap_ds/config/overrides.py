@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """Parse `a.b=1,2` to name and values. Raises UserError without a name or `=`."""
-    first, *others = text.split(",")
-    name, value = parse_assignment(first)
-    return name, [value, *(parse_assignment(f"{name}={other}")[1] for other in others)]
+    """Parse `a.b=1,2` to name and values, which may be JSON lists. Raises UserError without a name or `=`."""
+    name, _ = parse_assignment(text)
+    values = text.partition("=")[2]
+    with suppress(json.JSONDecodeError):
+        return name, json.loads(f"[{values}]")
+    return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]
 
 
 def with_output(

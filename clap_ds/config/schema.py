@@ -24,7 +24,8 @@ class ModelSettings(Section):
     """The model, and how its towers run in training."""
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
-    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, or a `ClapModel`'s folder or `config.json`."""
+    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, a `ClapModel`'s folder or `config.json`, or
+    `open_clip:NAME`."""
     pretrained_text: bool = False
     """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
     drop_path: Probability = 0.1
@@ -83,6 +84,8 @@ class SyntheticData(Section):
     """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, cycled."""
+    num_workers: NonNegativeInt = 0
+    """Processes per rank that copy the batches clip by clip, as a loader of files would, on the host; 0: none."""
 
 
 class ShardData(Section):
@@ -184,12 +187,18 @@ class TrainSettings(Section):
     """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and exports then use."""
     accumulation: Literal["plain", "gradcache"] = "plain"
     """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly (GradCache, arXiv 2101.06983)."""
+    batch_ramp: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = []
+    """Global batch from a number of samples on, by gradient accumulation, e.g. [[0, 2048], [100000, 4096]]. The last one is the
+    run's own. `clap-plan --ramp` prints how many nodes each can use."""
     resume: str = "auto"
-    """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
+    """Checkpoint to resume from: a path or fsspec URL, or `auto` for the newest valid one in `clap.checkpoint.folder` or
+    `remote_sync`."""
     target_metrics: dict[str, float] = {}
     """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
+    histogram_every_steps: PositiveInt | None = None
+    """Steps between TensorBoard histograms of each parameter and its averaged gradient before clipping; null: none."""
 
 
 class CheckpointSettings(Section):
@@ -210,8 +219,10 @@ class CheckpointSettings(Section):
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL for copies of checkpoints, from which runs without a local one resume. Credentials come only from
-    the environment."""
+    """Folder or fsspec URL for copies of checkpoints, `history.jsonl`, TensorBoard's files and run directories. Runs without a
+    local checkpoint resume from it. Credentials come only from the environment."""
+    remote_sync_every_minutes: NonNegativeFloat = 0.0
+    """Least minutes between such copies; the last checkpoint is always copied."""
 
 
 class RetrievalSettings(Section):

@@ -134,7 +134,7 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
         sizes = BatchSizes.of(content, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or _check_deepspeed(content) + _check_together(clap)
+    problems = problems or _check_deepspeed(content) + _check_together(clap, precision_of(content))
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return RunSettings(path, clap, sizes.fill(content) if world_size else content)
@@ -159,7 +159,7 @@ def _check_deepspeed(content: dict[str, Any]) -> list[str]:
     return [problem for problem, is_there in problems.items() if is_there]
 
 
-def _check_together(clap: ClapSettings) -> list[str]:
+def _check_together(clap: ClapSettings, precision: str) -> list[str]:
     """Return problems that involve several fields."""
     preset, train, tokens = clap.preset(), clap.train, clap.context_length
     longest = preset.text.max_tokens
@@ -169,7 +169,12 @@ def _check_together(clap: ClapSettings) -> list[str]:
     problems = {
         f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
+        "data.num_workers: expected 0 with placement device": getattr(clap.data, "placement", "") == "device"
+        and clap.data.num_workers > 0,
         "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
+        f"text_packing: {preset.name} takes padded captions": bool(preset.open_clip and clap.text_packing),
+        f"model.preset: {preset.name} trains in fp32 or with torch_autocast, not in {precision}": bool(preset.open_clip)
+        and precision in ("bf16", "fp16"),
     }
     problems |= {f"train.lr_scale: {tower} is in clap.train.freeze": tower in train.freeze for tower in train.lr_scale}
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

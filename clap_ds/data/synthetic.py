@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from clap_ds.config.model import TextConfig
 from clap_ds.config.schema import SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, to_int16
+from clap_ds.data.workers import Loader
 
+PIECE_SIZE = 32  # clips that a worker sends together, as shared memory may be small
 START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
 
 
+class _Clips(Dataset[tuple[Tensor, ...]]):
+    """The clips of batches that are repeated endlessly."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches = [batch.tensors() for batch in batches]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        number, row = divmod(index, len(self._batches[0][0]))
+        return tuple(tensor[row] for tensor in self._batches[number % len(self._batches)])
+
+
 class SyntheticStream:
-    """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the device."""
+    """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the device. With workers, those
+    collate each batch again from its clips."""
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         setting = data.caption_lengths
@@ -34,17 +50,35 @@ class SyntheticStream:
             batch = Batch((noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions)
             if data.placement == "device":
                 batch = batch.to(spec.device)
-            elif spec.device.type != "cpu":
+            elif spec.device.type != "cpu" and not data.num_workers:
                 batch = batch.pin_memory()
             self._batches.append(batch)
         self._num_given = (state or {}).get("batches", 0)
+        self._starts = range(0, spec.micro_batch, PIECE_SIZE)
+        self._loader: Loader[list[Tensor]] | None = None
+        if data.num_workers:
+            size, pinned = spec.micro_batch, spec.device.type != "cpu"
+            pieces = (
+                range(number * size + start, number * size + min(start + PIECE_SIZE, size))
+                for number in count(self._num_given)
+                for start in self._starts
+            )
+            self._loader = Loader(
+                _Clips(self._batches), num_workers=data.num_workers, section="clap.data", batch_sampler=pieces,
+                pin_memory=pinned, multiprocessing_context="fork",
+            )  # fmt: skip
 
     def __next__(self) -> list[Batch]:
         self._num_given += 1
+        if self._loader is not None:
+            pieces = [next(self._loader) for _ in self._starts]
+            return [Batch(audio, ids, mask) for audio, ids, mask in pieces]
         return [self._batches[(self._num_given - 1) % len(self._batches)]]
 
     def close(self) -> None:
         self._batches.clear()
+        if self._loader is not None:
+            self._loader.close()
 
     def state(self) -> dict[str, Any]:
         return {"source": "synthetic", "batches": self._num_given}

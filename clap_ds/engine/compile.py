@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0
 from clap_ds.engine.grad_cache import kept_statistics
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
@@ -51,22 +51,21 @@ def compile_towers(
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
         run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
-        for name in ("mel", "audio", "text") if audio.ndim == 2 else ("audio", "text"):
+        for name in (*model.front_end_parts * (audio.ndim == 2), "audio", "text"):
             _say(f"compiling {name} …")
-            part, inputs = model.get_submodule(name), text if name == "text" else [audio]
+            part, inputs = model.get_submodule(name), model.text_inputs(*text) if name == "text" else [audio]
+            inputs = [model.front_end(audio)] if name == "audio" else inputs
             part.compile(backend=backend, mode=mode)
             attempt = partial(_try, part, inputs, cached=cached)
             problems[name] = problem_of(attempt, is_first) or problem_of(attempt, not is_first)
             if problems[name]:
                 part._compiled_call_impl = None
                 _say(f"warning: {name} can't be compiled and runs slower: {problems[name]}")
-            if name == "mel":
-                audio = part(audio)
     _say(f"compiled in {time.monotonic() - began_s:.0f} s")
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
 
 
-def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
+def _try(part: nn.Module, inputs: Sequence[Any], *, cached: bool) -> None:
     """Run a part forward and backward."""
     if cached:
         with torch.no_grad():
@@ -75,7 +74,7 @@ def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
 
 
 @contextmanager
-def untouched(model: ClapModel, device: torch.device) -> Iterator[None]:
+def untouched(model: ContrastiveModel, device: torch.device) -> Iterator[None]:
     """Restore random states and the batch norm's statistics afterwards."""
     with kept_statistics(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
@@ -85,7 +84,7 @@ def run_eager(engine: Any, batch: Batch) -> None:
     """Run both towers of DeepSpeed's engine forward and backward on a whole batch, without effects on gradients."""
     model, (audio, *text) = engine.module, batch.model_inputs()
     with autocast_if_enabled(engine):
-        outputs = [model.audio(model.mel(audio) if audio.ndim == 2 else audio), model.text(*text)]
+        outputs = [model.audio(model.front_end(audio)), model.text(*model.text_inputs(*text))]
         _backward(outputs, model.audio, model.text)
 
 

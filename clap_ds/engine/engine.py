@@ -6,7 +6,7 @@ After a run's first step with `FlatStep`, the host doesn't read from the device 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,7 +27,7 @@ from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.metrics_schema import Summary
 from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
@@ -49,26 +49,22 @@ class ClapEngine:
         steps: number of optimizer steps, including skipped ones.
         is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite; scalar bool on the device.
         skipped_in_a_row: number of consecutive skipped steps up to the last `count_skipped`.
+        before_update: if set, called in every step with the averaged gradients in the parameters.
         norm_wanted: compute `gradient_norm` in every step.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
 
     def __init__(
         self,
-        model: ClapModel,
+        model: ContrastiveModel,
         loss: Any,
         deepspeed: dict[str, Any],
         settings: EngineSettings = EngineSettings(),
         train: TrainSettings = TrainSettings(),
         timer: StepTimer | None = None,
     ) -> None:
-        """Wrap a model on its device. A collective; raises ValueError if DeepSpeed rejects its sections.
-
-        Args:
-            loss: what `build_loss` returns.
-            deepspeed: DeepSpeed's configuration.
-            train: `freeze` is ignored, as `build_model` has applied it.
-        """
+        """Wrap a model on its device, with a loss of `build_loss` and DeepSpeed's configuration. `build_model` has applied
+        `train.freeze`. A collective; raises ValueError if DeepSpeed rejects its sections."""
         self.device, self.model, self.loss, self.config = model.logit_scale.device, model, loss, deepspeed
         self.timer = timer or StepTimer(self.device)
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
@@ -92,6 +88,7 @@ class ClapEngine:
             peer_wait=self.timer.peer_wait,
         )
         self.steps = self.skipped_in_a_row = 0
+        self.before_update: Callable[[], None] | None = None
         self.norm_wanted = False
         self.gradient_norm: Tensor | None = None
         self._max_log_scale = math.log(settings.max_logit_scale)
@@ -117,7 +114,7 @@ class ClapEngine:
         """Take one optimizer step: call `accumulate`, update, and return its loss. With `waits`, DeepSpeed's throughput timer
         waits for the device at its end, as the caller will."""
         skipped_before = self.deepspeed.skipped_steps
-        statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
+        statistics = [buffer.clone() for buffer in self.model.running_statistics()]
         loss_mean = self.accumulate(batches)
         timer = self.deepspeed.tput_timer.config
         before, timer.synchronized = timer.synchronized, timer.synchronized or waits
@@ -134,12 +131,8 @@ class ClapEngine:
         return self.timer(name)
 
     def accumulate(self, batches: Iterator[Batch]) -> Tensor:
-        """Run forward and backward of a step's micro-batches, without the update.
-
-        Returns:
-            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
-            this rank's pairs against all pairs of the step.
-        """
+        """Run forward and backward of a step's micro-batches, without the update. Return their mean loss, scalar fp32 on the
+        device, detached; with cached accumulation the loss of this rank's pairs against all pairs of the step."""
         number = self.deepspeed.gradient_accumulation_steps()
         if self.cached:
             return self._cached_micro_steps(batches, number)
@@ -192,6 +185,8 @@ class ClapEngine:
     def _update(self) -> None:
         """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer has clipped.
         The learned scale is clamped to its maximum, in the parameter and in the optimizer's fp32 copy."""
+        if self.before_update is not None:
+            self.before_update()
         clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
         with self._phase("optimizer"):
             if not in_16_bits and (self.norm_wanted or clip > 0):
@@ -217,7 +212,7 @@ class ClapEngine:
             self.is_skipped = self._flat_step.skipped
             self._skipped[0].add_(self.is_skipped)
         self._skipped[1].add_(1).mul_(self.is_skipped)
-        for buffer, before in zip(self.model.audio.running_statistics(), statistics, strict=True):
+        for buffer, before in zip(self.model.running_statistics(), statistics, strict=True):
             buffer.copy_(torch.where(self.is_skipped, before, buffer))  # they may include a NaN
         is_bad = ~loss.isfinite()
         if self.norm_wanted:  # without it the run is a benchmark, which a NaN loss always invalidates
@@ -257,5 +252,5 @@ class ClapEngine:
 
     def share_statistics(self) -> None:
         """Copy rank 0's batch norm statistics, which checkpoints contain, to every rank. A collective."""
-        for buffer in self.model.audio.running_statistics():
+        for buffer in self.model.running_statistics():
             dist.broadcast(buffer, src=0)

@@ -66,11 +66,8 @@ def outcome_of(error: BaseException, what: str) -> tuple[State, str, str, str]:
 
 @contextmanager
 def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) -> Iterator[None]:
-    """Record how the body ends, and end this process unless it completes or raises UserError.
-
-    Args:
-        what: returns what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA H100".
-    """
+    """Record how the body ends, and end this process unless it completes or raises UserError. `what` returns what was too large
+    if memory is exhausted, such as "micro-batch 616 on NVIDIA H100"."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # the first one counts, and recording it must not be interrupted

@@ -26,7 +26,8 @@ from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
 from clap_ds.engine.schedule import WarmupStableDecayLR
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.clap import ClapModel, new_model
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import kernels_for
 from clap_ds.weights.hub import pretrained_text
 
@@ -46,7 +47,7 @@ def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks:
             from clap_ds.weights.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-        if model.pretrained_text:
+        if model.pretrained_text and not model.sizes.open_clip:
             pretrained_text(text)
 
     run_on_rank0(load)
@@ -56,38 +57,40 @@ def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks:
 
 def build_model(
     settings: ModelSettings, loss: LossSettings, device: torch.device, frozen: Collection[Tower] = ()
-) -> ClapModel:
+) -> ContrastiveModel:
     """Build a new model for a device, with `frozen` towers. Raises ValueError if the device can't run it."""
-    model = ClapModel(
+    theirs = {"pretrained_text": settings.pretrained_text} if settings.sizes.open_clip else {}
+    model = new_model(
         settings.sizes,
+        **theirs,
         **settings.model_dump(include={"drop_path", "text_dropout", "spec_augment"}),
         learns_bias=LOSSES[loss.kind].needs_bias,
         **kernels_for(settings, device)._asdict(),
         activation_checkpointing=tuple(settings.activation_checkpointing),
     )
-    if settings.pretrained_text:
+    if settings.pretrained_text and isinstance(model, ClapModel):
         model.text.roberta.load_state_dict(pretrained_text(model.config.text).state_dict())
     freeze(model, frozen)
     return model
 
 
-def freeze(model: ClapModel, towers: Collection[str]) -> None:
+def freeze(model: ContrastiveModel, towers: Collection[str]) -> None:
     """Stop training towers and their projections. As in LAION's code they stay in training mode, with dropout, SpecAugment
     and batch statistics. A frozen audio tower keeps its running statistics."""
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
     if "audio" in towers:
-        for norm in model.audio.batch_norms():
+        for norm in model.batch_norms():
             norm.momentum = 0.0
 
 
-def trained_towers(model: ClapModel) -> list[str]:
-    return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
+def trained_towers(model: ContrastiveModel) -> list[str]:
+    return [each for each in TOWERS if any(p.requires_grad for p in model.get_submodule(each).parameters())]
 
 
 def wrap(
-    model: ClapModel, config: dict[str, Any], settings: EngineSettings, train: TrainSettings
+    model: ContrastiveModel, config: dict[str, Any], settings: EngineSettings, train: TrainSettings
 ) -> deepspeed.DeepSpeedEngine:
     """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if DeepSpeed rejects a section."""
     # DeepSpeed's timer would synchronize twice a step, which waits for the copy of the next batch: 8% of a step on an H200.
@@ -122,7 +125,7 @@ def takes_flat_adamw(config: dict[str, Any], settings: EngineSettings) -> bool:
     return is_adam and settings.optimizer_implementation == "torch"
 
 
-def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
+def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
     """Yield optimizer groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
     DeepSpeed's bf16 mode casts every parameter and then evaluates this iterator, which first restores the fp32 values of
@@ -137,8 +140,7 @@ def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[st
             return "logit_scale"
         if parameter in kept:
             return "fp32"
-        is_table = name.endswith(("relative_position_bias", "relative_attention_bias.weight"))
-        return "no_decay" if parameter.ndim < 2 or is_table else "decay"
+        return "no_decay" if parameter.ndim < 2 or "relative_position_bias" in name else "decay"
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from clap_ds.data.batch import Batch
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 
 Forward = Callable[..., tuple[Tensor, ...]]
 """The model in training, including autocast: inputs of `Batch.model_inputs` → features and scalars."""
 
 
 @contextmanager
-def kept_statistics(model: ClapModel) -> Iterator[None]:
+def kept_statistics(model: ContrastiveModel) -> Iterator[None]:
     """Restore the batch norm's statistics afterwards."""
-    kept = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
+    kept = [(buffer, buffer.clone()) for buffer in model.running_statistics()]
     yield
     for buffer, value in kept:
         buffer.copy_(value)
@@ -31,7 +31,7 @@ def kept_statistics(model: ClapModel) -> Iterator[None]:
 
 @torch.no_grad()
 def first_pass(
-    forward: Forward, model: ClapModel, micro_batches: list[Batch]
+    forward: Forward, model: ContrastiveModel, micro_batches: list[Batch]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if any, the bias, as leaves that
     require gradients; and the random state before each micro-batch. Running statistics don't change."""

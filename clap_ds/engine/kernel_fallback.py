@@ -12,16 +12,17 @@ from clap_ds.distributed.collectives import rank
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.compile import problem_of
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import Kernels, torch_kernels
 from clap_ds.run_records.metrics_schema import ChosenKernel
 
 
-def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = False) -> dict[str, ChosenKernel]:
+def fall_back(settings: ModelSettings, model: ContrastiveModel, *, autocast: bool = False) -> dict[str, ChosenKernel]:
     """Try the Triton kernels that `auto` chose in each stage, before anything is traced, and replace those that fail on any
     rank. A collective. Returns the kernels by part of a block whose setting is `auto`."""
     device, chosen = model.logit_scale.device, dict[str, ChosenKernel]()
     for part in Kernels._fields:
-        if getattr(settings, f"{part}_impl") != "auto":
+        if getattr(settings, f"{part}_impl") != "auto" or not isinstance(model, ClapModel):
             continue
         problems, stages = dict[int, str](), cast("Any", model.audio.stages)
         for number, stage in enumerate(stages):

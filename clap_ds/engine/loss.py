@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,10 +133,32 @@ def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
     return loss_BB, weight_BB
 
 
+def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
+    """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with equal similarities."""
+    targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
+    both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
+    return torch.stack(both).mean(0), math.log(len(logits_BB))
+
+
+def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
+    """Return the sigmoid loss likewise."""
+    share = float(positive_BB.mean())
+    chance = -len(logits_BB) * (share * math.log(share) + (1 - share) * math.log1p(-share))
+    return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
+
+
 class ContrastiveLoss:
-    """Base of losses. Features are gathered and compared in `wire_dtype`; sums and gradients are fp32."""
+    """Base of losses. Features are gathered and compared in `wire_dtype`; sums and gradients are fp32.
+
+    Attributes:
+        function: computes the loss of this rank's pairs, and its gradient.
+        needs_bias: whether the model learns a logit bias.
+        evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
+    """
 
     function: type[torch.autograd.Function]
+    needs_bias: bool
+    evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
     def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
         self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
@@ -161,8 +183,7 @@ class ContrastiveLoss:
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
             logit_bias: what is added to them, shape (1,), fp32, if the loss needs it.
 
-        Returns:
-            Scalar: mean over this rank's pairs. Its mean over ranks is the global batch's loss; likewise for gradients.
+        Returns the mean over this rank's pairs, a scalar. Its mean over ranks is the global batch's loss; likewise gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
@@ -179,7 +200,7 @@ class SoftmaxLoss(ContrastiveLoss):
     dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N.
     """
 
-    function = _Softmax
+    function, needs_bias, evaluate = _Softmax, False, staticmethod(softmax_rows)
 
 
 class SigmoidLoss(ContrastiveLoss):
@@ -190,44 +211,13 @@ class SigmoidLoss(ContrastiveLoss):
     gradients, so that each entry counts once.
     """
 
-    function = _Sigmoid
+    function, needs_bias, evaluate = _Sigmoid, True, staticmethod(sigmoid_rows)
 
 
-def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with equal similarities."""
-    targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
-    both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
-    return torch.stack(both).mean(0), math.log(len(logits_BB))
-
-
-def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """Return the sigmoid loss likewise."""
-    share = float(positive_BB.mean())
-    chance = -len(logits_BB) * (share * math.log(share) + (1 - share) * math.log1p(-share))
-    return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
-
-
-class LossKind(NamedTuple):
-    """Define one `clap.loss.kind`.
-
-    Attributes:
-        build: dtype in which features are sent, and `PeerWait` → loss, called like `SoftmaxLoss`.
-        needs_bias: whether the model learns a logit bias.
-        evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
-    """
-
-    build: Callable[[torch.dtype, PeerWait], Callable[..., Tensor]]
-    needs_bias: bool
-    evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
-
-
-LOSSES = {
-    "softmax": LossKind(SoftmaxLoss, False, softmax_rows),
-    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_rows),
-}
+LOSSES: dict[str, Any] = {"softmax": SoftmaxLoss, "sigmoid": SigmoidLoss}
 
 
 def build_loss(settings: LossSettings, precision: str = "fp32", peer_wait: PeerWait = nullcontext) -> Any:
     """Build a loss. It sends features in bf16 if the run or its autocast uses bf16, else in fp32."""
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
-    return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32, peer_wait)
+    return LOSSES[settings.kind](torch.bfloat16 if in_bf16 else torch.float32, peer_wait)

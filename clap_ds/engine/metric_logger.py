@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
+import torch
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from clap_ds.config.files import own_folder
@@ -14,6 +16,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.run_records.jsonl import warn_on_disk_full
 
 Scalar = tuple[str, float, int]  # tag, value, samples trained on so far
+BINS = 64  # of histograms
 
 
 class Scalars:
@@ -48,3 +51,28 @@ class Scalars:
                     self._tensorboard.add_scalar(*event)
                 self._tensorboard.flush()
             self._write(events)
+
+    @torch.no_grad()
+    def write_histograms(self, engine: ClapEngine, every: int) -> None:
+        """Before each `every`-th step's update, write histograms of parameters and gradients, on rank 0 only."""
+        if self._tensorboard is None or (engine.steps + 1) % every:
+            return
+        samples = engine.deepspeed.global_samples + engine.deepspeed.train_batch_size()
+        for name, parameter in engine.model.named_parameters():
+            self._write_histogram(f"parameters/{name}", parameter, samples)
+            if parameter.grad is not None:
+                self._write_histogram(f"gradients/{name}", parameter.grad, samples)
+
+    def _write_histogram(self, tag: str, tensor: Tensor, samples: int) -> None:
+        """Write a histogram of a tensor's finite values, counted on its device."""
+        values = tensor[tensor.isfinite()].float()
+        if not len(values) or self._tensorboard is None:
+            return
+        low, high = values.min().item(), values.max().item()
+        end = high if high > low else low + 1
+        counts, limits = torch.histc(values, BINS, low, end), torch.linspace(low, end, BINS + 1)[1:]
+        sums = values.sum().item(), values.square().sum().item()
+        with warn_on_disk_full("TensorBoard's histograms"):
+            self._tensorboard.add_histogram_raw(
+                tag, low, high, len(values), *sums, limits.tolist(), counts.tolist(), samples
+            )

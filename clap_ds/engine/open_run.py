@@ -33,8 +33,10 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     if ranks.is_main_process:
         if ranks.job_folder is not None:
             write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
-        lines = f"run directory: {path}", f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}"
-        print(*lines, *[f"CPU kernels: {kernels}"] * (device.type == "cpu"), sep="\n", flush=True)
+        nodes = len({host for host, _ in everywhere})
+        print(f"run directory: {path}\nranks: {ranks.world_size}, nodes: {nodes}", flush=True)
+        if device.type == "cpu" and run.precision == "bf16":
+            print(f"CPU kernels: {kernels}", flush=True)
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
         watchdog.start(record.path)

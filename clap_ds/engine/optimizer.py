@@ -177,7 +177,7 @@ def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
     """Return the total 2-norm of contiguous tensors, scalar fp64 on their device; `natively`: with the CPU kernel if possible.
     Squares are summed in rows, as a single fp32 sum of 10⁸ would be wrong by percents."""
     norms = list[Tensor]()
-    if natively and not unavailable() and (ready := [each for each in tensors if is_ready(each)]):
+    if natively and (ready := [each for each in tensors if is_ready(each)]) and not unavailable():
         norms.append(adamw_native.native_norm(ready).view(1))
         tensors = [each for each in tensors if not is_ready(each)]
     for each in tensors:

@@ -44,12 +44,10 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
 def tiled_softmax_gradient(
     own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the softmax loss's gradient for this rank's features of one tower, recomputing similarities tile by tile.
+    """Compute the softmax loss's gradient for this rank's features of one tower, recomputing similarities tile by tile, from
+    the log-sum-exps of own rows and of all columns. `first` is the index of this rank's first pair.
 
-    It takes the log-sum-exps of own rows and of all columns; `first` is the index of this rank's first pair.
-
-    Returns:
-        2N times the gradients of own features, (B, D), and of the scale from own rows, scalar, in the scale's dtype.
+    Returns 2N times the gradients of own features, (B, D), and of the scale from own rows, scalar, in the scale's dtype.
     """
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.config.model import TextConfig
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, load_tokenizer, tokenize
 
 T = TypeVar("T")
@@ -27,12 +27,14 @@ def tokenizer_of(name: str | None, text: TextConfig, field: str) -> PreTrainedTo
     return load_tokenizer(name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id, field=field)
 
 
-def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
+def embed_audio(model: ContrastiveModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
     """Embed inputs of `ClapModel.encode_audio`: (N, joint_dim)."""
     return _joined(model, audio_batches(model, clips, micro_batch))
 
 
-def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
+def audio_batches(
+    model: ContrastiveModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True
+) -> Iterator[Tensor]:
     """Embed clips by micro-batches."""
 
     def encode(batch: list[Tensor]) -> Tensor:
@@ -43,7 +45,7 @@ def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, f
 
 
 def embed_text(
-    model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, context_length: int, micro_batch: int,
+    model: ContrastiveModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, context_length: int, micro_batch: int,
     fill: bool = True,
 ) -> Tensor:  # fmt: skip
     """Embed captions, truncated to `context_length`: (N, joint_dim)."""
@@ -66,13 +68,13 @@ def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor
     return F.normalize(torch.stack(means), dim=-1).float()
 
 
-def _joined(model: ClapModel, batches: Iterator[Tensor]) -> Tensor:
+def _joined(model: ContrastiveModel, batches: Iterator[Tensor]) -> Tensor:
     return torch.cat([*batches] or [model.logit_scale.detach().new_zeros(0, model.config.joint_dim)])
 
 
 @torch.no_grad()
 def _batches(
-    model: ClapModel, items: Iterable[T], micro_batch: int, encode: Callable[[list[T]], Tensor]
+    model: ContrastiveModel, items: Iterable[T], micro_batch: int, encode: Callable[[list[T]], Tensor]
 ) -> Iterator[Tensor]:
     rest, modes = iter(items), [(module, module.training) for module in model.modules()]
     model.eval()

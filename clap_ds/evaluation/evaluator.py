@@ -31,7 +31,7 @@ from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text, tokenizer_of
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 
 MAX_NOTES = 20  # lines about broken items
 
@@ -86,7 +86,7 @@ class Evaluator:
             self._note(broken)
 
     @activity("evaluating")
-    def evaluate(self, model: ClapModel) -> Evaluation:
+    def evaluate(self, model: ContrastiveModel) -> Evaluation:
         """Compute metrics with chance levels, intervals and counts. A collective.
 
         All ranks get the same result. Raises ValueError if no clip can be decoded or embeddings aren't finite.
@@ -117,7 +117,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _retrieval(
-        self, model: ClapModel, audio: Tensor, text: Tensor, captions: list[list[str]]
+        self, model: ContrastiveModel, audio: Tensor, text: Tensor, captions: list[list[str]]
     ) -> dict[str, Measure]:
         numbers = torch.tensor([len(each) for each in captions], device=audio.device)
         clip_of_caption = torch.arange(len(captions), device=audio.device).repeat_interleave(numbers)
@@ -125,7 +125,7 @@ class Evaluator:
         loss = metrics.retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
         return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
-    def _embed_clips(self, model: ClapModel) -> tuple[Tensor, dict[int, str]]:
+    def _embed_clips(self, model: ContrastiveModel) -> tuple[Tensor, dict[int, str]]:
         """Embed all clips: (N, D) fp32, and the reasons for undecodable ones by index, whose rows are meaningless."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         audio, failed = model.config.audio, dict[int, str]()
@@ -143,7 +143,7 @@ class Evaluator:
         features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
         return features, reduce_on_rank0(failed, lambda found: dict(ChainMap(*found)))
 
-    def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
+    def _embed_captions(self, model: ContrastiveModel, captions_of_each: list[list[str]]) -> Tensor:
         captions = [*chain(*captions_of_each)]
         own = captions[self.ranks.rank :: self.ranks.world_size]
         embed = lambda: embed_text(model, own, self._tokenizer, self.context_length, self.micro_batch)  # noqa: E731

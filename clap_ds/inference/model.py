@@ -71,13 +71,12 @@ class Clap:
 
         Args:
             audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
-                clip of a shard, an encoded file (bytes or a binary file object), an array, or, as in `datasets`, a dict of
-                `array` and `sampling_rate` or a decoder. Arrays are (num_samples,) or (channels, num_samples) with at most
-                8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
-                to ±1, short sounds repeated.
+                clip of a shard, an encoded file (bytes or a binary file), an array, or, as in `datasets`, a decoder or a
+                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels, num_samples) with at most 8
+                channels, floating point in ±1 or int16.
             sample_rate: of arrays, in Hz.
-            pooling: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "center" (the center
-                window, as in evaluation; with feature fusion, the whole sound).
+            pooling: of longer sounds: "mean" of all windows' embeddings, normalized, or the "center" window, as in
+                evaluation (with feature fusion the whole sound).
             options: `overlap`, `batch_size` and `num_workers` of `iter_windows`.
         """
         items: Any = audio

@@ -32,13 +32,9 @@ class MtebEncoder:
         inputs.collate_fn = list
         found = [np.empty((0, self.clap.dim), np.float32)]
         for rows in inputs:
-            each: dict[str, Any] = {"audio": self.clap.embed_audio, "text": self.clap.embed_text}
-            parts = [
-                embed([row[name] for row in rows], batch_size=batch_size)
-                for name, embed in each.items()
-                if name in rows[0]
-            ]
-            found.append(np.sum(parts, axis=0))
+            embeds: Any = {"audio": self.clap.embed_audio, "text": self.clap.embed_text}
+            named = {name: [row[name] for row in rows] for name in embeds if name in rows[0]}
+            found.append(sum(embeds[name](each, batch_size=batch_size) for name, each in named.items()))
         return np.concatenate(found)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:

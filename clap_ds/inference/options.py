@@ -42,15 +42,13 @@ def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0], allow_abbrev=False)
 
 
-def add_audio_inputs(
-    parser: argparse.ArgumentParser, kinds: str = INPUTS, pooling: Sequence[str] = ("mean", "center", "none")
-) -> None:
+def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS, pooling: str = "mean center none") -> None:
     """Add the checkpoint, its audio inputs and how to process them."""
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
     what = "longer files: mean of all windows' vectors (default), only the center window, or none: a row per window"
-    add("--pooling", choices=pooling, default="mean", help=what)
+    add("--pooling", choices=pooling.split(), default="mean", help=what)
     what = "fraction of overlap between consecutive windows (default: 0)"
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")

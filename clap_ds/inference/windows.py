@@ -18,17 +18,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
+from clap_ds.data import decoding
 from clap_ds.data.clip import Broken, read_clip
-from clap_ds.data.decoding import (
-    BrokenItemError,
-    Encoded,
-    check_samples,
-    mix,
-    open_audio,
-    repeat,
-    resample_blocks,
-    resampling_ratio,
-)  # fmt: skip
+from clap_ds.data.decoding import BrokenItemError, Encoded, mix, open_audio, repeat
 from clap_ds.data.shard_io import open_shard
 from clap_ds.data.tar_samples import DAMAGE, words
 from clap_ds.data.workers import Loader
@@ -115,7 +107,7 @@ class _Windows(IterableDataset[Window]):
         encoded = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
-            ratio = resampling_ratio(opened.samplerate, rate)
+            ratio = decoding.resampling_ratio(opened.samplerate, rate)
             if self._pooling == "center" or opened.frames <= math.ceil(length / ratio):
                 row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
                 read_clip(encoded, row, audio=self._audio, rng=Middle())
@@ -123,7 +115,7 @@ class _Windows(IterableDataset[Window]):
                 return
             blocks = _mono(opened)
             if ratio != 1:
-                blocks = (block.clamp_(-1, 1) for block in resample_blocks(blocks, ratio))
+                blocks = (block.clamp_(-1, 1) for block in decoding.resample_blocks(blocks, ratio))
             for start, waveform in _cut(blocks, length, self._hop):
                 yield start / rate, (start + length) / rate, waveform
 
@@ -149,7 +141,7 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
         is_silent = mix(frames, mixed)[1] and is_silent
         found += len(frames)
         yield torch.from_numpy(mixed)
-    check_samples(found, file.frames, is_silent)
+    decoding.check_samples(found, file.frames, is_silent)
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:

@@ -6,18 +6,18 @@ The root module only connects submodules, so that profilers that hook submodules
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import Any, Self
+from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import CHANNELS, ClapConfig, ProjectionConfig
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Packing
-from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.text import TextTower
 
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
@@ -37,7 +37,7 @@ class Projection(nn.Module):
         return F.normalize(self.linear2(self.activation(self.linear1(pooled))).float(), dim=-1)
 
 
-class ClapModel(nn.Module):
+class ClapModel(ContrastiveModel):
     """A contrastive language–audio model.
 
     Args:
@@ -48,12 +48,14 @@ class ClapModel(nn.Module):
         activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the backward pass.
         learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10 (arXiv 2303.15343).
 
-    Attributes:
-        logit_scale: log of the factor on cosine similarities, fp32, shape (1,). In checkpoints with two scales, the audio one.
-        logit_scale_text: the text one; loaded and saved, but unused.
+    `logit_scale` is the audio one in checkpoints with two scales. The text one, `logit_scale_text`, is loaded and saved, but
+    unused.
     """
 
+    audio: HTSAT
+    text: TextTower
     logit_scale_text: Tensor
+    front_end_parts = ("mel",)
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class ClapModel(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
-    def encode_audio(self, audio: Tensor) -> Tensor:
-        """Embed audio as (batch, joint_dim), fp32 rows of length 1. Raises ValueError if sizes aren't the model's.
+    def front_end(self, audio: Tensor) -> Tensor:
+        """Return log-mel features for the audio tower. Raises ValueError if sizes aren't the model's.
 
         Accepts waveforms (batch, num_samples) at the preset's sample rate, int16 or of full scale ±1, or the output of `mel`,
         (batch, num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
@@ -94,26 +96,21 @@ class ClapModel(nn.Module):
             channels = f"{CHANNELS}, " if sizes.fusion and audio.ndim > 3 else ""
             expected = f"(batch, {channels}{frames} frames, {bins} mel bins)"
             raise ValueError(f"features are {tuple(audio.shape)}, expected {expected}")
-        return self.audio_projection(self.audio(features))
+        return features
 
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        """Embed captions as (batch, joint_dim), fp32 rows of length 1. Arguments are those of `TextTower.forward`."""
-        return self.text_projection(self.text(input_ids, attention_mask, packing))
+    def text_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None, Packing | None]:
+        return input_ids, attention_mask, packing
 
-    def forward(
-        self, audio: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return both embeddings, (batch, joint_dim), the logit scale (1,) and, if learned, the logit bias (1,), all fp32."""
-        features = self.encode_audio(audio), self.encode_text(input_ids, attention_mask, packing)
-        bias = () if self.logit_bias is None else (self.logit_bias.float(),)
-        return *features, self.logit_scale.float().exp(), *bias
+    def batch_norms(self) -> list[Any]:
+        return list(self.audio.batch_norms())
 
-    def fp32_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that `Module.to` keeps in fp32; an engine that casts `.data` must restore them."""
-        bias = [] if self.logit_bias is None else [self.logit_bias]
-        return [self.logit_scale, *bias, *(each for norm in self.audio.batch_norms() for each in norm.parameters())]
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        keep = at_least_fp32(fn)
-        own = {id(self.logit_scale), id(self.logit_scale_text), id(self.logit_bias)}
-        return super()._apply(lambda tensor: keep(tensor) if id(tensor) in own else fn(tensor), recurse)
+def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:
+    """Build a new `ClapModel`, or the model of open_clip that `config` names. Raises ValueError if that isn't possible."""
+    if not config.open_clip:
+        return ClapModel(config, **options)
+    from clap_ds.model.open_clip import OpenClipModel
+
+    return OpenClipModel(config, **options)

@@ -16,7 +16,7 @@ MASKED_SCORE = -100.0
 def to_windows(tokens_BHWE: Tensor, window: int, shift: int, sets: int, heads: int) -> Tensor:
     """Shift (B, H, W, S·A·D) cyclically up and left, and partition it into (S, B, G, A, N, D), windows in row-major order."""
     if shift:
-        tokens_BHWE = tokens_BHWE.roll((-shift, -shift), dims=(1, 2))
+        tokens_BHWE = tokens_BHWE.roll(-shift, 1).roll(-shift, 2)
     tiles = tokens_BHWE.unflatten(3, (sets, heads, -1)).unflatten(2, (-1, window)).unflatten(1, (-1, window))
     return tiles.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(2, 3)
 
@@ -26,7 +26,7 @@ def from_windows(windows_SBGAND: Tensor, shift: int) -> Tensor:
     per_side, window = (round(windows_SBGAND.shape[dim] ** 0.5) for dim in (2, 4))
     tiles = windows_SBGAND.unflatten(4, (window, window)).unflatten(2, (per_side, per_side))
     tokens_BHWE = tiles.permute(1, 2, 5, 3, 6, 0, 4, 7).flatten(5).flatten(3, 4).flatten(1, 2)
-    return tokens_BHWE.roll((shift, shift), dims=(1, 2)) if shift else tokens_BHWE
+    return tokens_BHWE.roll(shift, 1).roll(shift, 2) if shift else tokens_BHWE
 
 
 def relative_position_index(window: int) -> Tensor:

@@ -142,12 +142,16 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
 
 def _meta_model(run: RunSettings, device: str) -> ClapModel:
     with torch.device("meta"):
-        return build_model(run.clap.model, run.clap.loss, torch.device(device), run.clap.train.freeze)
+        model = build_model(run.clap.model, run.clap.loss, torch.device(device), run.clap.train.freeze)
+    assert isinstance(model, ClapModel)
+    return model
 
 
 def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
     """Return the run for the engine: with torch's operations and AdamW, without DeepSpeed's monitors, and with captions padded
     to their mean length instead of packed."""
+    if run.clap.preset().open_clip:
+        raise UserError(f"{run.path}: clap.model.preset: plans support only this project's models")
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
     if optimizer["type"].lower() not in ("adam", "adamw"):
         raise UserError(f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}")

@@ -80,14 +80,14 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
         here: rank 0's environment.
         everywhere: host and device name of each rank.
     """
-    clap = run.clap
+    clap, sizes = run.clap, run.batch_sizes(len(everywhere))
     per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
     places = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host], "device_names": devices}
     try:
         record = RunDirectory.create(Path(clap.output.dir).resolve(), run.run_name)
         start_log(record.path / "rank0.log")
         record.write_json("environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]})
-        record_batch_sizes(record, run, len(everywhere))
+        record.write_json("config.json", run.resolved())
     except OSError as error:
         raise ValueError(f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}") from None
     record.update_summary(
@@ -96,6 +96,9 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
         preset=clap.model.sizes.name,
         num_nodes=len(per_host),
         world_size=len(everywhere),
+        micro_batch_per_gpu=sizes.micro_batch,
+        gradient_accumulation_steps=sizes.accumulation_steps,
+        global_batch=sizes.global_batch,
         context_length=clap.context_length,
         text_packing=clap.text_packing,
         precision=run.precision,
@@ -103,17 +106,6 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
         device_type="cpu" if here["device_memory_bytes"] is None else "cuda",
     )
     return record.path
-
-
-def record_batch_sizes(record: RunDirectory, run: RunSettings, world_size: int) -> None:
-    """Write the configuration, and batch sizes to the summary."""
-    sizes = run.batch_sizes(world_size)
-    record.write_json("config.json", run.resolved())
-    record.update_summary(
-        micro_batch_per_gpu=sizes.micro_batch,
-        gradient_accumulation_steps=sizes.accumulation_steps,
-        global_batch=sizes.global_batch,
-    )
 
 
 class Tee:

@@ -47,6 +47,7 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
     yield f"  range of {len(rate['windows'])} windows", f"{rate['low']:,.2f} – {rate['high']:,.2f}"
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
+    yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
     yield "samples/s (total), DeepSpeed's timer", told

@@ -19,6 +19,7 @@ from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
+from clap_ds.data.shard_io import is_remote
 from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
@@ -49,6 +50,7 @@ class Checkpointer:
         tokenizer: hub name, or a folder, which is copied into every checkpoint.
         config: the run's JSON, recorded in every checkpoint.
         job: folder of the run's job, whose attempts share the lock.
+        logs: the run directory, copied to `remote_sync` with every checkpoint.
 
     Attributes:
         last: result of the last complete save.
@@ -63,6 +65,7 @@ class Checkpointer:
         tokenizer: str | None = None,
         config: dict[str, Any] | None = None,
         job: Path | None = None,
+        logs: Path | None = None,
     ) -> None:
         self.path, self._rule = Path(path).absolute(), settings
         self.tokenizer, self._config, self._job = tokenizer, config or {}, job
@@ -71,7 +74,7 @@ class Checkpointer:
         self.run_id = ""
         self._sync: BackgroundSync | None = None
         if rank() == 0 and self._rule.remote_sync is not None:
-            self._sync = BackgroundSync(self._rule.remote_sync, self._rule)
+            self._sync = BackgroundSync(self._rule.remote_sync, self._rule, self.path, logs)
         self._stager: Any = None
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
@@ -159,13 +162,16 @@ class Checkpointer:
         return self.last
 
     @activity("looking for a checkpoint")
-    def find(self, path: Path | None = None) -> Path | None:
+    def find(self, place: str | None = None) -> Path | None:
         """Return the checkpoint at a path, or the newest good one in a folder: by default this one or, if empty, `remote_sync`.
+        Those at URLs are downloaded into this folder.
 
         Damaged checkpoints are skipped with a warning. A collective; returns the same on every rank, None if there is none.
-        Raises ValueError if none is at the path, `remote_sync` can't be read, or all are damaged.
+        Raises ValueError if none is at the place, a URL can't be read, or all are damaged.
         """
-        return run_on_rank0(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
+        if place is None or is_remote(place):
+            return run_on_rank0(lambda: self._find_newest(place))
+        return run_on_rank0(lambda: files.find_checkpoint(Path(place).absolute()))
 
     def was_begun_by(self, run_id: str) -> bool:
         """Return whether the newest checkpoint here is from this run. A collective."""
@@ -246,15 +252,16 @@ class Checkpointer:
                 if path.is_file() and files.FILE_NAME.fullmatch(name):
                     yield name, read_bytes(path)
 
-    def _find_newest(self) -> Path | None:
-        damaged, remote, remote_sync = dict[str, str](), dict[str, str](), self._rule.remote_sync
-        found = files.newest_good(self.path, damaged)
-        if found is None and remote_sync is not None:
+    def _find_newest(self, url: str | None) -> Path | None:
+        damaged, remote, place = dict[str, str](), dict[str, str](), url or self._rule.remote_sync
+        found = None if url else files.newest_good(self.path, damaged)
+        if found is None and place is not None:
             try:
-                found = RemoteFolder(remote_sync).download_newest(self.path, remote)
+                found = RemoteFolder(place).download_newest(self.path, remote)
             except Exception as error:  # its type depends on the file system's package
-                problem = f"{type(error).__name__}: {error}"
-                raise ValueError(f"clap.checkpoint.remote_sync: {remote_sync} can't be read ({problem})") from error
+                raise ValueError(f"{place} can't be read ({type(error).__name__}: {error})") from error
+        if found is None and url and not remote:
+            raise ValueError(f"{url}: no checkpoint found")
         if found is None and (reasons := [*damaged.values(), *remote.values()]):
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise ValueError(

@@ -19,6 +19,8 @@ def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_s
             "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
             ' set clap.train.accumulation "gradcache" with gradient_accumulation_steps above 1'
         )
+    if train.batch_ramp:
+        problems += _problems_with_ramp(train.batch_ramp, sizes, world_size)
     if train.max_samples is None and train.epochs is None:
         problems.append("clap.train: max_samples and epochs are missing: set one of them")
     data = clap.data
@@ -39,10 +41,22 @@ def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_s
     return problems + _problems_with_urls(clap)
 
 
+def _problems_with_ramp(ramp: list[list[int]], sizes: BatchSizes, world_size: int | None) -> list[str]:
+    starts, batches = zip(*ramp, strict=True)
+    problems = {"expected increasing numbers of samples, the first 0": [*starts] != sorted({0, *starts})}
+    if world_size is not None:
+        unit, whole = sizes.micro_step, sizes.global_batch
+        wrong = [batch for batch in batches if batch < unit or batch % unit]
+        problems[f"expected multiples of {unit}, the micro-batches of all ranks, found {wrong}"] = wrong != []
+        problems[f"expected the run's global batch {whole} as the last one, found {batches[-1]}"] = batches[-1] != whole
+    return [f"clap.train.batch_ramp: {problem}" for problem, is_there in problems.items() if is_there]
+
+
 def _problems_with_urls(clap: ClapSettings) -> list[str]:
     """Return URLs with credentials or unsupported protocols; connects to nothing."""
     places: dict[str, Any] = {
         "checkpoint.remote_sync": clap.checkpoint.remote_sync,
+        "train.resume": clap.train.resume,
         "data.shards": getattr(clap.data, "shards", None),
         "evaluation.retrieval.shards": getattr(clap.evaluation.retrieval, "shards", None),
         "evaluation.zero_shot.shards": getattr(clap.evaluation.zero_shot, "shards", None),

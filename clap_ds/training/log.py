@@ -24,7 +24,7 @@ from clap_ds.run_records.metrics_schema import StepLine, Summary
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
-from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
+from clap_ds.training.train_state import HISTORY, SavedCheckpoint, TrainPlan, TrainState
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
 
@@ -50,12 +50,12 @@ class TrainLogger:
         self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
         self._plan, self._state, self._ranks, self._folder = plan, state, ranks, folder
         self._is_first, engine.norm_wanted = ranks.is_main_process, True
-        self._history = JsonlWriter(folder / "history.jsonl")
+        self._history = JsonlWriter(folder / HISTORY)
         if self._is_first:
             state.train_s = max(state.train_s, self._history.truncate_after(state.step))
-            record.update_summary(history=str(folder / "history.jsonl"), epoch_samples=plan.epoch_samples)
+            record.update_summary(history=str(folder / HISTORY), epoch_samples=plan.epoch_samples)
         self._lines: list[tuple[StepLine, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
-        self._is_warm = False
+        self._is_warm, self._batch = False, 0
         self._throughput = Throughput(ranks.world_size)
         self._memory, self._first_samples, self._joules = Summary(), state.samples, math.nan
         self._begin_joules = sum(gather(environment.energy_joules(engine.device)))
@@ -70,6 +70,9 @@ class TrainLogger:
         return self._before_s + time.monotonic() - self._started_s
 
     def begin_step(self) -> None:
+        if (batch := self._plan.batch(self._state.samples)) != self._batch:
+            self.write()  # a window's steps have one global batch
+            self._batch = batch
         self._engine.timer.start()
         self._lr = self._engine.deepspeed.get_lr()[0]
 
@@ -91,7 +94,7 @@ class TrainLogger:
         lines, figures = zip(*self._lines, strict=True)
         self._lines = []
         window = gather_window(times, torch.stack(figures))
-        rates = self._plan.samples_per_step / self._ranks.world_size / (window.step_s - window.data_wait_s)[:, 0]
+        rates = self._batch / self._ranks.world_size / (window.step_s - window.data_wait_s)[:, 0]
         self._loader.report_throughput(rates.tolist(), self._ranks.local_world_size)
         if self._is_first:
             self._write_window(lines, window)
@@ -99,7 +102,7 @@ class TrainLogger:
 
     def _write_window(self, lines: tuple[StepLine, ...], window: Window) -> None:
         last, num_skipped = lines[-1], self._engine.deepspeed.skipped_steps
-        samples, first_s = self._plan.samples_per_step, window.step_s[:, 0]
+        samples, first_s = self._batch, window.step_s[:, 0]
         slow = self._stragglers.add(samples, first_s, window.own_s, window.data_wait_s)
         if self._is_warm:
             self._throughput.add(window, samples)

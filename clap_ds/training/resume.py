@@ -1,13 +1,12 @@
 """Load pretrained weights, and resume from a run's newest checkpoint."""
 
 import uuid
-from pathlib import Path
 
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.load_checkpoint import tokenizer_problem
@@ -16,7 +15,7 @@ from clap_ds.weights.load import load_weights
 
 
 def load_pretrained(
-    path: str | None, model: ClapModel, tokenizer: str | None, options: ResumeOptions = ResumeOptions()
+    path: str | None, model: ContrastiveModel, tokenizer: str | None, options: ResumeOptions = ResumeOptions()
 ) -> None:
     """Load `clap.train.pretrained`, if set. ValueError if missing, or for another model or tokenizer."""
     if path is None:
@@ -57,7 +56,7 @@ def resume(
         checkpointer.move_aside()
         return TrainState()
     try:
-        path = checkpointer.find(Path(wanted) if has_path and not has_begun else None)
+        path = checkpointer.find(wanted if has_path and not has_begun else None)
         if path is None:
             return TrainState()
         state = checkpointer.load(path, engine, resume_weights_only=options.resume_weights_only)

@@ -13,6 +13,9 @@ from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
 from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
 
+HISTORY = "history.jsonl"
+"""Steps of all starts, next to the checkpoints."""
+
 
 @dataclass
 class TrainState:
@@ -91,17 +94,18 @@ class TrainPlan:
 
     Attributes:
         samples: total audio–caption pairs.
-        samples_per_step: the global batch.
+        global_batch: the global batch, after the `ramp`: [samples, global batch from then on].
         epoch_samples: pairs in one pass over the data, if known.
     """
 
     samples: int
-    samples_per_step: int
+    global_batch: int
     epoch_samples: int | None = None
     log_every: int = 10
     evaluate_every: int | None = None
     save_every: int | None = None
     target_metrics: dict[str, float] = field(default_factory=dict)
+    ramp: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -123,16 +127,20 @@ class TrainPlan:
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
         every = train.log_every_steps, evaluation.every_steps, checkpoint.every_steps
-        return cls(samples, sizes.global_batch, epoch_samples, *every, train.target_metrics)
+        return cls(samples, sizes.global_batch, epoch_samples, *every, train.target_metrics, train.batch_ramp)
 
     def is_done(self, state: TrainState) -> bool:
         """Return whether all samples are consumed, or the target metrics reached."""
         return state.samples >= self.samples or state.reached(self.target_metrics) is not None
 
+    def batch(self, samples: int) -> int:
+        """Return the global batch of the step that starts after so many samples."""
+        return next((batch for start, batch in reversed(self.ramp) if samples >= start), self.global_batch)
+
     def advance(self, state: TrainState) -> None:
         """Count a step."""
         state.step += 1
-        state.samples += self.samples_per_step
+        state.samples += self.batch(state.samples)
         state.epoch = round(state.samples / self.epoch_samples, 6) if self.epoch_samples else None
 
     def due(self, state: TrainState, signal: int, is_late: bool = False) -> Due:
@@ -147,7 +155,11 @@ class TrainPlan:
 
     def last_step(self, state: TrainState) -> int:
         """Return the run's last step."""
-        return state.step + max(0, math.ceil((self.samples - state.samples) / self.samples_per_step))
+        step, samples = state.step, state.samples
+        for end in [*(start for start, _ in self.ramp[1:]), self.samples]:
+            steps = max(0, math.ceil((min(end, self.samples) - samples) / self.batch(samples)))
+            step, samples = step + steps, samples + steps * self.batch(samples)
+        return step
 
 
 @dataclass(frozen=True)

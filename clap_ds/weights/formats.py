@@ -16,7 +16,8 @@ from clap_ds.config import files
 from clap_ds.config.clap_json import read_clap
 from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.cpu_kernels.patch_model import convert
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.clap import ClapModel, new_model
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import torch_kernels
 from clap_ds.weights.key_mapping import State, from_names, to_names, transformers_names
 
@@ -63,8 +64,8 @@ class Checkpoint:
                 digest.update(self.state[name].float().contiguous().numpy().data)
         return digest.hexdigest()[:32]
 
-    def build_for(self, device: torch.device, dtype: torch.dtype) -> ClapModel:
-        """Build a `ClapModel` for inference, with the fastest kernels that need no compilation."""
+    def build_for(self, device: torch.device, dtype: torch.dtype) -> ContrastiveModel:
+        """Build the model for inference, with the fastest kernels that need no compilation."""
         model = self.build(**torch_kernels(device)._asdict()).to(device, dtype).eval()
         if device.type == "cpu":
             convert(model)
@@ -74,14 +75,14 @@ class Checkpoint:
     def is_audio_tower(self) -> bool:
         return all(name.startswith("audio.") for name in self.state)
 
-    def build(self, **options: Any) -> ClapModel:
+    def build(self, **options: Any) -> ContrastiveModel:
         if self.is_audio_tower:
             raise ValueError(f"{self.path} contains only an audio tower: load it with clap.train.pretrained")
-        model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
+        model = new_model(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
-    def load_into(self, model: ClapModel) -> None:
+    def load_into(self, model: ContrastiveModel) -> None:
         """Copy the weights into a model. Raises ValueError for other names or shapes, except missing optional tensors."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         expected = htsat_alone(model.state_dict()) if self.is_audio_tower else model.state_dict()
@@ -106,7 +107,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     return replace(found, tokenizer=str(folder), context_length=tokens)
 
 
-def save_transformers(model: ClapModel, folder: str | Path) -> None:
+def save_transformers(model: ContrastiveModel, folder: str | Path) -> None:
     """Write an fp32 folder for transformers' `ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained`.
     Omits the AudioSet classifier and the logit bias. Raises ValueError if ClapModel can't express the model."""
     from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
@@ -137,8 +138,9 @@ def to_safetensors(
 def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
     """Build a checkpoint from the content of a file of `to_safetensors`. Raises ValueError if it contradicts itself."""
     config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
-    expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
-    _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
+    if not config.open_clip:  # whose models are checked when they are loaded
+        expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
+        _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
     return _checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
 
 

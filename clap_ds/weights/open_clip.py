@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.mel import LogMel
 from clap_ds.weights.key_mapping import State, open_clip_names, refuse, to_names
 from clap_ds.weights.state_file import write_tensors
@@ -22,7 +22,7 @@ _RENAMED |= {"enable_fusion": "fusion"} | {
 """Our fields by open_clip's."""
 
 
-def save_open_clip(model: ClapModel, folder: Path, context_length: int) -> None:
+def save_open_clip(model: ContrastiveModel, folder: Path, context_length: int) -> None:
     """Write fp32 weights and sizes for `open_clip.create_model("local-dir:FOLDER")`, or for its `pretrained=` a file. Raises
     ValueError if open_clip can't express the model."""
     bias = {} if model.logit_bias is None else {"init_logit_bias": -10.0}
@@ -39,6 +39,7 @@ def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
     heads = {("gelu", False, (text.hidden_size + width) // 2): "mlp", ("relu", True, width): "clap_mlp"}
     head = heads.get((text.projection.activation, text.projection.bias, text.projection.hidden_dim))
     problems = {
+        "its weights.safetensors are open_clip's already": bool(config.open_clip),
         "its audio tower is not HTSAT-tiny, -base or -large": variant is None,
         f"its audio projection isn't {width} wide with biases": audio.projection.hidden_dim != width
         or not audio.projection.bias,
@@ -54,11 +55,11 @@ def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
     return {"embed_dim": width, "audio_cfg": kind | sizes, "text_cfg": tower}
 
 
-def to_open_clip(model: ClapModel) -> State:
+def to_open_clip(model: ContrastiveModel) -> State:
     """Return a model's fp32 state in open_clip's names, with the constants that it saves as tensors."""
     renamed = to_names(model.state_dict(), open_clip_names)
     state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in renamed.items()}
-    stages: Any = model.audio.stages
+    stages: Any = model.get_submodule("audio.stages")
     for number, stage in enumerate(stages):
         for place, block in enumerate(stage.blocks):
             name = f"audio.encoder.layers.{number}.blocks.{place}"

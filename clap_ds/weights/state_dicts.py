@@ -62,6 +62,9 @@ def from_state_dict(path: str | Path, state: Mapping[str, Any], config: ClapConf
 
     Its sizes are `config`, or those of LAION's models and this project's presets that fit. Raises ValueError.
     """
+    if config is not None and config.open_clip:
+        named = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+        return Checkpoint(config, {name: t.reshape(1) if name.startswith("logit_") else t for name, t in named.items()})
     tensors = {
         name.removeprefix("module.").replace("sed_model.", "audio_branch.", 1): value
         for name, value in state.items()

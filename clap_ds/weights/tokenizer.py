@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import PAD_TOKEN_ID
+from clap_ds.config.open_clip import PREFIX
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which is imported where used: it takes seconds)
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder, the local Hub cache or the Hub. Raises ValueError, with `field`, if it isn't found or its
     ids or padding don't fit the model."""
+    if name_or_dir.startswith(PREFIX):
+        return OpenClipTokenizer(name_or_dir)  # type: ignore[return-value]
     from transformers import AutoTokenizer
 
     from clap_ds.weights.hub import load_by_name
@@ -44,6 +47,22 @@ def load_tokenizer(
         expected = f"the tokenizer of clap.model.preset, with ids below {vocab_size} and {pad_token_id} for padding"
         raise ValueError(f"{field}: {name_or_dir!r} {found}; expected {expected}")
     return tokenizer
+
+
+class OpenClipTokenizer:
+    """The tokenizer of a model of open_clip, with the part of a `transformers` tokenizer's interface that is used here."""
+
+    def __init__(self, name: str) -> None:
+        import open_clip
+
+        self.name_or_path, self._tokenizer = name, open_clip.get_tokenizer(name.removeprefix(PREFIX))
+        self.pad_token_id = getattr(self._tokenizer, "pad_token_id", None) or 0
+
+    def __call__(self, captions: list[str], max_length: int | None = None, **_: Any) -> dict[str, list[list[int]]]:
+        """Return token ids of captions, cut after `max_length`, without padding."""
+        rows = self._tokenizer(captions, context_length=max_length)
+        lengths = ((rows != self.pad_token_id) * torch.arange(1, rows.shape[1] + 1)).amax(dim=1).tolist()
+        return {"input_ids": [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]}
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, context_length: int) -> tuple[Tensor, Tensor]:

@@ -38,4 +38,4 @@ def test_what_runs_needed_until_a_target_is_by_scale_with_its_interval(
         command(monkeypatch, scaling.main, TINY, "--time_to", "score=0.8")
     with pytest.raises(SystemExit):
         command(monkeypatch, scaling.main, TINY, "--time_to", "score")
-    assert "expected METRIC=VALUE" in capsys.readouterr().err
+    assert "--time_to: expected a number above 0" in capsys.readouterr().err

@@ -34,6 +34,7 @@ def _measured(folder: str) -> dict[str, Any]:
     timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
     timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
     deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0, tput_timer=timer, train_batch_size=lambda: 16)
+    deepspeed.train_micro_batch_size_per_gpu = lambda: 4
     engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu)
     engine.timer = StepTimer(cpu)
     pieces: Any = SimpleNamespace(throughput=lambda: None, state=dict, statistics=dict)
@@ -72,6 +73,7 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert (rate["mean"], rate["low"], rate["high"]) == pytest.approx((80 / 19.5,) * 3)
     assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
     assert rate["window_s"] == pytest.approx([19.5] * 3)
+    assert (summary["micro_batch_per_gpu"], summary["global_batch"]) == (4, 16)
     assert summary["samples_per_s"] == pytest.approx(2 * 80 / 19.5)
     assert summary["deepspeed_samples_per_s"] == 7 + 34
     assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})

@@ -21,7 +21,8 @@ if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()
 rate = {"off": 100.0, "step": 150.0}.get(kind, 0.0) + run["train_micro_batch_size_per_gpu"]
-summary = {"state": "completed", "samples_per_s_per_gpu": {"mean": rate, "low": rate - 1, "high": rate + 1}}
+rates = {"mean": rate, "low": rate - 1, "high": rate + 1}
+summary = {"state": "completed", "samples_per_s_per_gpu": rates, "achieved_tflops": 3.0, "hardware_tflops": 4.0}
 ends = {"slow": {"state": "running"}, "memory": {"state": "out_of_memory", "error": "out of memory at micro-batch 4"}}
 (folder / "summary.json").write_text(json.dumps(ends.get(kind, {**summary, "memory_peak_bytes": 2e9})))
 time.sleep(60 * (kind == "slow"))
@@ -49,7 +50,7 @@ def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> N
     assert (written["clap"]["compile"], written["train_micro_batch_size_per_gpu"]) == ("step", 8)
     assert (written["clap"]["bench"]["windows"], written["clap"]["bench"]["warmup_steps"]) == (3, 5)
     table = (tmp_path / "out" / "tune.md").read_text()
-    assert "158.00 | 157.00–159.00 | 1.463 | 2.00 |" in " ".join(table.split())
+    assert "158.00 | 157.00–159.00 | 1.463 | 2.00 | 3.000 | 4.000 |" in " ".join(table.split())
 
 
 def test_failures_are_rows_with_their_reason(run: Callable[..., int], tmp_path: Path) -> None:

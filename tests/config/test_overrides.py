@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.overrides import parse_assignment, with_field
+from clap_ds.config.overrides import parse_assignment, parse_varied, with_field
 
 
 def test_fields_by_dotted_names() -> None:
@@ -13,6 +13,8 @@ def test_fields_by_dotted_names() -> None:
         with_field({"a": 1}, "a.b", 3)
     assert parse_assignment("a.b=1e-4") == ("a.b", 1e-4)
     assert parse_assignment("a=text") == ("a", "text")
+    assert parse_varied("a.b=1e-4,3,off") == ("a.b", [1e-4, 3, "off"])
+    assert parse_varied('a=[],["x","y"]') == ("a", [[], ["x", "y"]])
     for wrong in ("a", "=1", "a..b=1"):
         with pytest.raises(UserError, match="expected NAME=VALUE"):
             parse_assignment(wrong)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_a_newcomer_can_train_on_the_result(
     for path in out.glob("*.tar"):
         assert manifest[path.name]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert sum(record["seconds"] for record in manifest.values()) == pytest.approx(19 * 0.05)
+
+
+def test_a_trial_of_the_first_files_estimates_the_whole_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write_list(tmp_path, 130), tmp_path / "out", "--first", 101) == 0
+    printed = capsys.readouterr().out
+    assert "train: 101 items" in printed
+    took_s, minutes = map(
+        float, re.search(r"first 100 files took (\S+) s: about (\S+) min for all 130\n", printed).groups()
+    )
+    assert minutes == pytest.approx(1.3 * took_s / 60, rel=0.02)
 
 
 def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from itertools import combinations, islice
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +48,17 @@ def test_captions_are_framed_as_roberta_frames_them(
     for ids, length in zip(batch.input_ids[:50].tolist(), lengths.tolist(), strict=False):
         assert (ids[0], ids[length - 1], ids[length:]) == (0, 2, [1] * (12 - length))
         assert all(token > 3 for token in ids[1 : length - 1])
+
+
+def test_workers_make_the_same_batches_and_go_on_where_a_run_resumes(
+    draw: Draw, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clap_ds.data.synthetic.PIECE_SIZE", 4)  # pieces of 4 and 2 clips
+    settings: dict[str, Any] = {"num_batches": 3, "caption_lengths": {"3": 1.0, "12": 1.0}, "micro_batch": 6}
+    with open_source(num_workers=2, **settings) as source:
+        found = [next(source) for _ in range(4)]
+        state = source.state()
+    with open_source(num_workers=2, state=state, **settings) as source:
+        found += [next(source) for _ in range(3)]
+    for ours, theirs in zip(found, draw(7, **settings), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours.tensors(), theirs.tensors(), strict=True))

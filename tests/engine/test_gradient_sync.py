@@ -96,13 +96,12 @@ def _sent(sync: str, accumulation: str) -> list[float]:
         elements = sum(torch.Size(event.shapes()[0]).numel() for event in events)
         found.append(elements / sum(parameter.numel() for parameter in engine.model.parameters()))
 
-    for number in (1, 3):
-        engine.set_accumulation_steps(number)
-        note(engine.step, batches, off=True)
-        note(engine.step, batches, off=False)
-        note(engine.accumulate, batches, off=True)
-        engine.deepspeed.zero_grad()
-        note(engine.step, batches, off=False)
+    engine.set_accumulation_steps(2)
+    note(engine.step, batches, off=True)
+    note(engine.step, batches, off=False)
+    note(engine.accumulate, batches, off=True)
+    engine.deepspeed.zero_grad()
+    note(engine.step, batches, off=False)
     return found
 
 
@@ -111,4 +110,4 @@ def _sent(sync: str, accumulation: str) -> list[float]:
 def test_gradients_travel_once_a_step_and_never_where_they_are_off(
     two_ranks: RankPool, sync: str, accumulation: str
 ) -> None:
-    assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 1] * 2] * 2
+    assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 1]] * 2

@@ -56,7 +56,7 @@ def _with_gradients(kind: str, loss: Tensor, audio: Tensor, text: Tensor, *scala
 def _on_rank(kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype) -> list[np.ndarray]:
     inputs = (*_features(dist.get_rank(), dtype), *_scalars(scale, dtype))
     with mock.patch.object(tiled_logits, "CPU_TILE", 3):
-        return _with_gradients(kind, LOSSES[kind].build(wire_dtype)(*inputs), *inputs)
+        return _with_gradients(kind, LOSSES[kind](wire_dtype)(*inputs), *inputs)
 
 
 def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> list[np.ndarray]:
@@ -112,7 +112,7 @@ def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(
     theirs = torch.autograd.grad(expected / 2, (audio, text, scale))
     for tile in (1, 4, 5, 7):
         monkeypatch.setattr(tiled_logits, "CPU_TILE", tile)
-        loss = LOSSES[kind].build(torch.float64)(audio, text, scale, bias)
+        loss = LOSSES[kind](torch.float64)(audio, text, scale, bias)
         gradients = torch.autograd.grad(loss / 2, (audio, text, scale))
         torch.testing.assert_close(gradients, theirs, atol=1e-12, rtol=0)
 
@@ -147,7 +147,7 @@ class CountedBytes(TorchDispatchMode):
 def _sent(kind: str, wire_dtype: torch.dtype) -> dict[str, int]:
     with CountedBytes() as counted:
         inputs = (*_features(dist.get_rank(), torch.float32), *_scalars(14.3, torch.float32))
-        LOSSES[kind].build(wire_dtype)(*inputs).backward()
+        LOSSES[kind](wire_dtype)(*inputs).backward()
     return dict(counted.sent)
 
 

@@ -1,5 +1,6 @@
 """Check that all scalars are written with DeepSpeed's monitor, in order."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.engine.metric_logger import Scalars
+from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of, micro_batches, settings
 
 
 def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
@@ -48,3 +51,34 @@ def test_a_resumed_run_has_one_course(one_rank: RankPool, tmp_path: Path, sectio
     steps = [(10 * step, (step > 3) * 30 + step / 10) for step in range(1, 8)]
     expected = {"train/loss": steps} | ({"Train/Samples/lr": [(n, n / 1000) for n, _ in steps]} if enabled[0] else {})
     assert found == {tag: [(n, pytest.approx(value)) for n, value in rows] for tag, rows in expected.items()}
+
+
+def _two_histograms(folder: str) -> dict[str, tuple[float, ...]]:
+    """Take three steps of SGD at rate 0.1. Return size, minimum and maximum of each parameter and gradient at the second."""
+    run, found = settings(), {}
+    engine = engine_of(run, ClapModel(run.clap.preset()))
+    batches = iter(micro_batches(run, 0, 1, 3))
+    with Scalars(engine, Path(folder)) as scalars:
+        engine.before_update = partial(scalars.write_histograms, engine, 2)
+        for step in (1, 2, 3):
+            before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
+            engine.step(batches)
+            for name, parameter in engine.model.named_parameters() if step == 2 else ():
+                found[f"parameters/{name}"] = before[name]
+                found[f"gradients/{name}"] = (before[name] - parameter) / 0.1
+    return {tag: (each.numel(), each.min().item(), each.max().item()) for tag, each in found.items()}
+
+
+def test_histograms_of_parameters_and_gradients(one_rank: RankPool, tmp_path: Path) -> None:
+    (expected,) = one_rank.run(_two_histograms, str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
+    events.Reload()
+    assert {*events.Tags()["histograms"]} == {*expected}
+    for tag, (count, low, high) in expected.items():
+        (event,) = events.Histograms(tag)
+        found = event.histogram_value
+        assert (event.step, found.num, sum(found.bucket)) == (6, count, count), tag
+        assert (found.min, found.max) == (
+            pytest.approx(low, rel=1e-3, abs=1e-5),
+            pytest.approx(high, rel=1e-3, abs=1e-5),
+        )

@@ -10,7 +10,6 @@ import torch
 import clap_ds
 from clap_ds.config.model import load_preset
 from clap_ds.inference.model import Clap
-from clap_ds.inference.vectors import Block
 from clap_ds.model.clap import ClapModel
 from tests.weights.fake_checkpoints import checkpoint_of
 
@@ -40,7 +39,3 @@ def noise(seconds: float, rate: int = 48000, channels: int = 1) -> np.ndarray:
 def write_sound(path: Path, samples: np.ndarray, rate: int = 48000) -> str:
     soundfile.write(path, samples.T, rate, subtype={".ogg": "VORBIS", ".mp3": None}.get(path.suffix, "PCM_16"))
     return str(path)
-
-
-def joined(blocks: list[Block]) -> Block:
-    return Block(*map(np.concatenate, zip(*blocks, strict=True)))

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from pyarrow import parquet
 
 import clap_ds
 from clap_ds import classify, embed, search
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
-from clap_ds.inference.vectors import About, Block, read_table, write_table
+from clap_ds.inference.vectors import About, write_table
+from clap_ds.inference.windows import EmbeddingRow
 from clap_ds.model.clap import ClapModel
 from tests import processes
 from tests.data.tars import marked_items, write_tar
-from tests.inference.conftest import joined
 from tests.weights.fake_checkpoints import checkpoint_of
 
 RATE = 48000
@@ -39,10 +40,6 @@ def here(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "sounds" / "not\x1b[31m.wav").write_text("no sound")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def table(path: str) -> Block:
-    return joined(list(read_table(Path(path))[1]))
 
 
 def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +107,7 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
     for name in ("part_0", "part_1"):
         (here / f"{name}.parquet").write_bytes((here / "vectors.parquet").read_bytes())
     exec(PYTHON[1], {})
-    assert len(table("vectors.parquet").file) == 2 * 12
+    assert parquet.read_metadata("vectors.parquet").num_rows == 2 * 12
 
 
 def test_the_probe_of_the_docs(
@@ -119,11 +116,10 @@ def test_the_probe_of_the_docs(
     monkeypatch.chdir(tmp_path)
     names, rng = np.array([f"audio/{n}.wav" for n in range(60)]), np.random.default_rng(0)
     vectors = np.eye(8, dtype=np.float32)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8)).astype(np.float32)
-    vectors[7] = np.nan
     about = About("m", "f", 8, "mean", 0.0, "fp32", None, None, "0")
     with open("esc50.parquet", "wb") as file:
-        errors = np.where(np.isnan(vectors[:, 0]), "audio is silent", "")
-        write_table(file, about, [Block(names, *np.zeros((2, 60)), errors, vectors)])
+        rows = [EmbeddingRow(name, 0, 1, vector) for name, vector in zip(names, vectors, strict=True)]
+        write_table(file, about, [*rows[:7], EmbeddingRow(names[7], 0, 0, error="audio is silent"), *rows[8:]])
     (meta := tmp_path / "ESC-50-master" / "meta").mkdir(parents=True)
     rows = "".join(f"{n}.wav,{n // 12 + 1},{'abc'[n % 3]}\n" for n in range(60))
     (meta / "esc50.csv").write_text("filename,fold,category\n" + rows)

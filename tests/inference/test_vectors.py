@@ -6,47 +6,47 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.inference import vectors
-from clap_ds.inference.vectors import About, Block, nearest, read_table, write_table
-from tests.inference.conftest import joined
+from clap_ds.inference.vectors import About, nearest, read_table, write_table
+from clap_ds.inference.windows import EmbeddingRow
 
 ABOUT = About("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
 
 
-def rows(number: int, seed: int = 0) -> Block:
-    """Return unit vectors, with every fifth missing."""
-    found = np.random.default_rng(seed).standard_normal((number, 4)).astype(np.float32)
+def rows(number: int) -> list[EmbeddingRow]:
+    """Return unit vectors, some of them equal, with every fifth missing."""
+    found = np.random.default_rng(0).standard_normal((100, 4)).astype(np.float32)[:number]
+    found[70:80] = found[: len(found[70:80])]
     found /= np.linalg.norm(found, axis=1, keepdims=True)
-    broken = np.arange(number) % 5 == 3
-    found[broken] = np.nan
-    start = np.where(broken, 0.0, np.arange(number))
-    names = np.array([f"sounds/ä\n{n}.wav" for n in range(number)])
-    return Block(names, start, start + 10, np.where(broken, "audio is silent", ""), found)
+    of_each = [EmbeddingRow(f"sounds/ä\n{n}.wav", n, n + 10, vector) for n, vector in enumerate(found)]
+    return [EmbeddingRow(row.source, 0, 0, error="silent") if n % 5 == 3 else row for n, row in enumerate(of_each)]
 
 
-def write(path: Path, *blocks: Block) -> Path:
+def write(path: Path, number: int) -> Path:
     with path.open("wb") as file:
-        write_table(file, ABOUT, blocks)
+        assert write_table(file, ABOUT, rows(number)) == (
+            number,
+            [(r.source, r.error) for r in rows(number) if r.error],
+        )
     return path
 
 
-def test_a_table_is_read_as_written_by_pandas_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_read_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "ROWS", 8)
-    path = write(tmp_path / "vectors.parquet", rows(20), rows(7, 1))
-    about, blocks = read_table(path)
-    found = list(blocks)
+    path = write(tmp_path / "vectors.parquet", 27)
+    about, batches = read_table(path)
     assert about == ABOUT
-    assert max(len(block.file) for block in found) <= 8
-    for column, expected in zip(joined(found), joined([rows(20), rows(7, 1)]), strict=True):
-        np.testing.assert_array_equal(column, expected)
-    table = pyarrow.parquet.read_table(path)
-    assert json.loads(table.schema.metadata[b"clap_ds"]) == asdict(ABOUT)
-    np.testing.assert_array_equal(np.stack(table.to_pandas()["vector"][:5]), rows(5).vector)
+    assert max(len(batch) for batch in batches) <= 8
+    assert json.loads(pyarrow.parquet.read_schema(path).metadata[b"clap_ds"]) == asdict(ABOUT)
+    for (_, found), row in zip(pandas.read_parquet(path).iterrows(), rows(27), strict=True):
+        assert (*found[:4],) == (row.source, row.start_s, row.end_s, row.error)
+        np.testing.assert_array_equal(found["vector"], [np.nan] * 4 if row.vector is None else row.vector)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -56,14 +56,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             read_table(path)
 
 
-def test_the_nearest_are_those_of_all_rows_sorted() -> None:
-    block, query = rows(100), np.array([0.5, -0.5, 0.5, 0.5], np.float32)
-    block.vector[70:80] = block.vector[0:10]  # so that some are equal
-    scores = block.vector @ query
-    order = [n for n in np.lexsort((np.arange(100), -scores)) if not np.isnan(scores[n])]
+def test_the_nearest_are_those_of_all_rows_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, path = np.array([0.5, -0.5, 0.5, 0.5], np.float32), write(tmp_path / "vectors.parquet", 100)
+    scored = [(row, float(row.vector @ query)) for row in rows(100) if row.vector is not None]
+    expected = sorted(scored, key=lambda pair: -round(pair[1], 5))  # stable
     for size in (1, 7, 100):
-        pieces = [Block(*(column[at : at + size] for column in block)) for at in range(0, 100, size)]
+        monkeypatch.setattr(vectors, "ROWS", size)
         for top in (1, 10, 1000):
-            found = nearest(pieces, query, top)
-            assert [file for _, file, *_ in found] == block.file[order[:top]].tolist()
-            np.testing.assert_allclose([score for score, *_ in found], scores[order[:top]], rtol=0, atol=4 * 2**-24)
+            found = nearest(read_table(path)[1], query, top)
+            assert [(each["file"], each["start_s"]) for each in found] == [
+                (r.source, r.start_s) for r, _ in expected[:top]
+            ]
+            np.testing.assert_allclose([each["score"] for each in found], [s for _, s in expected[:top]], atol=4e-7)

@@ -8,14 +8,14 @@ import pytest
 from clap_ds.run_records.stragglers import KEPT_STEPS, Stragglers, rate_without, slow_ranks
 
 
-def noise(kind: str, steps: int, ranks: int, generator: np.random.Generator) -> Any:
-    """Generate own times around 1 s, with steps that are slow on all ranks."""
+def noise(kind: str, size: tuple[int, int], generator: np.random.Generator) -> Any:
+    """Generate own times around 1 s, (steps, ranks), with steps that are slow on all ranks."""
     spread = {
-        "normal": lambda size: generator.normal(0, 0.1, size),
-        "skew": lambda size: np.exp(generator.normal(0, 0.3, size)) - 1,
-        "now and then": lambda size: generator.normal(0, 0.02, size) + 2 * (generator.random(size) < 0.1),
-    }[kind]((steps, ranks))
-    return np.maximum(0.1, 1 + spread) * (1 + generator.random((steps, 1)))
+        "normal": lambda: generator.normal(0, 0.1, size),
+        "skew": lambda: np.exp(generator.normal(0, 0.3, size)) - 1,
+        "now and then": lambda: generator.normal(0, 0.02, size) + 2 * (generator.random(size) < 0.1),
+    }[kind]()
+    return np.maximum(0.1, 1 + spread) * (1 + generator.random((size[0], 1)))
 
 
 @pytest.mark.parametrize("kind", ["normal", "skew", "now and then"])
@@ -23,7 +23,7 @@ def noise(kind: str, steps: int, ranks: int, generator: np.random.Generator) -> 
 def test_noise_alone_names_nobody_and_a_slow_rank_is_named(kind: str, ranks: int, trials: int) -> None:
     generator = np.random.default_rng(1)
     for _ in range(trials):
-        own_s = noise(kind, 30, ranks, generator)
+        own_s = noise(kind, (30, ranks), generator)
         assert slow_ranks(own_s) == []
         order = generator.permutation(ranks)
         own_s = own_s**0.1  # a tenth of the noise

@@ -11,7 +11,7 @@ from clap_ds.run_records.terminal import Progress, print_summary, rows
 SUMMARY: Any = {
     "preset": "micro", "world_size": 8, "device_name": "H200", "num_nodes": 2, "precision": "bf16", "micro_batch_per_gpu": 4,
     "context_length": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([500.0, 1000.0], [2.0, 1.0]),
-    "step_time_s": {"median": 0.25, "p95": 0.5, "slowest_rank_median": 0.26}, "samples_per_s": 5333.0,
+    "step_time_s": {"median": 0.25, "p95": 0.5, "slowest_rank_median": 0.26}, "global_batch": 8000, "samples_per_s": 16000 / 3,
     "deepspeed_samples_per_s": 5400.0, "data_wait_percent": 1.5,
     "memory_peak_bytes": 3 * 2**30, "memory_reserved_peak_bytes": 4 * 2**30, "warnings": ["first"],
     "breakdown_s": {"data_wait": 0.1, "backward": 0.3, "exposed_communication": 0.1},
@@ -26,7 +26,8 @@ def test_lines_and_their_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert [*rows(SUMMARY)] == [
         ("samples/s/GPU", "666.67"),
         ("  range of 2 windows", "500.00 – 1,000.00"),
-        ("samples/s (total)", "5,333.00"),
+        ("samples/s (total)", "5,333.33"),
+        ("seconds per step", "1.500"),
         ("samples/s (total), DeepSpeed's timer", "5,400.00"),
         ("step time, median", "250.0 ms"),
         ("step time, 95th percentile", "500.0 ms"),

@@ -105,7 +105,7 @@ def progress(step: int) -> TrainState:
 
 
 def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainState:
-    found = folder.find(path)
+    found = folder.find(path and str(path))
     assert found is not None
     return folder.load(found, into, **options)
 
@@ -131,22 +131,6 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
     steps = second.steps, second.deepspeed.global_steps, second.deepspeed.skipped_steps
     found = {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded}
     return {**found, "steps": steps}
-
-
-def train_and_save(folder: str) -> list[float]:
-    """Train three steps, save a checkpoint, and return the losses of four more."""
-    first = engine(settings("fp32", scheduler=SCHEDULER), 1)
-    losses(first, 0, 3)
-    assert Checkpointer(folder).save(first, progress(3))[0].saved
-    return losses(first, 3, 4)
-
-
-def load_and_train(folder: str) -> tuple[list[float], list[float]]:
-    """Return losses of four steps from the checkpoint, and from a new engine."""
-    run = settings("fp32", scheduler=SCHEDULER)
-    second = engine(run, 99)
-    assert len(load(Checkpointer(folder), second).data) == 3 - world_size()
-    return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
 def save(

@@ -39,12 +39,21 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"train": {"max_samples": 9}, "checkpoint": {"best_metric": "top1"}},
         "clap.checkpoint.best_metric: no evaluation computes",
     ),
-    ({"train": {"max_samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
     (copied_to("s3://key:hush@bucket/run"), "remote_sync: the s3 URL of bucket contains credentials"),
     (copied_to("gopher://host/run"), "gopher"),
     (sized("plain"), ONE_PAIR),
     (sized("gradcache"), None),
     (sized("gradcache", steps=1), ONE_PAIR),
+    *(
+        ({"train": {"max_samples": 9, "batch_ramp": ramp}, "gradient_accumulation_steps": 4}, problem)
+        for ramp, problem in (
+            ([[0, 6], [30, 12]], None),
+            ([[9, 6], [30, 12]], "the first 0"),
+            ([[0, 6], [0, 12]], "the first 0"),
+            ([[0, 7], [30, 12]], "multiples of 3, the micro-batches of all ranks, found [7]"),
+            ([[0, 3], [30, 6]], "global batch 12 as the last one, found 6"),
+        )
+    ),
 ]
 
 

@@ -40,9 +40,10 @@ def url() -> str:
     return f"unreliable://{uuid.uuid4().hex}/deep"
 
 
-def copy(url: str, *checkpoints: Path, keep_last: int = 3) -> list[Path]:
+def copy(url: str, *checkpoints: Path, keep_last: int = 3, minutes: float = 0.0) -> list[Path]:
     """Copy checkpoints and return those that failed."""
-    sync = BackgroundSync(url, CheckpointSettings(keep_last=keep_last, keep_best=0))
+    rule = CheckpointSettings(keep_last=keep_last, keep_best=0, remote_sync_every_minutes=minutes)
+    sync = BackgroundSync(url, rule, checkpoints[0].parent, checkpoints[0].parent / "runs" / "run-1")
     for checkpoint in checkpoints:
         sync.submit(checkpoint)
     return sync.close(30)
@@ -62,6 +63,18 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
         assert (back / name).read_bytes() == (saved[1] / name).read_bytes()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000002"]
     assert capsys.readouterr().err == ""
+
+
+def test_logs_go_with_checkpoints_and_history_comes_back(url: str, tmp_path: Path) -> None:
+    saved = [make_checkpoint(tmp_path / "here", step) for step in (1, 2, 3)]
+    for name in ("history.jsonl", "tensorboard/events", "runs/run-1/errors/rank0.json"):
+        (path := tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    assert copy(url, *saved, minutes=60.0) == []
+    assert names(url) == ["history.jsonl", "run-1", saved[0].name, saved[2].name, "tensorboard"]
+    assert names(f"{url}/run-1/errors") == ["rank0.json"]
+    RemoteFolder(url).download_newest(tmp_path / "new", {})
+    assert (tmp_path / "new" / "history.jsonl").read_text() == "history.jsonl"
 
 
 def test_an_upload_that_breaks_off_is_none_and_is_warned_of(

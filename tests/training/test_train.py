@@ -54,8 +54,10 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Path) -> None:
-    """One rank receives SIGTERM; in the second start, the other receives SIGUSR1; the third start finishes."""
-    changes: dict[str, Any] = {"clap": _on_shards(sounds), "bf16": {"enabled": True}}
+    """One rank receives SIGTERM; in the second start, the other receives SIGUSR1; the third start finishes. The last steps
+    have twice the batch."""
+    ramped = _on_shards(sounds, batch_ramp=[[0, 2 * BATCH], [8 * 2 * BATCH, 4 * BATCH]])
+    changes: dict[str, Any] = {"clap": ramped, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
     whole, parts = write_training(tmp_path, "whole", **changes), write_training(tmp_path, "parts", **changes)
     commands.train(whole)
 
@@ -82,8 +84,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
     assert steps == list(found[1].items())
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
+    samples = [row["samples"] for row in commands.lines(whole)]
+    assert samples == [*range(8, 72, 8), *range(80, 193, 16)]
     assert [(event.step, event.value) for event in events.Scalars("train/lr")] == [
-        (step * BATCH * 2, pytest.approx(lr)) for step, (_, lr) in found[1].items()
+        (at, pytest.approx(lr)) for at, (_, lr) in zip(samples, found[1].values(), strict=True)
     ]
     assert commands.summaries(parts)[-1]["samples"] == STEPS * BATCH * 2
     # The run is complete: no step is trained again.

@@ -13,13 +13,25 @@ from clap_ds.training.train_state import Due, TrainPlan, TrainState
 
 
 @examples(deadline=None)
-@given(st.integers(1, 5000), st.integers(1, 500), st.integers(0, 5000))
-def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int) -> None:
-    plan, state = TrainPlan(total, per_step), TrainState(samples=done)
-    last = plan.last_step(state)
+@given(st.integers(1, 5000), st.integers(1, 500), st.integers(0, 5000), st.lists(st.integers(1, 3000), max_size=3))
+def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int, starts: list[int]) -> None:
+    batches = [per_step + number for number in range(len(starts))]
+    ramp = [[start, batch] for start, batch in zip(sorted({0, *starts}), batches, strict=False)]
+    plan, state = TrainPlan(total, ramp[-1][1] if ramp else per_step, ramp=ramp), TrainState(samples=done)
+    last, taken = plan.last_step(state), list[int]()
+    while not plan.is_done(state):
+        taken.append(plan.batch(state.samples))
+        plan.advance(state)
+    assert (state.step, state.samples) == (last, done + sum(taken))
+    assert taken == sorted(taken)
+
+
+def test_a_ramp_is_of_samples() -> None:
+    plan, state, seen = TrainPlan(100, 32, ramp=[[0, 8], [20, 16], [50, 32]]), TrainState(), list[int]()
     while not plan.is_done(state):
         plan.advance(state)
-    assert (state.step, state.samples) == (last, done + last * per_step)
+        seen.append(state.samples)
+    assert seen == [8, 16, 24, 40, 56, 88, 120]
 
 
 def test_epochs_are_counted_in_samples() -> None:

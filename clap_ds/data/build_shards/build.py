@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from clap_ds.config import arguments
@@ -40,13 +42,20 @@ TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
+TRIAL = 100  # files, after which the whole list's time is estimated
+
 Numbered = list[tuple[int, Entry]]
 """Entries with their numbers in the list."""
+Convert = Callable[[bytes, str], EncodedClip]
+"""Converts a file's content, given its extension."""
 
 
 def add_build_options(parser: ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
+    parser.add_argument(
+        "--first", type=arguments.whole_number(), metavar="N", help="build only the first N files, as a test"
+    )
     add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
@@ -72,7 +81,8 @@ def run_build(options: Namespace) -> int:
     if bool(options.fold_column) != bool(options.held_out_fold):
         raise UserError("expected --fold_column with --held_out_fold")
     preparation, folder = preparation_of(options), options.folder
-    entries = read_entries(options.source, options)
+    listed = read_entries(options.source, options)
+    entries = listed[: options.first]
     check_files(entries, options.workers)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
@@ -84,7 +94,7 @@ def run_build(options: Namespace) -> int:
         few = f"only {num_different:,} different caption(s) among {len(usable):,} clips"
         print(f"warning: {few}; check the caption source", file=sys.stderr)
     divided = divide(usable, options)
-    convert = preparation.clip if preparation else as_it_is
+    convert = timed(preparation.clip if preparation else as_it_is, len(listed))
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
     prepared = preparation.described if preparation else ()
     work = members, options.workers, prepared, broken
@@ -114,7 +124,22 @@ def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
             yield json.dumps([number, str(entry.path), entry.size, entry.captions, entry.more], default=str)
 
 
-def members_of(items: Numbered, convert: Callable[[bytes, str], EncodedClip], broken: list[Named]) -> Iterator[Member]:
+def timed(convert: Convert, total: int) -> Convert:
+    """Print how long `total` files will take after the first `TRIAL`."""
+    started_s, numbers = time.perf_counter(), count(1)
+
+    def converted(content: bytes, extension: str) -> EncodedClip:
+        clip = convert(content, extension)
+        if next(numbers) == TRIAL:
+            took_s = time.perf_counter() - started_s
+            in_all = f"{took_s / TRIAL * total / 60:.3g} min for all {total:,}"
+            print(f"the first {TRIAL} files took {took_s:.3g} s: about {in_all}", flush=True)
+        return clip
+
+    return converted
+
+
+def members_of(items: Numbered, convert: Convert, broken: list[Named]) -> Iterator[Member]:
     """Yield the items of a shard, and add unusable ones to `broken`."""
     for number, entry in items:
         try:

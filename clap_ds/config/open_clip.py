@@ -1,0 +1,63 @@
+"""Read the sizes of an installed open_clip's models from its configurations. Imports neither open_clip nor torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import did_you_mean
+from clap_ds.config.files import read_object
+from clap_ds.config.model_names import PRESET_DIR
+
+PREFIX, FILE = "open_clip:", "open_clip_config.json"
+AUDIO = {
+    "sample_rate": "sample_rate", "num_samples": "clip_samples", "stft_window": "window_size", "hop_size": "hop_size",
+    "fmin": "fmin", "fmax": "fmax",
+}  # fmt: skip
+"""Our fields → open_clip's. Missing ones have HTSAT's values, as there."""
+
+
+def sizes_of_open_clip(name: str) -> dict[str, Any]:
+    """Return a preset's sections for a model, named as for `open_clip.create_model`. They state what batches hold; other fields
+    are HTSAT-tiny's and have no effect. Raises ValueError if open_clip isn't installed or has no such audio–text model."""
+    theirs, sizes = _config_of(name), read_object(PRESET_DIR / "htsat_tiny_roberta_base.json")
+    audio, text, is_hf = theirs["audio_cfg"], theirs["text_cfg"], "hf_model_name" in theirs["text_cfg"]
+    own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
+    own["mel_bins"] = audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
+    while own["num_samples"] // own["hop_size"] >= own["image_size"] ** 2 // own["mel_bins"]:
+        own["image_size"] *= 2  # or HTSAT's image could not hold the frames
+    sizes["audio"] = own
+    length, is_roberta = text.get("context_length", 77), "roberta" in text.get("hf_model_name", "")
+    sizes["text"] |= {
+        "hub_name": PREFIX + name,
+        "architecture": "roberta" if is_roberta else "bert",  # pads with token 1 or 0
+        "vocab_size": text.get("vocab_size", 28_996 if is_hf else 49_408),
+        "max_positions": 514 if is_hf else length,
+    }
+    return {"name": PREFIX + name, **sizes, "joint_dim": theirs["embed_dim"]}
+
+
+def _config_of(name: str) -> dict[str, Any]:
+    spec = find_spec("open_clip")
+    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    if not (folder / "clap_model.py").exists():
+        raise ValueError(
+            f"{PREFIX}{name} needs open_clip 4.2 or later with its audio requirements: install open_clip_torch"
+        )
+    schema, _, place = name.partition(":")
+    if not place:
+        known = {
+            path.stem: path for path in (folder / "model_configs").glob("*.json") if "audio_cfg" in path.read_text()
+        }
+        if name not in known:
+            raise ValueError(f"open_clip has no audio–text model {name!r}{did_you_mean(name, known, most_listed=0)}")
+        return read_object(known[name])
+    if schema == "hf-hub":
+        from huggingface_hub import snapshot_download
+
+        place = snapshot_download(place, allow_patterns=FILE)
+    found = read_object(Path(place) / FILE).get("model_cfg", {})
+    if "audio_cfg" not in found:
+        raise ValueError(f"{PREFIX}{name} is no audio–text model")
+    return found

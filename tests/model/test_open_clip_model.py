@@ -1,0 +1,95 @@
+"""Test models of open_clip, with a stand-in: sizes, batches, training, resuming and evaluation.
+
+`benchmarks/open_clip_training.py` compares losses with open_clip's own loop."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from clap_ds.benchmark.flops_profile import measure_flops
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
+from clap_ds.config.schema import ModelSettings
+from clap_ds.config.settings import load_run
+from clap_ds.engine.factory import build_model
+from clap_ds.model.clap import new_model
+from clap_ds.training.checkpoint import Checkpointer
+from clap_ds.training.train_state import TrainState
+from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import load_tokenizer, tokenize
+from tests.model import fake_open_clip
+from tests.rank_pool import RankPool
+from tests.training.reference_steps import CPU, engine_of, micro_batches, settings
+
+
+@pytest.fixture(autouse=True)
+def open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_open_clip.install(tmp_path / "site", monkeypatch)
+
+
+@pytest.mark.parametrize("name", fake_open_clip.CONFIGS)
+def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(name: str, tmp_path: Path) -> None:
+    config = load_preset(f"open_clip:{name}")
+    assert (config.open_clip, config.joint_dim, config.audio.clip_shape, config.text.max_tokens) == (
+        name,
+        8,
+        (16000,),
+        16,
+    )
+    model = new_model(config, learns_bias=True, activation_checkpointing=["audio"], drop_path=0.1)
+    assert model.audio.is_checkpointed
+    waveforms = torch.randint(-9000, 9000, (3, 16000), dtype=torch.int16)
+    tokenizer = load_tokenizer(config.text.hub_name, vocab_size=0)
+    ids, mask = tokenize(["a dog", "rain on a roof", "hum"], tokenizer, 5)
+    assert ids.tolist() == [[98, 1, 3, 99, 0], [98, 4, 2, 1, 4], [98, 3, 99, 0, 0]]
+    assert mask.sum(dim=1).tolist() == [4, 5, 3]
+    audio, text, scale, bias = model(waveforms, ids, mask)
+    for features in (audio, text):
+        torch.testing.assert_close(features.norm(dim=1), torch.ones(3))
+    assert (scale.item(), bias.item()) == (pytest.approx(10), -10)
+    theirs = {f"module.{key}": each.squeeze() if "logit" in key else each for key, each in model.state_dict().items()}
+    torch.save({"epoch": 1, "state_dict": theirs}, tmp_path / "epoch_1.pt")
+    load_weights(tmp_path / "epoch_1.pt", config).load_into(again := new_model(config, learns_bias=True))
+    assert all(torch.equal(each, again.state_dict()[key]) for key, each in model.state_dict().items())
+
+
+def test_names_that_open_clip_lacks_and_settings_that_do_not_fit(write_run: Callable[..., Path]) -> None:
+    for name, said in (("fake-htsta", "did you mean 'fake-htsat'"), ("ViT", "no audio–text model 'ViT'")):
+        with pytest.raises(ValueError, match=said):
+            load_preset(f"open_clip:{name}")
+    path = write_run(clap={"model": {"preset": "open_clip:fake-htsat"}, "text_packing": True})
+    with pytest.raises(
+        UserError, match=r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16"
+    ):
+        load_run(path)
+
+
+def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dict[str, float]]:
+    """Return the losses of two further steps, of the same after resuming, whether the checkpoint's model embeds as the
+    engine's, and FLOPs."""
+    sys.path.insert(0, site)
+    run = settings(model={"preset": "open_clip:fake-htsat"})
+    batches = micro_batches(run, 0, 1, 3)
+    engine, again = (engine_of(run, build_model(run.clap.model, run.clap.loss, CPU)) for _ in range(2))
+    with Checkpointer(folder) as checkpoints:
+        engine.step(iter(batches[:1]))
+        (saved,) = checkpoints.save(engine, TrainState(1, 3))
+        assert saved.path, saved.problem
+        checkpoints.load(saved.path, again)
+    weights = load_weights(saved.path)
+    inputs = batches[0].model_inputs()
+    same = all(map(torch.equal, weights.build().eval()(*inputs), again.model.eval()(*inputs)))
+    again.model.train()
+    continued, resumed = ([float(each.step(iter([batch]))) for batch in batches[1:]] for each in (engine, again))
+    return continued, resumed, same, measure_flops(again, iter(batches), ModelSettings(), {}, folder)  # type: ignore[arg-type]
+
+
+def test_it_trains_resumes_and_counts_flops(one_rank: RankPool, tmp_path: Path) -> None:
+    ((continued, resumed, same, flops),) = one_rank.run(_train, str(tmp_path / "site"), tmp_path / "checkpoints")
+    assert continued == resumed
+    assert continued[0] != continued[1]
+    assert same
+    assert flops["training_gflops"] == 3 * flops["model_gflops"] == pytest.approx(3 * 2 * 16 * 8 / 1e9)
