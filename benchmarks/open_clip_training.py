@@ -29,7 +29,7 @@ from clap_ds.engine.loss import build_loss
 from clap_ds.model.mel import full_scale
 from clap_ds.weights.tokenizer import load_tokenizer, tokenize
 
-STEPS, CLIPS = 10, 4
+STEPS, CLIPS = 10, 2
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.2}
 TEXT = {"context_length": 32, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}
 MODELS: dict[str, dict[str, Any]] = {

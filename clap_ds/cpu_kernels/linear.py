@@ -65,9 +65,6 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any,
     assert is_ready(x, residual, *weights, *biases)
     assert x.shape[-1] == K
     assert residual is None or residual.shape == y.shape
-    assert {weight.shape for weight in weights} == {weights[0].shape}
-    assert all(bias is None or bias.shape == weights[0].shape[:1] for bias in biases)
-    assert N // len(weights) % BLOCK == K % BLOCK == 0
     kernel("clap_linear")(x, *_three(weights), *_three(biases), residual, y, activated, M, N, K)
     return y
 

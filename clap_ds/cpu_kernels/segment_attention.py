@@ -63,12 +63,8 @@ def native_segment_attention(
         assert is_ready(tensor[:0])
         assert tensor.ndim == 2
         assert tensor.shape[1] == q.shape[1] in [heads * head_dim for head_dim in HEAD_DIMS], (tensor.shape, heads)
-    assert k.shape == v.shape
     places = torch.stack(segments)
     assert places.dtype == torch.int32
-    assert places.numel()
-    assert scale > 0
-    assert 0 <= dropout < 1
     sizes = places.shape[1], len(q), len(k), heads, q.shape[1] // heads, draw_seed() if dropout > 0 else 0
     return _SegmentAttention.apply((places, torch.tensor(sizes), float(scale), float(dropout)), *tensors)
 

@@ -17,7 +17,6 @@ from clap_ds.config.model import CHANNELS, ClapConfig, ProjectionConfig
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
-from clap_ds.model.packed import Packing
 from clap_ds.model.text import TextTower
 
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
@@ -97,14 +96,6 @@ class ClapModel(ContrastiveModel):
             expected = f"(batch, {channels}{frames} frames, {bins} mel bins)"
             raise ValueError(f"features are {tuple(audio.shape)}, expected {expected}")
         return features
-
-    def text_inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor | None, Packing | None]:
-        return input_ids, attention_mask, packing
-
-    def batch_norms(self) -> list[Any]:
-        return list(self.audio.batch_norms())
 
 
 def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:

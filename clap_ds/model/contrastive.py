@@ -15,7 +15,7 @@ from clap_ds.model.precision import at_least_fp32
 class ContrastiveModel(nn.Module):
     """An audio tower and a text tower with a shared embedding space: the base of `ClapModel` and `OpenClipModel`.
 
-    A subclass assigns the attributes and implements the methods that raise NotImplementedError.
+    A subclass assigns the attributes and implements `front_end`, and other methods as needed.
 
     Attributes:
         config: sizes. The loader reads waveforms of `audio.clip_shape`, and captions for `text`.
@@ -43,11 +43,11 @@ class ContrastiveModel(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
     ) -> tuple[Any, ...]:
         """Return the text tower's arguments for a batch's captions."""
-        raise NotImplementedError
+        return input_ids, attention_mask, packing
 
     def batch_norms(self) -> list[Any]:
-        """Return modules with running statistics. A frozen audio tower stops updating them."""
-        raise NotImplementedError
+        """Return the audio tower's modules with running statistics, which don't change if it is frozen."""
+        return [module for module in self.audio.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
     def encode_audio(self, audio: Tensor) -> Tensor:
         """Embed a batch's audio as (batch, joint_dim), fp32 rows of length 1. Arguments are those of `front_end`."""

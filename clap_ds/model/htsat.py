@@ -133,10 +133,6 @@ class HTSAT(nn.Module):
             block.attention.kernel = attention
             block.mlp.use_kernel(mlp)
 
-    def batch_norms(self) -> list[Fp32BatchNorm]:
-        """Return the batch norm over mel bins and, with feature fusion, those of its attention."""
-        return [module for module in self.modules() if isinstance(module, Fp32BatchNorm)]
-
     def forward(self, log_mel: Tensor) -> Tensor:
         """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion, as (B, output_dim)."""
         is_longer = (longer_rows(log_mel),) if log_mel.ndim == 4 else ()

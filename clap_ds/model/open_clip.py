@@ -59,6 +59,8 @@ class OpenClipModel(ContrastiveModel):
         self.logit_scale, self.logit_bias = theirs.logit_scale, theirs.logit_bias
         for tower in activation_checkpointing:
             getattr(theirs, tower).set_grad_checkpointing()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.contiguous()  # DeepSpeed requires it; HTSAT's mel filters are transposed
         self._sizes = theirs.audio.cfg
         if self._sizes.enable_fusion or self._sizes.training_head:
             raise ValueError(f"{config.name}: open_clip's feature fusion and training head are not supported")
@@ -67,6 +69,8 @@ class OpenClipModel(ContrastiveModel):
 
     def front_end(self, audio: Tensor) -> dict[str, Tensor]:
         """Return open_clip's batch of waveforms (batch, num_samples), int16 or of full scale ±1: for NaFlex, patches."""
+        if audio.ndim != 2:
+            raise ValueError(f"{self.config.name} takes waveforms, not log-mel features")
         if self.mel is None:
             return {
                 "waveform": full_scale(audio),
@@ -84,6 +88,3 @@ class OpenClipModel(ContrastiveModel):
         """Return token ids alone; open_clip's towers recognize padding."""
         assert packing is None
         return (input_ids,)
-
-    def batch_norms(self) -> list[Any]:
-        return [each for each in self.audio.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]

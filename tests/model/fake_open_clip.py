@@ -15,6 +15,7 @@ class Audio(nn.Module):
         super().__init__()
         self.cfg = SimpleNamespace(enable_fusion=False, training_head=False, **cfg)
         self.norm, self.proj = nn.BatchNorm1d(16), nn.Linear(16, width)
+        self.filters = nn.Parameter(torch.ones(3, 2).T, requires_grad=False)
         self.is_checkpointed = False
     def set_grad_checkpointing(self):
         self.is_checkpointed = True

@@ -50,6 +50,8 @@ def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(name: str
     for features in (audio, text):
         torch.testing.assert_close(features.norm(dim=1), torch.ones(3))
     assert (scale.item(), bias.item()) == (pytest.approx(10), -10)
+    with pytest.raises(ValueError, match="takes waveforms"):
+        model.encode_audio(torch.zeros(3, 101, 64))
     theirs = {f"module.{key}": each.squeeze() if "logit" in key else each for key, each in model.state_dict().items()}
     torch.save({"epoch": 1, "state_dict": theirs}, tmp_path / "epoch_1.pt")
     load_weights(tmp_path / "epoch_1.pt", config).load_into(again := new_model(config, learns_bias=True))
