@@ -5,8 +5,9 @@ The group names of a format's pattern define its numbers:
     step, or samples      done so far; samples count from the epoch's start if there are `epoch` and `epoch_samples`
     average               samples/s of all GPUs since the first timed step: cumulative, so the rate between any two lines
                           is exact
+    rate                  instead of `average`: samples/s of all GPUs since the previous line
     step_s, or step_ms    instead of `average`: mean time per step since the previous line
-    global_batch          samples per step over all GPUs
+    global_batch, gpus    samples per step over all GPUs; number of GPUs. An entry of `_LINES` would begin a new start
     memory_gib            peak memory of a GPU so far
 
 Patterns are not anchored to a line's start, so prefixes (pdsh, srun) don't matter.
@@ -33,6 +34,10 @@ class Dialect:
     @property
     def is_cumulative(self) -> bool:
         return "average" in self.pattern.groupindex
+
+    @property
+    def states_rate(self) -> bool:
+        return not self.pattern.groupindex.keys().isdisjoint(("average", "rate"))
 
     def numbers(self, line: str) -> Iterator[dict[str, float]]:
         for match in self.pattern.finditer(line) if self.gate in line else ():

@@ -25,20 +25,22 @@ _NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d+)(?![a-z0-9])")
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     """Read the runs of run directories, logs, folders of them (such as sweeps) and CSV tables.
 
-    `given`: options of `input_parser`, for what inputs don't state. An input without runs causes a warning. A log is ignored if
+    `given`: options of `input_parser`, for what inputs don't state. An input without runs causes a warning, as does a log in a
+    folder without run directories. A log is ignored if
     its run directory is also an input. UserError if no input has a run.
     """
-    problems, runs = [], []
+    problems, runs = dict[Path, str](), list[Run]()
     for source in dict.fromkeys(source for path in paths for source in _inputs_in(path)):
         try:
             runs += [_complete(run, given) for run in _read(source, given)]
         except UserError as error:
-            problems.append(str(error))
+            problems[source] = str(error)
     if not runs:
-        raise UserError("; ".join(problems) or f"{', '.join(map(str, paths))}: found neither run directories nor logs")
-    for problem in problems:
-        print(f"warning: {printable(str(problem))}; skipping it", file=sys.stderr)
+        raise UserError("; ".join(problems.values()) or f"{', '.join(map(str, paths))}: found neither run directories nor logs")
     records = {run.name for run in runs if run.kind == "record"}
+    for source, problem in problems.items():
+        if source in paths or not records:  # jobs' outputs lie next to their run directories
+            print(f"warning: {printable(problem)}; skipping it", file=sys.stderr)
     return [run for run in runs if Path(run.directory).name not in records]
 
 
@@ -68,7 +70,7 @@ def _read_log(path: Path, given: argparse.Namespace) -> Run:
         nodes, gpus = (0, int(match[2])) if match[1].startswith("g") else (int(match[2]), 0)
     gpus = gpus or nodes * per_node
     run = read_log(path, gpus)
-    if run.nodes or not match:
+    if run.nodes or not match or run.gpus != (gpus or run.gpus):  # the log states more
         return run
     return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
 

@@ -28,7 +28,7 @@ _COLUMNS = {
     "samples/s": "samples_per_s", "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup",
     "engine's": "engine_samples_per_s_per_gpu",
     "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_percent",
-    "MFU % model": "mfu_model_percent", "slowest rank s": "slowest_rank_step_time_s",
+    "MFU % model": "mfu_model_percent", "s/step": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
     "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
 }  # fmt: skip

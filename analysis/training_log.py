@@ -52,28 +52,28 @@ class Log:
     def _progress(self, dialect: Dialect, numbers: dict[str, float]) -> None:
         position = numbers["step"] if "step" in numbers else numbers["samples"]
         position += numbers.get("epoch", 0) * numbers.get("epoch_samples", 0)
-        value = next(numbers[name] for name in ("average", "step_s", "step_ms") if name in numbers)
+        value = next(numbers[name] for name in ("average", "rate", "step_s", "step_ms") if name in numbers)
         value /= 1000 if "step_ms" in numbers else 1
         if not (position > dialect.untimed and 0 < value < MOST):
             return
         self.dialect = dialect
         self.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), self.facts.get("memory_gib", 0.0))
-        if "global_batch" in numbers:
-            self.facts["global_batch"] = int(numbers["global_batch"])
+        self.facts |= {name: int(numbers[name]) for name in ("global_batch", "gpus") if name in numbers}
         batch = self.global_batch or 1
         samples = position * batch if "step" in numbers else position
         if self.points and samples < self.points[-1][0] / 2:
             self._start()
         before, before_s = self.points[-1] if self.points else (0.0, 0.0)
         timed = samples - batch * dialect.untimed
-        time_s = timed / value if dialect.is_cumulative else before_s + (samples - before) / batch * value
+        since_s = (samples - before) / value if "rate" in numbers else (samples - before) / batch * value
+        time_s = timed / value if dialect.is_cumulative else before_s + since_s
         if samples > before and time_s > before_s:  # else the line is from another rank
             self.points.append((samples, time_s))
 
     def rate(self) -> tuple[float | None, bool]:
         """Return samples/s after the warm-up and True, or if all is warm-up the running average and False."""
         batch, dialect = self.global_batch, self.dialect
-        if not (self.points and dialect and (batch or dialect.is_cumulative)):
+        if not (self.points and dialect and (batch or dialect.states_rate)):
             return None, False
         batch, (last, last_s) = batch or 1, self.points[-1]
         first, first_s = next((point for point in self.points if point[0] >= WARMUP_STEPS * batch), (last, last_s))

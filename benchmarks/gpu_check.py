@@ -30,11 +30,12 @@ from clap_ds.flop_count.device_specs import peak_for
 
 
 class Check(NamedTuple):
-    """`run`: a configuration's name and changed fields. `command`: arguments of `python`."""
+    """`run`: a configuration's name and changed fields. `command`: arguments of `python`. `variables`: its environment's."""
 
     most_s: float
     run: str = "htsat_tiny"
     command: str = "-m clap_ds.bench --deepspeed_config {config}"
+    variables: tuple[str, ...] = ()
 
 
 PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
@@ -64,6 +65,7 @@ CALLS = {
         "htsat_tiny": Check(210),
         "profile_compiled": Check(80, "htsat_tiny clap.compile=towers", PROFILE),
         "profile_eager": Check(60, "htsat_tiny clap.compile=off", PROFILE),
+        "mix_order_off": Check(100, variables=("TORCHINDUCTOR_MIX_ORDER_REDUCTION=0",)),
         "loops_half": Check(90, HALF, f"{PEERS} loops"),
         "efficiencies": Check(60, command=JOIN),
     },
@@ -109,7 +111,10 @@ def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, A
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
     command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
-    row = {"step": folder.name, **run_config(content, [sys.executable, *command], folder, limit_s)}
+    row = {
+        "step": folder.name,
+        **run_config(content, ["env", *step.variables, sys.executable, *command], folder, limit_s),
+    }
     print((folder / "output.log").read_text(errors="replace"), flush=True)
     for path in folder.glob("run-*/metrics.jsonl"):
         lines = map(json.loads, path.read_text().splitlines())

@@ -115,6 +115,7 @@ def evaluate_checkpoint(
     import torch
 
     from clap_ds.distributed.collectives import together
+    from clap_ds.engine.loss import LOSSES
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.run_records.environment import device_name
     from clap_ds.weights.load import load_weights
@@ -124,6 +125,9 @@ def evaluate_checkpoint(
     checkpoint = together(
         lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)
     )
+    if checkpoint.loss_kind not in LOSSES:
+        lacks = f"trained with the loss {checkpoint.loss_kind!r}; this version has {', '.join(LOSSES)}"
+        raise CollectiveUserError(f"{arguments.checkpoint}: {lacks}")
     said = run.clap.context_length if run and "context_length" in run.clap.model_fields_set else None
     evaluator = Evaluator(
         settings,

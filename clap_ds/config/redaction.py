@@ -18,14 +18,13 @@ _PATTERNS = (
     r"()\b(?-i:hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b",
     rf"(\b(?-i:[A-Z][A-Z0-9_]*(?:TOKEN(?!S|I)|SECRET|PASSWORD|API_KEY|ACCESS_KEY)[A-Z0-9_]*=|Bearer )){_VALUE}",
 )
-_FOUND = [re.compile(pattern, re.IGNORECASE) for pattern in _PATTERNS]
 
 
 def redacted(text: str) -> str:
     """Replace what looks like a secret by `[hidden]`: `--hf_token=…`, `HF_TOKEN=…`, a presigned URL's parameters,
     `://user:password@`."""
-    for pattern in _FOUND:
-        text = pattern.sub(rf"\1{HIDDEN}", text)
+    for pattern in _PATTERNS:
+        text = re.sub(pattern, rf"\1{HIDDEN}", text, flags=re.IGNORECASE)
     return text
 
 

@@ -18,10 +18,6 @@ class LoaderThroughput(NamedTuple):
     num_workers: int  # 0: loading in the training process
     kind: Kind
 
-    def workers_for(self, needed: float) -> int:
-        """Return the number of workers for `MARGIN` times the `needed` clips per second."""
-        return math.ceil(MARGIN * needed * self.num_workers / self.samples_per_s)
-
 
 def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int, cores: int) -> str:
     """Report whether the loader sustains the `needed` clips per second of a rank's step, and what to do if not."""
@@ -32,7 +28,8 @@ def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int
         f"clap.data: {throughput.num_workers} worker(s) can load {throughput.samples_per_s:,.0f} clips/s,"
         f" their rank's step needs {needed:,.0f}"
     )
-    if (wanted := throughput.workers_for(needed)) <= throughput.num_workers:
+    wanted = math.ceil(MARGIN * needed * throughput.num_workers / throughput.samples_per_s)
+    if wanted <= throughput.num_workers:
         return f"{found}: enough"
     waits = "the step will wait" if needed > throughput.samples_per_s else f"margin below {MARGIN - 1:.0%}"
     found += f": {waits}. Set clap.data.num_workers to {wanted}"

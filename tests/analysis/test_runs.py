@@ -84,7 +84,9 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
     (sweep / "latest").symlink_to(sweep / "runs" / "n002")
     write(sweep / "slurm-1.out", f"run directory: my runs/n002\n{LOG.read_text()}")
     write(sweep / "jobs.out", "hello\n")
-    runs = read_runs([sweep, sweep, tmp_path / "gone"], given())
+    assert len(read_runs([sweep], given())) == 2
+    assert not capsys.readouterr().err, "a job's output beside its run directory is no input"
+    runs = read_runs([sweep, sweep, sweep / "jobs.out", tmp_path / "gone"], given())
     assert [(run.gpus, run.state, run.notes) for run in runs] == [
         (gpus, "failed", "no complete window was measured") for gpus in (2, 4)
     ]

@@ -88,6 +88,12 @@ def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
     lines = (text.format(step, 900 if step == 10 else 250, 64) for step in range(10, 110, 10))
     (run,) = read_runs([write(tmp_path / "m.log", "".join(lines))], given(nodes=1, gpus=4))
     assert (run.rate, run.batch_per_gpu) == (pytest.approx(64), 16)
+    numbers = r"\[fast\] it (?P<step>\d+) \| gpus (?P<gpus>\d+) \| (?P<rate>[\d.]+) samples/s"
+    monkeypatch.setitem(DIALECTS, "another", Dialect("[fast] it ", re.compile(numbers)))
+    # 10 steps at 100 samples/s and 30 at 300 take equal times, whatever the batch is.
+    lines = ("[fast] it {} | gpus 8 | {} samples/s\n".format(*each) for each in ((20, 50), (30, 100), (60, 300)))
+    (run,) = read_runs([write(tmp_path / "f.log", "".join(lines))], given(nodes=1))
+    assert (run.rate, run.gpus) == (pytest.approx(200 / 8), 8)
 
 
 def test_after_a_restart_only_the_last_start_counts(tmp_path: Path) -> None:

@@ -54,13 +54,6 @@ def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypa
     assert content(urls[1]) == bytes([1]) * SIZE
 
 
-def test_a_copy_may_be_deleted_at_once(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another worker, whose copies need the space."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", lambda self, target: self.rename(target).unlink())
-        assert content(urls[1]) == bytes([1]) * SIZE
-
-
 def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, tmp_path: Path) -> None:
     (tmp_path / "local.tar").write_bytes(b"local")
     opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], 1e9)

@@ -94,3 +94,8 @@ def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str) -> None:
     assert codes == [2], errors
     assert "retrieval.shards: no file matches" in errors
     assert "Traceback" not in errors
+    settings = {"clap": {"loss": {"kind": "another"}}}
+    run = checkpoint_of(ClapModel(load_preset("micro")), tmp_path, 1, Path(clip_tokenizer), settings=settings)
+    codes, _, errors = on_ranks(1, run, "--retrieval", "nowhere-*.tar")
+    assert codes == [2], errors
+    assert "trained with the loss 'another'; this version has softmax, sigmoid" in errors

@@ -72,6 +72,7 @@ def _allocated(precision: str) -> int:
     return peak
 
 
+@pytest.mark.end_to_end  # takes half a minute
 @pytest.mark.parametrize("precision", PRECISION)
 def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, precision: str) -> None:
     (allocated,) = one_rank.run(_allocated, precision)
