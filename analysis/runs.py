@@ -36,7 +36,9 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
         except UserError as error:
             problems[source] = str(error)
     if not runs:
-        raise UserError("; ".join(problems.values()) or f"{', '.join(map(str, paths))}: found neither run directories nor logs")
+        raise UserError(
+            "; ".join(problems.values()) or f"{', '.join(map(str, paths))}: found neither run directories nor logs"
+        )
     records = {run.name for run in runs if run.kind == "record"}
     for source, problem in problems.items():
         if source in paths or not records:  # jobs' outputs lie next to their run directories
