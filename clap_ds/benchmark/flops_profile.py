@@ -75,9 +75,9 @@ def measure_flops(
     return found
 
 
-@torch.no_grad()
 def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
     """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's."""
+    # With gradients: without them, the counter's hooks fail on expanded parameters.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), autocast_if_enabled(engine.deepspeed):
         engine.model(*batch.model_inputs())
     forward = counter.get_total_flops() / len(batch) / 1e9
