@@ -109,7 +109,8 @@ def load_site(name: str) -> Site:
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
-        raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
+        hint = f"{did_you_mean(name, known)}; make one with `cp {FOLDER / 'generic.json'} {path}`"
+        raise UserError(f"--cluster {name}: {path}: no such file{hint}")
     site = typed(Site, read_object(path), path)
     _reject(path, _wrong_values(site))
     return site

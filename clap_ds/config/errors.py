@@ -14,6 +14,13 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 
+EXTRAS = {
+    **dict.fromkeys(("soundfile", "webdataset", "braceexpand", "fsspec", "pynvml"), "train"), "s3fs": "s3", "gcsfs": "gcs",
+    **dict.fromkeys(("matplotlib", "markdown_it", "pandas"), "analysis"), "pyarrow": "embed",
+}  # fmt: skip
+"""The extra that installs a package."""
+
+
 class UserError(ValueError):
     """An error to print as one message, without a traceback."""
 
@@ -30,11 +37,22 @@ def exit_code_of(action: Callable[[], object]) -> int:
     except KeyboardInterrupt as stop:
         print("; ".join(["error: interrupted", *stop.args]), file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name not in EXTRAS:
+            raise
         further = "\n" + " " * len("error: ")
-        print("error: " + re.sub(r"\n(?=.)", further, printable(str(error), "\n")), file=sys.stderr)
+        print(
+            "error: " + re.sub(r"\n(?=.)", further, printable(str(error) + how_to_install(error), "\n")),
+            file=sys.stderr,
+        )
         return USER_ERROR
     return code if isinstance(code, int) else 0
+
+
+def how_to_install(error: Exception) -> str:
+    """Return a hint if the error is a package that an extra installs; empty otherwise."""
+    extra = EXTRAS.get(getattr(error, "name", None) or "")
+    return f": pip install 'clap-ds[{extra}]'" if extra else ""
 
 
 def printable(text: str, kept: str = "") -> str:

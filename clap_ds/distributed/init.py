@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, printable
+from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, how_to_install, printable
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device
@@ -191,7 +191,10 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         leave(INTERRUPTED)
     except Exception as error:
         write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
-        traceback.print_exc()
+        if hint := how_to_install(error):
+            _say(f"{error}{hint}")
+        else:
+            traceback.print_exc()
         leave(FAILED)
     leave(0)
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,8 @@ class Checkpointer:
         self.poll(None)
         if self._lock is not None:
             self._lock.release()
+        with suppress(OSError):  # a run that failed before its first checkpoint leaves no folder
+            self.path.rmdir()
 
     def save(
         self, engine: ClapEngine, state: TrainState, metrics: dict[str, float] | None = None, *, wait: bool = True

@@ -15,7 +15,7 @@ from clap_ds.weights.checkpoint_files import read_all
 
 
 def log_run_start(plan: TrainPlan, state: TrainState, checkpoints: Path, deepspeed: dict[str, Any]) -> None:
-    """Print the steps to train and the checkpoint folder, and warn about a schedule of another length."""
+    """Print the steps to train and the checkpoint folder, and warn about a schedule of another length and too few data."""
     last = plan.last_step(state)
     of_epochs = f" ({plan.samples / plan.epoch_samples:g} epochs)" if plan.epoch_samples else ""
     if reached := state.reached(plan.target_metrics):
@@ -29,6 +29,9 @@ def log_run_start(plan: TrainPlan, state: TrainState, checkpoints: Path, deepspe
     if planned != last:
         said = f"scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps"
         print(f"warning: {said}", flush=True)
+    if plan.epoch_samples is not None and plan.epoch_samples < plan.global_batch:
+        said = f"a global batch has {plan.global_batch:,} pairs, but the data only {plan.epoch_samples:,}"
+        print(f"warning: {said}; items repeat within a batch", flush=True)
 
 
 @contextmanager
