@@ -7,6 +7,7 @@ only: it runs before anything is installed).
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -42,6 +43,11 @@ def programs(*names: str) -> None:
     """Skip or fail the test if one of these isn't installed; other functions here do so for what they are named after."""
     if absent := [name for name in names if not where(name)]:
         _do_without(", ".join(absent))
+
+
+def package(name: str, extra: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        _do_without(f"{name}: pip install 'clap-ds[{extra}]'")
 
 
 def namespaces() -> None:

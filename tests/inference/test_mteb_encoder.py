@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from clap_ds.inference.model import Clap
 from clap_ds.inference.mteb_encoder import MtebEncoder
+from tests import needs
 from tests.inference.conftest import noise
 
 SOUNDS = [{"array": noise(0.3 + 0.4 * n)[0] / (n + 1), "sampling_rate": 48000} for n in range(4)]
@@ -30,7 +30,8 @@ def test_rows_are_embedded_by_what_they_have(clap: Clap, clap_folder: Path) -> N
 
 
 def test_a_task_of_mteb(clap: Clap, clap_folder: Path) -> None:
-    mteb = pytest.importorskip("mteb", reason="needs mteb: pip install 'clap-ds[mteb]'")
+    needs.package("mteb", "mteb")
+    import mteb
     from datasets import Dataset, DatasetDict
     from mteb.abstasks.zeroshot_classification import AbsTaskZeroShotClassification
 
