@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
@@ -56,6 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if GLOBAL_BATCH in run.deepspeed and len(set(arguments.nodes)) > 1:
         raise UserError(f"{run.path}: {GLOBAL_BATCH} fits only one scale; give one value of --nodes, or remove it")
+    print("recording training steps, for about a minute or two", file=sys.stderr, flush=True)
     os.environ["DS_ACCELERATOR"] = "cpu"  # nothing is computed
     report = make_plan(run, gpu, arguments)
     print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
