@@ -72,7 +72,7 @@ def _read_log(path: Path, given: argparse.Namespace) -> Run:
         nodes, gpus = (0, int(match[2])) if match[1].startswith("g") else (int(match[2]), 0)
     gpus = gpus or nodes * per_node
     run = read_log(path, gpus)
-    if run.nodes or not match or run.gpus != (gpus or run.gpus):  # the log states more
+    if run.nodes or not match or (run.gpus and match[1].startswith("g")):  # the log states more
         return run
     return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
 

@@ -32,6 +32,8 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
     (run,) = read_runs([write(tmp_path / "l.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
+    (run,) = read_runs([write(tmp_path / "gpu2.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
+    assert (run.gpus, "log's name" in run.notes) == (16, False)
 
 
 def test_this_projects_log_states_its_scale(tmp_path: Path) -> None:
