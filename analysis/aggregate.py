@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from textwrap import shorten
 from typing import Any
 
 from clap_ds.analysis.group_runs import global_batch
@@ -108,4 +109,4 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
             yield f"{run.name} is {100 * off:+.1f}% from the median repeat"
     for run in runs:
         if run.error:
-            yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"
+            yield f"{run.state}: {shorten(run.error.replace(';', ','), 120, placeholder=' …')}"
