@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.data.build_shards.caption_lists import add_columns, read_entries
 from clap_ds.inference import options
 from clap_ds.run_records.csv_text import write_csv
-
-Z = NormalDist().inv_cdf(0.975)
+from clap_ds.run_records.intervals import Z
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from clap_ds.data.clip import Broken
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
+from clap_ds.run_records.intervals import Z
 
-CONFIDENCE = 0.95
-Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 RECALL_AT = (1, 5, 10)
 CUTOFF = 10
 TOP = (1, 5)

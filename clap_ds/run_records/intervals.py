@@ -16,6 +16,8 @@ import numpy as np
 from clap_ds.run_records.metrics_schema import Rates
 
 COVERAGE = 0.95
+Z = statistics.NormalDist().inv_cdf((1 + COVERAGE) / 2)
+"""Standard deviations on each side of a normal interval."""
 
 
 def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:

@@ -289,11 +289,8 @@ def _stager(*, pins: bool) -> Any:
     """Return torch's stager to host memory, which `pins` it."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
-        )
-    )
+    pinned = {"use_pinned_memory": pins, "use_non_blocking_copy": pins}
+    return DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
 
 
 def _give_way() -> None:
