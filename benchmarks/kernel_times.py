@@ -20,6 +20,7 @@ from benchmarks.common import make_parser, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.mlp_triton import supports, triton_mlp
+from clap_ds.model.text_attention import attend_in_one_kernel
 from clap_ds.model.window_attention import attend_windows
 from clap_ds.model.windows import shifted_window_mask
 
@@ -71,15 +72,27 @@ def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
 
 
 def text_cases(clips: int) -> Iterator[Case]:
-    """Yield the text tower's attention over 77 tokens, with each of torch's kernels."""
+    """Yield the text tower's attention over 77 tokens, with Triton's and each of torch's kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads, tokens, dim = 12, 77, 64
     values, product = clips * heads * tokens * dim * ITEM, 2 * clips * heads * tokens**2 * dim
+    size, flops, packed = f"{tokens} × {heads * dim}", (2 * product, 5 * product), (clips, tokens, 3 * heads * dim)
+
+    def ours(qkv: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
+        return attend_in_one_kernel(qkv, bias, None, None, heads, dropout)
+
+    def torchs(qkv: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (qkv + bias - bias.detach()).unflatten(2, (3, heads, dim)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    rest: tuple[Any, ...] = [packed, packed[2:]], (4.0 * values, 7.0 * values), flops
+    yield Case("text attention", size, ours, torchs, *rest)
+    yield Case("text attention, dropout 0.1", size, None, partial(ours, dropout=0.1), *rest)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         attend = sdpa_kernel(backend)(partial(F.scaled_dot_product_attention, dropout_p=0.1))
         kernel, shapes = f"text attention, {backend.name.split('_')[0].lower()}", [(clips, heads, tokens, dim)] * 3
-        yield Case(kernel, "77 × 768", None, attend, shapes, (4.0 * values, 8.0 * values), (2 * product, 5 * product))
+        yield Case(kernel, size, None, attend, shapes, (4.0 * values, 8.0 * values), flops)
 
 
 def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -> float:

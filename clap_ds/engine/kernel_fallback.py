@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from clap_ds.config.schema import ModelSettings
 from clap_ds.distributed.collectives import rank
@@ -14,40 +16,52 @@ from clap_ds.engine.compile import problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import Kernels, torch_kernels
+from clap_ds.model.text_attention import MAX_TOKENS
 from clap_ds.run_records.metrics_schema import ChosenKernel
 
 
 def fall_back(settings: ModelSettings, model: ContrastiveModel, *, autocast: bool = False) -> dict[str, ChosenKernel]:
-    """Try the Triton kernels that `auto` chose in each stage, before anything is traced, and replace those that fail on any
+    """Try the Triton kernels that `auto` chose at each size, before anything is traced, and replace those that fail on any
     rank. A collective. Returns the kernels by part of a block whose setting is `auto`."""
     device, chosen = model.logit_scale.device, dict[str, ChosenKernel]()
     for part in Kernels._fields:
         if getattr(settings, f"{part}_impl") != "auto" or not isinstance(model, ClapModel):
             continue
-        problems, stages = dict[int, str](), cast("Any", model.audio.stages)
-        for number, stage in enumerate(stages):
-            modules = [getattr(block, part) for block in stage.blocks]
-            if modules[-1].kernel != "triton":
-                continue
-            with activity("trying kernels"):
-                problem = problem_of(partial(_try, stage, part, autocast=autocast))
-            if problem:
-                problems[number] = problem
-                for module in modules:
-                    module.kernel = getattr(torch_kernels(device), part)
-        used = {getattr(block, part).kernel for block in model.audio.blocks()}
+        problems, used = dict[str, str](), set[str]()
+        for name, modules, run, tokens in _groups(model, part):
+            if modules[-1].kernel == "triton":
+                with activity("trying kernels"):
+                    problem = problem_of(partial(_try, run, tokens, autocast=autocast))
+                if problem:
+                    problems[name] = problem
+                    for module in modules:
+                        module.kernel = getattr(torch_kernels(device), part)
+            used |= {module.kernel for module in modules}
         kernel, problem = "triton" if "triton" in used else used.pop(), "; ".join({*problems.values()}) or None
         chosen[part] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
-            slower = f"; stages {[*problems]} run slower without it: {problem}" if problem else ""
+            slower = f"; {', '.join(problems)} run slower without it: {problem}" if problem else ""
             print(f"kernel of clap.model.{part}_impl: {kernel}{slower}", flush=True)
     return chosen
 
 
-def _try(stage: Any, part: str, *, autocast: bool) -> None:
-    """Run part of a stage's last block, which is shifted if any is, forward and backward on zeros."""
-    block, weight = stage.blocks[-1], stage.blocks[-1].mlp.fc1.weight
-    tokens = weight.new_zeros((1, stage.grid, stage.grid, weight.shape[1]), requires_grad=True)
-    with torch.autocast(weight.device.type, torch.bfloat16, enabled=autocast):
-        output = block.attention(tokens, stage.mask, block.shift) if part == "attention" else block.mlp(tokens)
+def _groups(model: ClapModel, part: str) -> Iterator[tuple[str, list[Any], Callable[[Tensor], Tensor], Tensor]]:
+    """Yield the modules of one size: their name, the modules, the last one's function and its input, zeros. The last window
+    attention of a stage is shifted, if any is."""
+    if part == "text_attention":
+        layers = model.text.blocks()
+        tokens = layers[-1].output.dense.weight.new_zeros(1, MAX_TOKENS, model.config.text.hidden_size)
+        yield "text layers", [layer.attention.self for layer in layers], layers[-1].attend, tokens
+        return
+    for number, stage in enumerate(cast("Any", model.audio.stages)):
+        block, modules = stage.blocks[-1], [getattr(block, part) for block in stage.blocks]
+        run = partial(block.attention, mask_GNN=stage.mask, shift=block.shift) if part == "attention" else block.mlp
+        weight = block.mlp.fc1.weight
+        yield f"stage {number}", modules, run, weight.new_zeros(1, stage.grid, stage.grid, weight.shape[1])
+
+
+def _try(function: Callable[[Tensor], Tensor], tokens: Tensor, *, autocast: bool) -> None:
+    """Run a function forward and backward."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        output = function(tokens.requires_grad_())
     torch.autograd.grad(output.sum(), tokens)

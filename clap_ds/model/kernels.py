@@ -1,4 +1,4 @@
-"""Choose the kernels of the audio tower's window attention and MLPs (`clap.model.attention_impl`, `clap.model.mlp_impl`)."""
+"""Choose the kernels of a model's blocks (`clap.model.attention_impl`, `mlp_impl` and `text_attention_impl`)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from clap_ds.config.schema import ModelSettings
 
 
 class Kernels(NamedTuple):
-    """Kernels by part of a block: `attention` (see `window_attention.py`) and `mlp` (`torch`, or `triton` if it supports the
-    width)."""
+    """Kernels by part of a block: the audio tower's `attention` (see `window_attention.py`) and `mlp`, and `text_attention`
+    (both `torch`, or `triton` if it supports the sizes)."""
 
     attention: str
     mlp: str
+    text_attention: str
 
 
 def torch_kernels(device: torch.device) -> Kernels:
     """Return the fastest kernels that need no compilation."""
-    return Kernels("matmul" if device.type == "cpu" else "sdpa", "torch")
+    return Kernels("matmul" if device.type == "cpu" else "sdpa", "torch", "torch")
 
 
 def kernels_for(settings: ModelSettings, device: torch.device) -> Kernels:
     """Return a model's kernels on a device; `auto` is Triton on CUDA if it is installed. Raises ValueError if Triton is
     required but can't run."""
     on_gpu, installed = device.type == "cuda", has_triton_package()
-    automatic = Kernels("triton", "triton") if on_gpu and installed else torch_kernels(device)
+    automatic = Kernels("triton", "triton", "triton") if on_gpu and installed else torch_kernels(device)
     asked: dict[str, Any] = {part: getattr(settings, f"{part}_impl") for part in Kernels._fields}
     for part, kernel in asked.items():
         if kernel == "triton" and not (installed and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")):

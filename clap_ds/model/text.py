@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import TextConfig
 from clap_ds.model.dropout import Dropout
 from clap_ds.model.packed import Layout, Packing, lay_out
-from clap_ds.model.text_attention import attend
+from clap_ds.model.text_attention import attend, attend_in_one_kernel, supports
 
 
 class TextLayer(nn.Module):
@@ -31,18 +32,16 @@ class TextLayer(nn.Module):
 
         mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
         mixing["dropout"] = nn.Dropout(dropout)
-        self.attention: Any = nn.ModuleDict({"self": nn.ModuleDict(mixing), "output": end(width)})
+        own: Any = nn.ModuleDict(mixing)
+        own.kernel = "torch"
+        self.attention: Any = nn.ModuleDict({"self": own, "output": end(width)})
         self.intermediate: Any = nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU()))
         self.output: Any = end(inner)
 
     def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """Map (batch, tokens, C), or (1, tokens, C) if packed, to the same shape; with `first_only` to (batch, 1, C) or
         (1, captions, C)."""
-        own = self.attention.self
-        heads = (each(hidden).unflatten(-1, (self.num_heads, -1)) for each in (own.query, own.key, own.value))
-        query, key, value = (each.transpose(1, 2) for each in heads)
-        dropout = own.dropout.p if self.training else 0.0
-        mixed = attend(query, key, value, mask_B11L, dropout=dropout, layout=layout).flatten(2)
+        mixed = self.attend(hidden, mask_B11L, layout)
         if self.first_only and layout is None:
             mixed, hidden = mixed[:, :1], hidden[:, :1]
         elif self.first_only and layout is not None:
@@ -50,6 +49,19 @@ class TextLayer(nn.Module):
             mixed, hidden = mixed.index_select(1, first), hidden.index_select(1, first)
         hidden = _end_branch(self.attention.output, mixed, hidden)
         return _end_branch(self.output, self.intermediate(hidden), hidden)
+
+    def attend(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+        """Return attention of the same shape, by the kernel `attention.self.kernel`."""
+        own, width = self.attention.self, hidden.shape[-1]
+        linears, dropout = (own.query, own.key, own.value), own.dropout.p if self.training else 0.0
+        longest = hidden.shape[1] if layout is None else layout.packing.max_tokens
+        if own.kernel == "triton" and supports(width // self.num_heads, longest):
+            weight, bias = (torch.cat([getattr(each, name) for each in linears]) for name in ("weight", "bias"))
+            qkv = F.linear(hidden, weight, bias.detach())
+            return attend_in_one_kernel(qkv, bias, mask_B11L, layout, self.num_heads, dropout)
+        heads = (each(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in linears)
+        query, key, value = heads
+        return attend(query, key, value, mask_B11L, dropout=dropout, layout=layout).flatten(2)
 
 
 def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
@@ -74,7 +86,7 @@ class TextTower(nn.Module):
         self.checkpoint = checkpoint
         self.roberta = _encoder(config, dropout)
 
-    def blocks(self) -> list[nn.Module]:
+    def blocks(self) -> list[Any]:
         """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
 

@@ -1,7 +1,8 @@
 """Compute the text tower's attention, over padded or packed captions.
 
-Packed captions on CUDA in 16 bits use PyTorch's variable-length flash attention, which has no dropout of attention weights.
-Otherwise packed captions are padded for attention. On CPUs attention is two matrix products and a softmax: PyTorch's fused
+On CUDA captions of few tokens have a Triton kernel (`text_attention_triton.py`). Without it, packed captions on CUDA in 16 bits
+use PyTorch's variable-length flash attention, which has no dropout of attention weights. Otherwise packed captions are padded
+for attention. On CPUs attention is two matrix products and a softmax: PyTorch's fused
 kernel takes ten times as long backward in bf16.
 """
 
@@ -12,6 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.model.packed import Layout
+
+MAX_TOKENS = 128
+"""Most tokens per caption for the Triton kernel: a program holds all keys and values of a caption and head."""
+
+
+def supports(dim: int, longest: int) -> bool:
+    """Return whether the Triton kernel supports heads of `dim` channels and captions of up to `longest` tokens."""
+    return longest <= MAX_TOKENS and dim in (16, 32, 64, 128)
 
 
 def attend(
@@ -33,6 +42,24 @@ def attend(
     mixed_SALD = _attend_padded(q, k, v, layout.keep, dropout)
     mixed_TAD = mixed_SALD.transpose(1, 2).flatten(0, 1).index_select(0, layout.to_row)
     return mixed_TAD[None]
+
+
+def attend_in_one_kernel(
+    qkv_BLE: Tensor, bias_E: Tensor, attention_mask: Tensor | None, layout: Layout | None, heads: int, dropout: float
+) -> Tensor:
+    """Compute `attend` by Triton from queries, keys and values in one (batch, tokens, 3·C), whose `bias_E` has been added and
+    only receives its gradient. Returns (batch, tokens, C)."""
+    from clap_ds.model.text_attention_triton import triton_text_attention
+
+    B, L, _ = qkv_BLE.shape
+    if layout is None:
+        bounds = torch.arange(B + 1, dtype=torch.int32, device=qkv_BLE.device) * L
+        lengths = bounds.diff() if attention_mask is None else attention_mask.sum(dim=(1, 2, 3), dtype=torch.int32)
+    else:
+        bounds, L = layout.packing.bounds, layout.packing.max_tokens
+        lengths = bounds.diff()
+    mixed_TC = triton_text_attention(qkv_BLE.flatten(0, 1), bias_E, bounds, lengths, heads, L, dropout)
+    return mixed_TC.unflatten(0, qkv_BLE.shape[:2])
 
 
 def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:

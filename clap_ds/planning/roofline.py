@@ -42,7 +42,7 @@ TABLE = {
     "scatter": 0.06, "optimizer": 0.80,
 }  # fmt: skip
 """Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention` (from an A100, xformers #434
-and #467) and `softmax` (a guess) weren't measured."""
+and #467) and `softmax` (a guess) weren't measured. The text tower's Triton kernels, not measured, have window attention's."""
 PROCESSORS = {
     "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-pcie": 114, "b200": 148, "mi300x": 304,
     "rtx-3090": 82, "v100-16gb": 80, "v100-32gb": 80,
@@ -54,7 +54,7 @@ _NAMES = {
     "other product": "bmm baddbmm convolution _fft_r2c _fft_c2r _fft_c2c",
     "flash attention": "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _varlen_attn",
     "attention": "_scaled_dot_product_efficient_attention",
-    "triton window attention": "window_attention",
+    "triton window attention": "window_attention text_attention",
     "triton mlp": "mlp",
     "norm": "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm",
     "softmax": "_softmax _log_softmax",

@@ -1,4 +1,4 @@
-"""Compare kernels of window attention and MLPs with their eager forms. As a command, check Triton's with its interpreter.
+"""Compare kernels of attention and MLPs with their eager forms. As a command, check Triton's with its interpreter.
 
     TRITON_INTERPRET=1 python tests/model/kernel_cases.py
 
@@ -8,6 +8,7 @@ The interpreter must be selected before Triton is imported, so these cases need 
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,9 @@ Compute = Callable[..., Tensor]
 CASES: list[Case] = [(16, 4, 24, 0), (16, 4, 24, 4), (16, 2, 32, 4), (8, 2, 32, 0), (24, 1, 24, 4), (16, 1, 8, 3)]
 # tokens, channels: the narrow stages of tiny and base, with full and partial blocks of tokens
 MLP_CASES: list[tuple[int, int]] = [(128, 96), (200, 48), (130, 128)]
+# real tokens of captions of 24 rows, channels of a head: padded, one without real tokens
+CAPTION_CASES: list[tuple[tuple[int, ...], int]] = [((24, 3, 17, 0, 1), 32), ((24, 24), 64)]
+HEADS = 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.003}
 """Relative to the largest value: a few roundings of the dtype, in other places than the eager form's."""
 
@@ -86,6 +90,47 @@ def draw_mlp(tokens: int, dim: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() * s for shape, s in zip(shapes, spread, strict=True)]
 
 
+def eager_captions(*inputs: Tensor, lengths: Sequence[int], dropped: Sequence[Tensor] | None = None) -> Tensor:
+    """Compute attention of captions of 24 rows from tokens, weights and biases of q, k and v by plain operations."""
+    tokens, *parameters = inputs
+    qkv, found = F.linear(tokens, *parameters), []
+    for number, length in enumerate(lengths):
+        q, k, v = qkv[24 * number : 24 * (number + 1)].unflatten(1, (3, HEADS, -1)).permute(1, 2, 0, 3)
+        k, v = k[:, : max(length, 1)], v[:, : max(length, 1)]
+        weights = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(dim=-1)
+        weights = weights if dropped is None else weights * dropped[number].to(weights)[..., : max(length, 1)]
+        found.append((weights @ v).transpose(0, 1).flatten(1))
+    return torch.cat(found)
+
+
+def captions_by_triton(*inputs: Tensor, lengths: Sequence[int], dropout: float = 0.0) -> Tensor:
+    """Compute it by the kernel; the bias that the product adds gets its gradient from the kernel."""
+    from clap_ds.model.text_attention_triton import triton_text_attention
+
+    tokens, weight, bias = inputs
+    bounds = 24 * torch.arange(len(lengths) + 1, dtype=torch.int32, device=tokens.device)
+    sizes = torch.tensor(lengths, dtype=torch.int32, device=tokens.device)
+    torch.manual_seed(5)
+    return triton_text_attention(F.linear(tokens, weight, bias.detach()), bias, bounds, sizes, HEADS, 24, dropout)
+
+
+def draw_captions(lengths: Sequence[int], dim: int) -> list[Tensor]:
+    """Draw tokens (T, 40), the product's parameters and the output's gradient in bf16."""
+    generator = torch.Generator().manual_seed(dim)
+    shapes = [(24 * len(lengths), 40), (3 * HEADS * dim, 40), (3 * HEADS * dim,), (24 * len(lengths), HEADS * dim)]
+    spread = [1.0, 0.15, 0.5, 1.0]
+    return [torch.randn(shape, generator=generator).bfloat16() * s for shape, s in zip(shapes, spread, strict=True)]
+
+
+def kept_by_dropout(lengths: Sequence[int], dropout: float) -> list[Tensor]:
+    """Return (heads, 24, 24) by caption: the scaled mask that the kernel draws, seen by equal weights and a unit matrix."""
+    qkv = torch.zeros(24 * len(lengths), 3, HEADS, 32)
+    qkv[:, 2] = torch.eye(24, 32).repeat(len(lengths), 1)[:, None]
+    weight, bias = torch.eye(3 * HEADS * 32), torch.zeros(3 * HEADS * 32)
+    seen = captions_by_triton(qkv.flatten(1), weight, bias, lengths=[24] * len(lengths), dropout=dropout)
+    return list(24 * seen.unflatten(1, (HEADS, 32)).unflatten(0, (-1, 24)).transpose(1, 2)[..., :24])
+
+
 def results(compute: Compute, inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """Return output and gradients in fp64; the last input is the output's gradient."""
     *leaves, probe = (tensor.detach().clone().to(device, dtype) for tensor in inputs)
@@ -108,7 +153,8 @@ def largest_error(
 
 
 def main() -> None:
-    """Print a line per case: attention in fp32, two cases also in bf16; MLPs in fp32, one also in bf16 and autocast."""
+    """Print a line per case: attention in fp32, two cases also in bf16; MLPs in fp32, one also in bf16 and autocast; captions
+    in both, and with dropout."""
     from clap_ds.model.mlp_triton import triton_mlp
 
     trials = [(case, torch.float32) for case in CASES] + [(case, torch.bfloat16) for case in CASES[1:3]]
@@ -116,6 +162,18 @@ def main() -> None:
     for mlp in MLP_CASES:
         for dtype in (torch.float32, torch.bfloat16)[: 1 + (mlp is MLP_CASES[0])]:
             found.append((mlp, dtype, largest_error(triton_mlp, eager_mlp, draw_mlp(*mlp), dtype)))
+    for lengths, dim in CAPTION_CASES:
+        for dtype in (torch.float32, torch.bfloat16):
+            ours, theirs = (partial(each, lengths=lengths) for each in (captions_by_triton, eager_captions))
+            found.append(((lengths, dim), dtype, largest_error(ours, theirs, draw_captions(lengths, dim), dtype)))
+    lengths, share = CAPTION_CASES[0][0], 0.3
+    kept = kept_by_dropout(lengths, share)
+    ours = partial(captions_by_triton, lengths=lengths, dropout=share)
+    theirs = partial(eager_captions, lengths=lengths, dropped=kept)
+    found.append((share, torch.float32, largest_error(ours, theirs, draw_captions(lengths, 32), torch.float32)))
+    drawn = torch.cat([each.flatten() for each in kept])
+    off = abs(float((drawn == 0).double().mean()) - share) / (5 * (share * (1 - share) / len(drawn)) ** 0.5)
+    found.append((share, torch.float32, 0.0 if off < 1 and drawn.max().sub(1 / (1 - share)).abs() < 1e-5 else 1.0))
     with torch.autocast("cpu", torch.bfloat16):
         *tensors, _ = (tensor.float() for tensor in draw_mlp(*MLP_CASES[0]))
         same = torch.equal(triton_mlp(*tensors), triton_mlp(*(tensor.bfloat16() for tensor in tensors)))

@@ -12,15 +12,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_kernels_are_those_asked_for_or_the_devices_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "has_triton_package", lambda: True)
-    assert kernels_for(ModelSettings(), CPU) == ("matmul", "torch")
-    assert kernels_for(ModelSettings(), CUDA) == ("triton", "triton")
-    assert kernels_for(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", "triton")
+    assert kernels_for(ModelSettings(), CPU) == ("matmul", "torch", "torch")
+    assert kernels_for(ModelSettings(), CUDA) == ("triton", "triton", "triton")
+    assert kernels_for(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", "triton", "triton")
     for part in Kernels._fields:
         asked = ModelSettings(**{f"{part}_impl": "triton"})
         assert getattr(kernels_for(asked, CUDA), part) == "triton"
         with pytest.raises(ValueError, match=rf"clap\.model\.{part}_impl: 'triton' needs a GPU"):
             kernels_for(asked, CPU)
     monkeypatch.setattr(kernels, "has_triton_package", lambda: False)
-    assert kernels_for(ModelSettings(), CUDA) == ("sdpa", "torch")
+    assert kernels_for(ModelSettings(), CUDA) == ("sdpa", "torch", "torch")
     with pytest.raises(ValueError, match="triton package"):
         kernels_for(asked, CUDA)

@@ -1,0 +1,269 @@
+"""Compute the text tower's attention with one Triton kernel forward and one backward, for CUDA and captions of few tokens.
+
+Flash attention is made for long sequences: over 77 tokens its backward pass reaches 15% of an H200's bandwidth
+(`results/h200`). Here a program has all tokens of one caption and head, and recomputes the weights in the backward pass.
+Captions are consecutive rows of one matrix, the output of a product that computes q, k and v, and so are their gradients.
+Dropout of the weights hashes their index and two seeds. Products take the tensors' dtype and accumulate in fp32 (without TF32
+for fp32 tensors); softmax is in fp32.
+
+Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens of all captions, S captions,
+C = A·D channels of A heads, E = 3·C.
+"""
+
+from __future__ import annotations
+
+# Triton parses the kernels' annotations, so they can't be typed.
+# mypy: disable-error-code="no-untyped-def"
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from clap_ds.model.text_attention import supports
+from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
+
+ROWS = 32
+"""Queries whose weights a program holds at once."""
+FORWARD, BACKWARD = Launch(8, 1), Launch(8, 1, 128)
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _shifted(bits, SHIFT: tl.constexpr):
+    return bits ^ (bits >> SHIFT)
+
+
+@triton.jit
+def _keeps(seeds_ptr, rows, columns, threshold, COLUMNS: tl.constexpr):
+    """Return which weights dropout keeps, (rows, columns), by the hash of `clap_ds.model.dropout`."""
+    program = tl.program_id(0).to(tl.uint32) * (COLUMNS * COLUMNS)
+    bits = program + (rows * COLUMNS + columns).to(tl.uint32) ^ tl.load(seeds_ptr)
+    bits = _shifted(bits, 17) * tl.full((), 0xED5AD4BB, tl.uint32) ^ tl.load(seeds_ptr + 1)
+    bits = _shifted(bits, 11) * tl.full((), 0xAC4C1B51, tl.uint32)
+    return _shifted(_shifted(bits, 15) * tl.full((), 0x31848BAB, tl.uint32), 14) >= threshold
+
+
+@triton.jit
+def _weights(q, k, is_key, scale, WIDEN: tl.constexpr):
+    """Return fp32 attention weights (rows, columns), zero where no key is."""
+    scores = tl.where(is_key[None, :], dot(q, tl.trans(k), WIDEN) * (scale * LOG2_E), -float("inf"))
+    scores = exp2(scores - tl.max(scores, axis=1)[:, None], WIDEN)
+    return scores * reciprocal(tl.sum(scores, axis=1), WIDEN)[:, None]
+
+
+@triton.jit
+def _caption(bounds_ptr, lengths_ptr, HEADS: tl.constexpr):
+    """Return a program's caption, head, first row, rows and keys. A caption without real tokens attends to its first one."""
+    caption, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    first = tl.load(bounds_ptr + caption)
+    num_keys = tl.maximum(tl.load(lengths_ptr + caption), 1)
+    return caption, head, first.to(tl.int64), tl.load(bounds_ptr + caption + 1) - first, num_keys
+
+
+@triton.jit
+def _forward_kernel(
+    qkv_ptr,
+    bounds_ptr,
+    lengths_ptr,
+    seeds_ptr,
+    output_ptr,
+    scale,
+    threshold,
+    inverse_keep,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROPS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Process one caption and head per program, in blocks of queries."""
+    WIDTH: tl.constexpr = HEADS * DIM
+    _, head, first, num_rows, num_keys = _caption(bounds_ptr, lengths_ptr, HEADS)
+    channel, column = tl.arange(0, DIM)[None, :], tl.arange(0, COLUMNS)
+    source = qkv_ptr + first * (3 * WIDTH) + head * DIM
+    target = output_ptr + first * WIDTH + head * DIM
+    place = column[:, None] * (3 * WIDTH) + channel
+    k = tl.load(source + place + WIDTH, mask=(column < num_rows)[:, None], other=0.0)
+    v = tl.load(source + place + 2 * WIDTH, mask=(column < num_rows)[:, None], other=0.0)
+    for start in tl.range(0, num_rows, ROWS, disable_licm=True):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < num_rows)[:, None]
+        q = tl.load(source + row[:, None] * (3 * WIDTH) + channel, mask=inside, other=0.0)
+        weights = _weights(q, k, column < num_keys, scale, WIDEN)
+        if DROPS:
+            weights = tl.where(
+                _keeps(seeds_ptr, row[:, None], column[None, :], threshold, COLUMNS), weights * inverse_keep, 0.0
+            )
+        mixed = dot(weights.to(v.dtype), v, WIDEN)
+        tl.store(target + row[:, None] * WIDTH + channel, mixed.to(v.dtype), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    qkv_ptr,
+    bounds_ptr,
+    lengths_ptr,
+    seeds_ptr,
+    d_output_ptr,
+    d_qkv_ptr,
+    d_bias_ptr,
+    scale,
+    threshold,
+    inverse_keep,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROPS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Process one caption and head per program, in blocks of queries. Each writes its sums of d_q, d_k and d_v separately."""
+    WIDTH: tl.constexpr = HEADS * DIM
+    caption, head, first, num_rows, num_keys = _caption(bounds_ptr, lengths_ptr, HEADS)
+    channel, column = tl.arange(0, DIM)[None, :], tl.arange(0, COLUMNS)
+    source, target = qkv_ptr + first * (3 * WIDTH) + head * DIM, d_qkv_ptr + first * (3 * WIDTH) + head * DIM
+    d_source = d_output_ptr + first * WIDTH + head * DIM
+    place = column[:, None] * (3 * WIDTH) + channel
+    in_caption, is_key = (column < num_rows)[:, None], (column < num_keys)[:, None]
+    k = tl.load(source + place + WIDTH, mask=in_caption, other=0.0)
+    v = tl.load(source + place + 2 * WIDTH, mask=in_caption, other=0.0)
+    d_k = tl.zeros((COLUMNS, DIM), dtype=tl.float32)
+    d_v = tl.zeros((COLUMNS, DIM), dtype=tl.float32)
+    d_q_sum = tl.zeros((DIM,), dtype=tl.float32)
+    for start in tl.range(0, num_rows, ROWS, disable_licm=True):
+        row = start + tl.arange(0, ROWS)
+        inside, own = (row < num_rows)[:, None], row[:, None] * (3 * WIDTH) + channel
+        q = tl.load(source + own, mask=inside, other=0.0)
+        d_mixed = tl.load(d_source + row[:, None] * WIDTH + channel, mask=inside, other=0.0)
+        scores = tl.where(is_key, dot(k, tl.trans(q), WIDEN) * (scale * LOG2_E), -float("inf"))
+        scores = exp2(scores - tl.max(scores, axis=0)[None, :], WIDEN)
+        weights = scores * reciprocal(tl.sum(scores, axis=0), WIDEN)[None, :]
+        kept = weights
+        if DROPS:
+            keeps = _keeps(seeds_ptr, row[None, :], column[:, None], threshold, COLUMNS)
+            kept = tl.where(keeps, weights * inverse_keep, 0.0)
+        d_v += dot(kept.to(v.dtype), d_mixed, WIDEN)
+        products = kept * dot(v, tl.trans(d_mixed), WIDEN)
+        d_scores = (products - weights * tl.sum(products, axis=0)[None, :]).to(q.dtype)
+        d_k += dot(d_scores, q, WIDEN)
+        d_q = dot(tl.trans(d_scores), k, WIDEN) * scale
+        d_q_sum += tl.sum(d_q, axis=0)
+        tl.store(target + own, d_q.to(q.dtype), mask=inside)
+    d_k *= scale
+    tl.store(target + place + WIDTH, d_k.to(k.dtype), mask=in_caption)
+    tl.store(target + place + 2 * WIDTH, d_v.to(v.dtype), mask=in_caption)
+    sums = d_bias_ptr + caption.to(tl.int64) * (3 * WIDTH) + head * DIM + tl.arange(0, DIM)
+    tl.store(sums, d_q_sum)
+    tl.store(sums + WIDTH, tl.sum(d_k, axis=0))
+    tl.store(sums + 2 * WIDTH, tl.sum(d_v, axis=0))
+
+
+def _arguments(qkv_TE: Tensor, heads: int, longest: int, dropout: float) -> tuple[tuple[float, ...], dict[str, Any]]:
+    """Return the kernels' numbers and constants."""
+    dim = qkv_TE.shape[1] // (3 * heads)
+    assert supports(dim, longest)
+    sizes = {"HEADS": heads, "DIM": dim, "COLUMNS": max(ROWS, triton.next_power_of_2(longest)), "ROWS": ROWS}
+    numbers = dim**-0.5, round(dropout * 2**32), 1 / (1 - dropout)
+    return numbers, {**sizes, "DROPS": dropout > 0, "WIDEN": must_widen(qkv_TE.device)}
+
+
+@torch.library.custom_op("clap_ds::text_attention", mutates_args=())
+def _forward(
+    qkv_TE: Tensor,
+    bias_E: Tensor,
+    bounds: Tensor,
+    lengths_S: Tensor,
+    seeds: Tensor,
+    heads: int,
+    longest: int,
+    dropout: float,
+) -> Tensor:
+    numbers, constants = _arguments(qkv_TE, heads, longest, dropout)
+    qkv_TE = qkv_TE.contiguous()
+    output_TC = qkv_TE.new_empty(len(qkv_TE), qkv_TE.shape[1] // 3)
+    tensors = (qkv_TE, bounds, lengths_S, seeds.view(torch.uint32), output_TC)
+    _forward_kernel[(len(lengths_S) * heads,)](*tensors, *numbers, **constants, **FORWARD.options())
+    return output_TC
+
+
+@_forward.register_fake
+def _(qkv_TE: Tensor, *_: Any) -> Tensor:
+    return qkv_TE.new_empty(qkv_TE.shape[0], qkv_TE.shape[1] // 3)
+
+
+@torch.library.custom_op("clap_ds::text_attention_backward", mutates_args=())
+def _backward(
+    qkv_TE: Tensor,
+    bounds: Tensor,
+    lengths_S: Tensor,
+    seeds: Tensor,
+    d_output_TC: Tensor,
+    heads: int,
+    longest: int,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of qkv and its sums over each caption's tokens, (S, E) in fp32."""
+    numbers, constants = _arguments(qkv_TE, heads, longest, dropout)
+    qkv_TE, d_output_TC = qkv_TE.contiguous(), d_output_TC.contiguous()
+    d_qkv_TE, sums_SE = torch.empty_like(qkv_TE), _sums(qkv_TE, lengths_S)
+    tensors = (qkv_TE, bounds, lengths_S, seeds.view(torch.uint32), d_output_TC, d_qkv_TE, sums_SE)
+    _backward_kernel[(len(lengths_S) * heads,)](*tensors, *numbers, **constants, **BACKWARD.options())
+    return d_qkv_TE, sums_SE
+
+
+@_backward.register_fake
+def _(qkv_TE: Tensor, bounds: Tensor, lengths_S: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return qkv_TE.new_empty(qkv_TE.shape), _sums(qkv_TE, lengths_S)
+
+
+def _sums(qkv_TE: Tensor, lengths_S: Tensor) -> Tensor:
+    return qkv_TE.new_empty(lengths_S.shape[0], qkv_TE.shape[1], dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv_TE, bias_E, bounds, lengths_S, seeds, *ctx.options = inputs
+    ctx.save_for_backward(qkv_TE, bounds, lengths_S, seeds)
+    ctx.bias_dtype = bias_E.dtype
+
+
+def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
+    d_qkv_TE, sums_SE = _backward(*ctx.saved_tensors, d_output_TC, *ctx.options)
+    return d_qkv_TE, sums_SE.sum(dim=0).to(ctx.bias_dtype), None, None, None, None, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.clap_ds.text_attention)
+def _forward_flops(qkv: Sequence[int], *rest: Any, **_: Any) -> int:
+    """Count two products, of captions as long as the longest."""
+    return 2 * 2 * math.prod(qkv) // 3 * rest[-2]
+
+
+@register_flop_formula(torch.ops.clap_ds.text_attention_backward)
+def _backward_flops(qkv: Sequence[int], *rest: Any, **_: Any) -> int:
+    """Count five products, including the recomputed scores."""
+    return 5 * 2 * math.prod(qkv) // 3 * rest[-2]
+
+
+def triton_text_attention(
+    qkv_TE: Tensor, bias_E: Tensor, bounds: Tensor, lengths_S: Tensor, heads: int, longest: int, dropout: float = 0.0
+) -> Tensor:
+    """Return attention, (T, C), within captions.
+
+    Args:
+        qkv_TE: queries, keys and values, each split into heads, with the product's bias added.
+        bias_E: this bias. It only receives its gradient, which would otherwise take another pass over qkv's.
+        bounds: (S + 1,) int32; caption i is rows bounds[i] to bounds[i + 1]. They cover all rows.
+        lengths_S: int32, real tokens per caption, which come first. The others are no keys.
+        longest: most rows per caption; `supports` it.
+        dropout: share of the weights set to zero, drawn from torch's random numbers.
+    """
+    seeds = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=qkv_TE.device)
+    return _forward(qkv_TE, bias_E, bounds, lengths_S, seeds, heads, longest, dropout)
