@@ -180,8 +180,8 @@ def render(report: dict[str, Any]) -> str:
     title = (
         "## Predicted, not measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {context_length} text"
         " tokens, {text}\n\n{attention} attention, {mlp} MLPs, {text_attention} text attention, compile"
-        " {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**, {peak_memory_gib:.1f} of {device_memory_gib:.1f} GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f}"
-        " samples/s/GPU** ({low:,.0f}–{high:,.0f}) without communication."
+        " {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**, {peak_memory_gib:.1f} of {device_memory_gib:.1f}"
+        " GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) without communication."
     ).format(verdict="fits" if report["fits"] else "does NOT fit", largest=largest, **rate, **report)
     memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
     times = [[part, *(f"{1000 * cases[case]:.1f}" for case in cases)] for part, cases in report["step_s"].items()]

@@ -97,9 +97,8 @@ def _forward_kernel(
         q = tl.load(source + row[:, None] * (3 * WIDTH) + channel, mask=inside, other=0.0)
         weights = _weights(q, k, column < num_keys, scale, WIDEN)
         if DROPS:
-            weights = tl.where(
-                _keeps(seeds_ptr, row[:, None], column[None, :], threshold, COLUMNS), weights * inverse_keep, 0.0
-            )
+            keeps = _keeps(seeds_ptr, row[:, None], column[None, :], threshold, COLUMNS)
+            weights = tl.where(keeps, weights * inverse_keep, 0.0)
         mixed = dot(weights.to(v.dtype), v, WIDEN)
         tl.store(target + row[:, None] * WIDTH + channel, mixed.to(v.dtype), mask=inside)
 
