@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,18 @@ from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.swin import Mlp
 from clap_ds.model.triton_common import Launch
 from tests.model import kernel_cases
-from tests.model.kernel_cases import CAPTION_CASES, CASES, MLP_CASES, TOLERANCE, draw_mlp, eager_mlp, largest_error
+from tests.model.kernel_cases import (
+    CAPTION_CASES,
+    CASES,
+    MLP_CASES,
+    TOLERANCE,
+    captions_by_triton,
+    draw_captions,
+    draw_mlp,
+    eager_captions,
+    eager_mlp,
+    largest_error,
+)
 
 
 @pytest.mark.end_to_end
@@ -46,6 +58,16 @@ def test_the_kernels_agree_with_the_eager_forms_under_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(dtype: torch.dtype, case: tuple[int, int]) -> None:
     assert largest_error(triton_mlp, eager_mlp, draw_mlp(*case), dtype, "cuda") < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CAPTION_CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_captions_agrees_with_the_eager_form_on_a_gpu(
+    dtype: torch.dtype, case: tuple[tuple[int, ...], int]
+) -> None:
+    ours, theirs = (partial(each, lengths=case[0]) for each in (captions_by_triton, eager_captions))
+    assert largest_error(ours, theirs, draw_captions(*case), dtype, "cuda") < TOLERANCE[dtype]
 
 
 def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
