@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import INT16_SCALE, AudioConfig
@@ -17,6 +18,8 @@ from clap_ds.model.torchaudio_compat import torchaudio
 
 MIN_POWER = 1e-10
 """Floor of the mel power (-100 dB)."""
+ALIGNED = 16
+"""Products on GPUs are fastest over multiples of this."""
 
 
 class LogMel(nn.Module):
@@ -34,6 +37,8 @@ class LogMel(nn.Module):
         with torch.device("cpu"):  # torchaudio can't build filters on the meta device
             kind = {"norm": None, "mel_scale": "htk"} if config.fusion else {"norm": "slaney", "mel_scale": "slaney"}
             filters = torchaudio.functional.melscale_fbanks(*sizes, **kind)
+        last = int(filters.any(dim=1).nonzero().max())  # frequencies above fmax have no filter
+        self.num_used = min((last // ALIGNED + 1) * ALIGNED, len(filters))
         self.register_buffer("window", torch.hann_window(config.stft_window), persistent=False)
         self.register_buffer("mel_filters", filters.T.contiguous(), persistent=False)
 
@@ -58,9 +63,12 @@ class LogMel(nn.Module):
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
         """Filter the power of a complex (batch, frequencies, frames) to (batch, frames, mel bins)."""
+        filters = self.mel_filters
+        if spectrum_BKT.is_cuda:  # on CPUs a shorter sum would round differently
+            filters, spectrum_BKT = filters[:, : self.num_used].contiguous(), spectrum_BKT[:, : self.num_used]
         # Squaring the parts avoids the square root of abs().
         power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
-        return torch.matmul(self.mel_filters, power_BKT).transpose(1, 2)
+        return torch.matmul(filters, power_BKT).transpose(1, 2)
 
 
 def full_scale(waveforms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,6 +77,8 @@ def full_scale(waveforms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _reflect(waveforms: Tensor, width: int) -> Tensor:
-    """Pad like `F.pad` in reflect mode, which is slow on CPUs."""
+    """Pad like `F.pad` in reflect mode, which is slow on CPUs. Compiled for a GPU, `F.pad` stores no padded batch."""
+    if waveforms.is_cuda:
+        return F.pad(waveforms, (width, width), mode="reflect")
     start, end = waveforms[:, 1 : width + 1].flip(1), waveforms[:, -width - 1 : -1].flip(1)
     return torch.cat([start, waveforms, end], dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -21,9 +21,10 @@ _layer_norm = F.layer_norm
 
 
 @contextmanager
-def like_cuda() -> Iterator[None]:
-    """Replace operations by CUDA's, for fake CPU tensors that say they are CUDA's."""
-    with mock.patch.object(Tensor, "is_cuda", True), cuda_functions():
+def like_cuda(*, compiled: bool = False) -> Iterator[None]:
+    """Replace operations by CUDA's, for fake CPU tensors that say they are CUDA's; in `compiled` towers dropout has no mask."""
+    dropout = mock.patch.object(F, "dropout", _maskless_dropout) if compiled else nullcontext()
+    with mock.patch.object(Tensor, "is_cuda", True), cuda_functions(), dropout:
         yield
 
 
@@ -68,6 +69,10 @@ def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+def _maskless_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return input / (1 - p) if training and p else input
 
 
 def _autocast_layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:

@@ -26,6 +26,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
 from clap_ds.distributed import collectives
 from clap_ds.engine import grad_cache
+from clap_ds.engine.compile import what_to_compile
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.loss import build_loss
@@ -37,6 +38,7 @@ from clap_ds.planning.tracing import Operation, Recorded
 from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
 
+CUDA = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
@@ -94,7 +96,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     run = _simplified(run, micro_batch)
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes, compiled = FakeTensorMode(allow_non_fake_inputs=True), what_to_compile(run.clap.compile, CUDA) != "off"
     model = _meta_model(run, "cuda" if cuda else "cpu")
     with fakes:
         model.to_empty(device="cpu")
@@ -103,7 +105,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     with fake_rank(world_size, fakes):
         engine = ClapEngine(model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train)
         batches = _batches(run, cuda=cuda)
-        with Recorded(**parts) as recorded, like_cuda() if cuda else nullcontext():
+        with Recorded(**parts) as recorded, like_cuda(compiled=compiled) if cuda else nullcontext():
             engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS[phase]))
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold([each.grad], "gradients"))

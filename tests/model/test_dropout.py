@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.model.dropout import Dropout, hash_dropout
@@ -42,3 +43,27 @@ def test_eager_mode_has_torchs_random_numbers() -> None:
         found.append(module(values))
     assert torch.equal(*found)
     assert torch.equal(Dropout(0.3).eval()(values), values)
+
+
+def test_compiled_layers_store_no_mask() -> None:
+    """Check two layers, between which torch.compile would store a mask that both passes compute by equal operations."""
+    weights = [torch.randn(COLUMNS, COLUMNS, requires_grad=True) for _ in range(2)]
+    kept: list[torch.dtype] = []
+
+    def layers(values: Tensor) -> Tensor:
+        for weight in weights:
+            values = F.layer_norm(hash_dropout(F.linear(values, weight), 0.3) + values, (COLUMNS,))
+        return values
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.dtype) or each, lambda each: each):
+        torch.compile(layers, backend="aot_eager_decomp_partition")(torch.randn(8, COLUMNS))
+    assert kept.count(torch.int32) == 2, "seeds"
+    assert torch.bool not in kept
+
+
+def test_compiled_gradients_have_the_mask() -> None:
+    values = torch.randn(ROWS, COLUMNS, requires_grad=True)
+    found = torch.compile(hash_dropout, backend="aot_eager_decomp_partition")(values, 0.3)
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    assert torch.allclose(found, values * gradient)
+    assert 0.29 < float((gradient == 0).double().mean()) < 0.31

@@ -63,6 +63,13 @@ def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable
     assert _at_peak(again, "audio") < 0.7 * _at_peak(plain, "audio")
 
 
+@pytest.mark.parametrize(("compiled", "stored"), [("auto", 0), ("off", 5)])
+def test_compiled_towers_store_no_dropout_masks(traced: Callable[..., Step], compiled: str, stored: int) -> None:
+    """Check the embeddings' mask and two of each layer."""
+    step = traced(clap={"compile": compiled, "model": {"preset": "micro"}})
+    assert sum(each.name == "aten.native_dropout" for each in step.recorded.operations) == stored
+
+
 def test_packed_captions_cost_their_mean_length(traced: Callable[..., Step]) -> None:
     lengths: dict[str, Any] = {"source": "synthetic", "caption_lengths": {"4": 3, "16": 1}}
     for packed, length in ((True, 7), (False, 16)):
