@@ -36,7 +36,7 @@ def test_the_kernels_agree_with_the_eager_forms_under_the_interpreter() -> None:
     command = [sys.executable, kernel_cases.__file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * (len(CASES) + 2 + len(MLP_CASES) + 2)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * (len(CASES) + 4 + len(MLP_CASES) + 2)
 
 
 @pytest.mark.gpu
@@ -91,7 +91,7 @@ def compile_for(
     of shared memory."""
     kernel = getattr(sys.modules[module], f"_{way}_kernel")
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-    types = {"scale": "fp32", "d_bias_ptr": "*fp32", "d_biases_ptr": "*fp32"}
+    types = {"scale": "fp32", "d_bias_ptr": "*fp32", "d_biases_ptr": "*fp32", "sums_ptr": "*fp32"}
     signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
