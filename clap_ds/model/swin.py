@@ -52,8 +52,11 @@ class WindowAttention(nn.Module):
         return wide[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None, shift: int) -> Tensor:
-        qkv_BHWE = self.qkv(tokens_BHWC)
-        return self.proj(attend_windows(qkv_BHWE, self.position_bias(), mask_GNN, self.window, shift, self.kernel))
+        options = mask_GNN, self.window, shift, self.kernel
+        if self.kernel != "triton":
+            return self.proj(attend_windows(self.qkv(tokens_BHWC), self.position_bias(), *options))
+        qkv_BHWE = F.linear(tokens_BHWC, self.qkv.weight, self.qkv.bias.detach())  # the kernel computes its gradient
+        return self.proj(attend_windows(qkv_BHWE, self.position_bias(), *options, self.qkv.bias))
 
 
 class Mlp(nn.Module):

@@ -27,7 +27,13 @@ for the batch. PyTorch splits larger batches, but fails to add the parts' gradie
 
 
 def attend_windows(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: str
+    qkv_BHWE: Tensor,
+    bias_ANN: Tensor,
+    mask_GNN: Tensor | None,
+    window: int,
+    shift: int,
+    kernel: str,
+    qkv_bias_E: Tensor | None = None,
 ) -> Tensor:
     """Apply softmax attention of every token over its window's tokens; return (B, H, W, A·D).
 
@@ -36,6 +42,8 @@ def attend_windows(
         bias_ANN: added to the scores after their scaling by D^-1/2. Any floating dtype.
         mask_GNN: added to the scores of shifted windows; required if `shift` > 0, otherwise ignored.
         shift: tokens by which the grid is moved cyclically up and left under the windows. The output is moved back.
+        qkv_bias_E: for `triton`, the bias of the linear layer that computed qkv, if that layer used it detached. It has no
+            effect on the output. It only receives its gradient, which the kernel sums.
     """
     assert shift == 0 or mask_GNN is not None
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
@@ -43,7 +51,7 @@ def attend_windows(
     if kernel == "triton":
         from clap_ds.model.window_attention_triton import triton_window_attention
 
-        return triton_window_attention(qkv_BHWE, bias_ANN, window, shift)
+        return triton_window_attention(qkv_BHWE, bias_ANN, qkv_bias_E, window, shift)
     if kernel == "matmul":
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     windows_SBGAND = to_windows(qkv_BHWE, window, shift, 3, len(bias_ANN))

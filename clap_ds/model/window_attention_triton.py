@@ -6,6 +6,9 @@ grid, without copies for partition and cyclic shift. The mask of shifted windows
 window's scores fit one program, so they are recomputed in the backward pass from q, k and the bias. Products take the
 tensors' dtype and accumulate in fp32 (without TF32 for fp32 tensors); softmax is in fp32.
 
+The backward kernel also sums the gradients of q and v over tokens, for the bias of the qkv projection. A separate sum would
+read all of them again. The bias of k has no gradient: it adds the same to all scores of a query, which softmax ignores.
+
 Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: see `window_attention.py`.
 """
 
@@ -106,6 +109,7 @@ def _backward_kernel(
     d_output_ptr,
     d_qkv_ptr,
     d_bias_ptr,
+    sums_ptr,
     scale,
     num_windows,
     windows_per_program,
@@ -117,7 +121,8 @@ def _backward_kernel(
     BLOCK_DIM: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Process several windows of one head per program. Each writes its partial bias gradient separately."""
+    """Process several windows of one head per program. Each writes its partial gradient of the position bias separately, and
+    each window's sums over tokens of the gradients of q and v."""
     N: tl.constexpr = WINDOW * WINDOW
     WIDTH: tl.constexpr = HEADS * DIM
     head = tl.program_id(0) % HEADS
@@ -139,6 +144,8 @@ def _backward_kernel(
         bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
         weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
         d_v = dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
+        sums = sums_ptr + window_id * (2 * WIDTH) + head * DIM + channel
+        tl.store(sums + WIDTH, tl.sum(d_v, axis=0), mask=channel < DIM)
         tl.store(target + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
         d_weights = dot(d_mixed, tl.trans(v), WIDEN)
         d_scores = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
@@ -147,6 +154,7 @@ def _backward_kernel(
         d_k = dot(tl.trans(d_scores), q, WIDEN) * scale
         tl.store(target + WIDTH, d_k.to(k.dtype), mask=inside)
         d_q = dot(d_scores, k, WIDEN) * scale
+        tl.store(sums, tl.sum(d_q, axis=0), mask=channel < DIM)
         tl.store(target, d_q.to(q.dtype), mask=inside)
     share = tl.program_id(0).to(tl.int64) * N
     tl.store(d_bias_ptr + (share + token[:, None]) * N + token[None, :], d_bias)
@@ -162,7 +170,7 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
 
 
 @torch.library.custom_op("clap_ds::window_attention", mutates_args=())
-def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, qkv_bias_E: Tensor | None, window: int, shift: int) -> Tensor:
     qkv_BHWE, bias_ANN = qkv_BHWE.contiguous(), bias_ANN.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     B, H, W, E = qkv_BHWE.shape
@@ -174,7 +182,7 @@ def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Ten
 
 
 @_forward.register_fake
-def _(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+def _(qkv_BHWE: Tensor, *_: Any) -> Tensor:
     B, H, W, E = qkv_BHWE.shape
     return qkv_BHWE.new_empty(B, H, W, E // 3)
 
@@ -182,7 +190,8 @@ def _(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
 @torch.library.custom_op("clap_ds::window_attention_backward", mutates_args=())
 def _backward(
     qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of qkv, of the position bias, and in fp32 of the qkv projection's bias."""
     qkv_BHWE, bias_ANN, d_output_BHWC = qkv_BHWE.contiguous(), bias_ANN.contiguous(), d_output_BHWC.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     heads, num_windows = constants["HEADS"], len(qkv_BHWE) * (constants["GRID"] // window) ** 2
@@ -193,25 +202,31 @@ def _backward(
     chunks = -(-num_windows // windows_per_program)
     d_qkv_BHWE = torch.empty_like(qkv_BHWE)
     shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=device)
-    tensors, counts = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares), (num_windows, windows_per_program)
+    sums = torch.empty(num_windows, 2, d_output_BHWC.shape[3], dtype=torch.float32, device=device)
+    tensors, counts = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares, sums), (num_windows, windows_per_program)
     _backward_kernel[(chunks * heads,)](*tensors, constants["DIM"] ** -0.5, *counts, **constants, **BACKWARD.options())
-    return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype)
+    d_qkv_bias = sums.new_zeros(3, sums.shape[2])
+    torch.sum(sums, dim=0, out=d_qkv_bias[::2])
+    return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype), d_qkv_bias.flatten()
 
 
 @_backward.register_fake
-def _(qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int) -> tuple[Tensor, Tensor]:
-    return qkv_BHWE.new_empty(qkv_BHWE.shape), bias_ANN.new_empty(bias_ANN.shape)  # always contiguous
+def _(qkv_BHWE: Tensor, bias_ANN: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # Always contiguous.
+    d_qkv_bias_E = qkv_BHWE.new_empty(qkv_BHWE.shape[3], dtype=torch.float32)
+    return qkv_BHWE.new_empty(qkv_BHWE.shape), bias_ANN.new_empty(bias_ANN.shape), d_qkv_bias_E
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    qkv_BHWE, bias_ANN, *ctx.geometry = inputs
+    qkv_BHWE, bias_ANN, qkv_bias_E, *ctx.geometry = inputs
+    ctx.bias_dtype = None if qkv_bias_E is None else qkv_bias_E.dtype
     ctx.save_for_backward(qkv_BHWE, bias_ANN)
 
 
 def _autograd(ctx: Any, d_output_BHWC: Tensor) -> tuple[Tensor | None, ...]:
     qkv_BHWE, bias_ANN = ctx.saved_tensors
-    d_qkv_BHWE, d_bias_ANN = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry)
-    return d_qkv_BHWE, d_bias_ANN, None, None
+    d_qkv_BHWE, d_bias_ANN, d_qkv_bias_E = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry)
+    return d_qkv_BHWE, d_bias_ANN, None if ctx.bias_dtype is None else d_qkv_bias_E.to(ctx.bias_dtype), None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -228,7 +243,9 @@ def _backward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any)
     return 5 * 2 * math.prod(qkv) // 3 * bias[-1]
 
 
-def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
+def triton_window_attention(
+    qkv_BHWE: Tensor, bias_ANN: Tensor, qkv_bias_E: Tensor | None, window: int, shift: int
+) -> Tensor:
     """Compute `clap_ds.model.window_attention.attend_windows` with the kernels, with autograd, as one operation for
     torch.compile. N = `window`² is a power of two, at least 16; qkv and bias are both fp32, bf16 or fp16."""
-    return _forward(qkv_BHWE, bias_ANN, window, shift)
+    return _forward(qkv_BHWE, bias_ANN, qkv_bias_E, window, shift)

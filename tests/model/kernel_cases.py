@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from clap_ds.model.swin import WindowAttention
 from clap_ds.model.window_attention import attend_windows
 from clap_ds.model.windows import shifted_window_mask
 
@@ -75,6 +77,29 @@ def draw(case: Case, clips: int = 3, spread: float = 1.0) -> list[Tensor]:
     shapes = [(clips, grid, grid, heads * dim)] * 3 + [(heads, 64, 64), (clips, grid, grid, heads * dim)]
     tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     return [each * spread for each in tensors[:3]] + tensors[3:]
+
+
+def module_by(kernel: str, case: Case) -> Compute:
+    """Return the whole module of window attention with this kernel, on tokens and the parameters in their order."""
+    _, heads, dim, shift = case
+    module = WindowAttention(heads * dim, 8, heads)
+    module.kernel = kernel
+
+    def attend(tokens: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(dict(module.named_parameters()), parameters, strict=True))
+        return functional_call(module, named, (tokens, mask_of(case, tokens.device), shift))
+
+    return attend
+
+
+def draw_module(case: Case, clips: int = 3) -> list[Tensor]:
+    """Draw tokens, parameters of the module of window attention and the output's gradient in bf16."""
+    grid, heads, dim, _ = case
+    generator = torch.Generator().manual_seed(grid + dim)
+    shapes = [each.shape for each in WindowAttention(heads * dim, 8, heads).parameters()]
+    shapes = [(clips, grid, grid, heads * dim), *shapes, (clips, grid, grid, heads * dim)]
+    spread = [1.0, 1.0, (heads * dim) ** -0.5, 1.0, (heads * dim) ** -0.5, 1.0, 1.0]
+    return [torch.randn(shape, generator=generator).bfloat16() * s for shape, s in zip(shapes, spread, strict=True)]
 
 
 def eager_mlp(tokens: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
@@ -153,12 +178,15 @@ def largest_error(
 
 
 def main() -> None:
-    """Print a line per case: attention in fp32, two cases also in bf16; MLPs in fp32, one also in bf16 and autocast; captions
-    in both, and with dropout."""
+    """Print a line per case: window attention in fp32, two cases also in bf16 and as a module; MLPs in fp32, one also in bf16
+    and autocast; captions in both, and with dropout."""
     from clap_ds.model.mlp_triton import triton_mlp
 
     trials = [(case, torch.float32) for case in CASES] + [(case, torch.bfloat16) for case in CASES[1:3]]
     found = [(case, dtype, largest_error(by("triton", case), eager(case), draw(case), dtype)) for case, dtype in trials]
+    for case, dtype in trials[-2:]:
+        ours, exact = module_by("triton", case), module_by("sdpa", case)
+        found.append((case, dtype, largest_error(ours, exact, draw_module(case), dtype)))
     for mlp in MLP_CASES:
         for dtype in (torch.float32, torch.bfloat16)[: 1 + (mlp is MLP_CASES[0])]:
             found.append((mlp, dtype, largest_error(triton_mlp, eager_mlp, draw_mlp(*mlp), dtype)))
