@@ -76,13 +76,14 @@ def measure_flops(
 
 
 def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
-    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's."""
+    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's. No published
+    convention counts them."""
     # With gradients: without them, the counter's hooks fail on expanded parameters.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), autocast_if_enabled(engine.deepspeed):
         engine.model(*batch.model_inputs())
     forward = counter.get_total_flops() / len(batch) / 1e9
     found = {"training_gflops": 3 * forward, "recomputed_gflops": forward * engine.cached, "deepspeed_gflops": None}
-    return {"published_gflops": forward, "model_gflops": forward, "mean_text_tokens": batch.input_ids.shape[1], **found}
+    return {"published_gflops": None, "model_gflops": forward, "mean_text_tokens": batch.input_ids.shape[1], **found}
 
 
 @torch.no_grad()
