@@ -8,6 +8,7 @@ import os
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -62,10 +63,10 @@ def commit() -> str | None:
         return recorded.read_text().strip() if recorded.is_file() else None
     if not (CHECKOUT / ".git").exists():
         return None  # no repository, or inside another one
-    git = partial(subprocess.run, cwd=CHECKOUT, capture_output=True, check=True)
+    git: Any = partial(subprocess.check_output, cwd=CHECKOUT, stderr=subprocess.DEVNULL)
     try:
-        head = git(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
-        changes = git(["git", "diff", "--no-ext-diff", "HEAD", "--", *CODE]).stdout
+        head = git(["git", "rev-parse", "HEAD"]).decode().strip()
+        changes = git(["git", "diff", "--no-ext-diff", "HEAD", "--", *CODE])
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" + hashlib.blake2b(changes, digest_size=4).hexdigest() if changes else "")
