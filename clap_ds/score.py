@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.data.build_shards.caption_lists import add_columns, read_entries
 from clap_ds.inference import options
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = options.make_parser("clap-score", __doc__)
+    parser = make_parser("clap-score", __doc__)
     kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-shards build"
     options.add_audio_inputs(parser, kinds, pooling="mean center")
     add_columns(parser)
