@@ -27,10 +27,9 @@ if __package__ in (None, ""):
 
 from clap_ds.check_runs import PACKAGES
 from clap_ds.config.arguments import make_parser, positive
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.errors import exit_code_of, some
 from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
-from clap_ds.distributed.error_file import some
 from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch.cluster_profile import Site, load_site

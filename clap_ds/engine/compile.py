@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
+from clap_ds.config.errors import first_line
 from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
@@ -115,8 +116,7 @@ def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | N
 
 def reason_of(error: Exception) -> str:
     """Return the error's first line, without Dynamo's message around it."""
-    error = getattr(error, "inner_exception", error)
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(getattr(error, "inner_exception", error))
 
 
 def _say(line: str) -> None:

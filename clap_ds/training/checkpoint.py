@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from clap_ds.config.errors import some
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
@@ -34,7 +35,7 @@ from clap_ds.training.remote_sync import BackgroundSync
 from clap_ds.training.train_state import SavedCheckpoint, TrainState
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
-from clap_ds.weights.formats import some, to_safetensors
+from clap_ds.weights.formats import to_safetensors
 from clap_ds.weights.key_mapping import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
 
