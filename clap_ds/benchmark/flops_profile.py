@@ -1,7 +1,7 @@
 """Count a benchmark's FLOPs in closed form and, with a `flops_profiler` section, with DeepSpeed's profiler.
 
 The profiler would synchronize every step. It profiles one forward pass after timing instead: one padded sample, uncompiled,
-with torch's operations only. (Of a batch's product with a broadcast matrix it would count one sample.)
+with torch's operations only. Of a batch it would count the product with a broadcast matrix once.
 """
 
 from __future__ import annotations

@@ -158,10 +158,11 @@ def _check_deepspeed(content: dict[str, Any]) -> list[str]:
         "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
         " published runs)": "gradient_clipping" not in content,
     }
-    optimizer: dict[str, Any] = {"type": "", "params": {}, **content.get("optimizer", {})}
-    for name in optimizer["params"] if str(optimizer["type"]).lower() in ("adam", "adamw") else ():
-        near = did_you_mean(name, ADAM_PARAMS, len(ADAM_PARAMS))
-        problems[f"optimizer.params.{name}: no such field{near}"] = name not in ADAM_PARAMS
+    optimizer: dict[str, Any] = content.get("optimizer", {})
+    if str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        for name in optimizer.get("params") or ():
+            near = did_you_mean(name, ADAM_PARAMS, len(ADAM_PARAMS))
+            problems[f"optimizer.params.{name}: no such field{near}"] = name not in ADAM_PARAMS
     for name, package in (("wandb", "wandb"), ("comet", "comet_ml")):
         lacks = content.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
         problems[f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"] = lacks
