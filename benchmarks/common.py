@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis.table import markdown_table
+from clap_ds.config import arguments
 from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.overrides import parse_assignment, read_config, with_field
 from clap_ds.config.paths import commit, work_folder
@@ -25,8 +26,7 @@ LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser of `python -m benchmarks.NAME`, described by the first line of `doc`, with `--output` for `show`."""
-    description = (doc or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+    parser = arguments.make_parser(f"python -m benchmarks.{name}", doc)
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="file to write the tables to, next to a JSON")
     return parser
 

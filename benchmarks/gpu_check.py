@@ -7,7 +7,6 @@ Steps are independent: one that fails, hangs or has no time left becomes a row. 
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.paths import compile_cache_dir, work_folder
 from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
@@ -87,7 +87,6 @@ CALLS = {
         "sounds": Check(60, command=SOUNDS),
         "prepare": Check(60, command=PREPARE),
         "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
-        "specaugment": Check(60, command="-m benchmarks.specaugment --clips 64 308 616 --output {folder}/specaugment.md"),
     },
 }  # fmt: skip
 """Steps by call, the most informative first, after those they depend on."""
@@ -132,7 +131,7 @@ def archive(folder: Path, target: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a call's steps; save the table after each, archives at the end. Return 1 if one isn't complete; UserError without
     a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", allow_abbrev=False)
+    parser = make_parser("python -m benchmarks.gpu_check", __doc__)
     parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def main(ranks: Ranks) -> None:
-    arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
+    arguments = run_arguments("clap_ds/bench.py", __doc__).parse_args()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     prepare_debugging(run.clap.debug)
     choose_accelerator()

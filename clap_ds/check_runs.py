@@ -8,7 +8,6 @@ with code 2 if there are any.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import platform
@@ -16,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.paths import version as version
 
@@ -56,7 +56,7 @@ def check(paths: list[Path], *, train: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m clap_ds.check_runs", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("python -m clap_ds.check_runs", __doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--train", action="store_true", help="also check what training requires")
     arguments = parser.parse_args()

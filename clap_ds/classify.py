@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = options.make_parser("clap-classify", __doc__)
+    parser = make_parser("clap-classify", __doc__)
     options.add_audio_inputs(parser)
     add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")

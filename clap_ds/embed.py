@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import run_alone
 from clap_ds.config.files import replacing
 from clap_ds.config.paths import VERSION
@@ -19,7 +20,7 @@ from clap_ds.inference.vectors import About, check_suffix, write_table
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = options.make_parser("clap-embed", __doc__)
+    parser = make_parser("clap-embed", __doc__)
     options.add_audio_inputs(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="write this .parquet file")
     options.add_model_options(parser)

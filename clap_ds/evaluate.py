@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
 from clap_ds.config.files import write_atomically
 from clap_ds.config.metrics import LOSS
@@ -47,7 +47,7 @@ NUM_BROKEN_SHOWN = 5
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = options.make_parser("clap_ds/evaluate.py", __doc__)
+    parser = make_parser("clap_ds/evaluate.py", __doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")

@@ -7,7 +7,6 @@ Without torch, as on a login node, only the closed form is printed. analysis/FLO
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clap_ds.analysis.table import markdown_table
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
@@ -38,7 +38,7 @@ EXACT = 1e-9
 
 def main(argv: list[str] | None = None) -> None:
     """Count and print. Raises UserError for an invalid configuration or caption length."""
-    parser = argparse.ArgumentParser("clap_ds.flops", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = make_parser("clap_ds.flops", __doc__)
     add, what = parser.add_argument, "read this JSON file or packaged name"
     add("--deepspeed_config", type=Path, default=Path("htsat_tiny"), metavar="RUN", help=what)
     what = "set tokens per caption (default: the run's clap.context_length)"

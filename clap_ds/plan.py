@@ -22,7 +22,7 @@ import numpy as np
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import USUAL, Law, Series
-from clap_ds.config.arguments import positive, whole_number
+from clap_ds.config.arguments import make_parser, positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
@@ -39,7 +39,7 @@ GROWS_AS = "jupiter_htsat_tiny"
 
 def main(argv: list[str] | None = None) -> None:
     """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
-    parser = argparse.ArgumentParser("clap-plan", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = make_parser("clap-plan", __doc__)
     add = parser.add_argument
     add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="read this JSON file or packaged name")
     add("--gpu", required=True, help="name the GPU, e.g. h100-sxm; an unknown name lists all")

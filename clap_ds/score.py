@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.data.build_shards.caption_lists import add_columns, read_entries
 from clap_ds.inference import options
 from clap_ds.run_records.csv_text import write_csv
-from clap_ds.run_records.intervals import Z
+from clap_ds.run_records.intervals import COVERAGE, student_t
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"expected at least two usable files with captions, found {len(of_files)} of {len(entries)}")
     if arguments.output:
         write_csv(arguments.output, rows)
-    spread = Z * stdev(of_files) / len(of_files) ** 0.5
+    spread = student_t(COVERAGE, len(of_files) - 1) * stdev(of_files) / len(of_files) ** 0.5
     print(f"CLAP score: {fmean(of_files):.4f} ± {spread:.4f} (95% interval of the mean over {len(of_files):,} files)")
     return options.left_out(len(entries), left_out)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = options.make_parser("clap-score", __doc__)
+    parser = make_parser("clap-score", __doc__)
     kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-shards build"
     options.add_audio_inputs(parser, kinds, pooling="mean center")
     add_columns(parser)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.inference import options
 from clap_ds.inference.vectors import nearest, read_table
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = options.make_parser("clap-search", __doc__)
+    parser = make_parser("clap-search", __doc__)
     add = parser.add_argument
     add("table", type=Path, metavar="TABLE", help="embedding table from clap-embed")
     add("query", nargs="?", metavar="TEXT", help="text to search for")

@@ -9,12 +9,12 @@ Subcommands are modules of `clap_ds.data`.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 from functools import partial
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import run_alone
 
 COMMANDS = {
@@ -32,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     """Run a subcommand and return its exit code, if any."""
     words = sys.argv[1:] if argv is None else [*argv]
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
-    about = (__doc__ or "").splitlines()[0] + " Each subcommand has its own --help."
-    parser = argparse.ArgumentParser("clap-shards", description=about, allow_abbrev=False)
+    parser = make_parser("clap-shards", __doc__)
+    parser.epilog = "Each subcommand has its own --help."
     parser.add_argument("command", choices=COMMANDS, help=listed)
     name = parser.parse_args(words[:1]).command
     module = importlib.import_module(f"clap_ds.data.{COMMANDS[name][0]}")
-    own = argparse.ArgumentParser(prog=f"clap-shards {name}", description=COMMANDS[name][1], allow_abbrev=False)
+    own = make_parser(f"clap-shards {name}", COMMANDS[name][1])
     getattr(module, f"add_{name}_options")(own)
     code: int | None = getattr(module, f"run_{name}")(own.parse_intermixed_args(words[1:]))
     return code

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def main(ranks: Ranks) -> None:
-    parser = run_arguments("clap_ds/train.py", (__doc__ or "").splitlines()[0])
+    parser = run_arguments("clap_ds/train.py", __doc__)
     add_checkpoint_choices(parser)
     arguments = parser.parse_args()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
@@ -75,20 +74,17 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     clap, sizes, signal = run.clap, run.batch_sizes(ranks.world_size), 0
     with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks, record.path) as checkpointer:
         model = model_of(run, ranks, device)
-        with raise_on_all_ranks():
-            load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
+        load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
         engine = engine_of(run, ranks, model, StepTimer(device))
-        with raise_on_all_ranks():
-            state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
+        state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         begun_at = state.step
         with loader_of(run, ranks, engine, state.data_of(ranks.rank)) as loader:
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             with raise_on_all_ranks():
                 of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
                 plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
-            evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
-            if every := clap.train.histogram_every_steps:
-                engine.before_update = partial(scalars.write_histograms, engine, every)
+            evaluator = build_evaluator(run, ranks, engine)
+            scalars = Scalars(engine, checkpointer.path, clap.train.histogram_every_steps)
             logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)

@@ -4,7 +4,6 @@ clap-hostfile --output H                                        inside an alloca
 python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, even if clap-ds is not installed
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.distributed.hostfile import expand, format_hostfile, slots_from_slurm
@@ -30,7 +29,7 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="clap-hostfile", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("clap-hostfile", __doc__)
     parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation (default: the allocation's)")
     parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: SLURM's)")
     parser.add_argument("--output", metavar="FILE", help="file to write atomically (default: standard output)")

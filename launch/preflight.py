@@ -26,11 +26,10 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.check_runs import PACKAGES
-from clap_ds.config.arguments import positive
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.arguments import make_parser, positive
+from clap_ds.config.errors import exit_code_of, some
 from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
-from clap_ds.distributed.error_file import some
 from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch.cluster_profile import Site, load_site
@@ -143,8 +142,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("launch/preflight.py", description=description, allow_abbrev=False)
+    parser = make_parser("launch/preflight.py", __doc__)
     parser.add_argument("--cluster", default="generic", help="name under launch/clusters/, or path (default: generic)")
     parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")
     arguments = parser.parse_args(argv)

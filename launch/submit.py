@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.overrides import read_config, with_output
 from clap_ds.config.paths import find_config
@@ -40,8 +40,7 @@ def start(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("launch/submit.py", description=summary, allow_abbrev=False)
+    parser = make_parser("launch/submit.py", __doc__)
     add = parser.add_argument
     add_request(parser)
     add("--config", type=Path, required=True, help="the run's JSON: a path, or the name of a packaged one")

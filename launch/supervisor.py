@@ -8,7 +8,6 @@ folder and the run directory record the outcome.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of, printable
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.redaction import redacted_all
@@ -221,8 +220,7 @@ def _now() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("launch/supervisor.py", description=summary, allow_abbrev=False)
+    parser = make_parser("launch/supervisor.py", __doc__)
     add = parser.add_argument
     folder = "job folder with site.json and hostfile; records and attempts are written there"
     add("--folder", type=Path, required=True, help=folder)

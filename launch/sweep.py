@@ -16,7 +16,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.overrides import parse_varied
@@ -96,16 +96,15 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     what, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if what in ("status", "resume"):
-        parser = argparse.ArgumentParser(f"launch/sweep.py {what}", allow_abbrev=False)
+        parser = make_parser(f"launch/sweep.py {what}", __doc__)
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
         options = parser.parse_args(rest)
         read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
         return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))
-    later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
-    summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)
+    parser = make_parser("launch/sweep.py", __doc__)
+    parser.epilog = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
     add = parser.add_argument
     add_request(parser)
     run = "a run's JSON: a path, or the name of a packaged one; repeatable"

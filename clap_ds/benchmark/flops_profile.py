@@ -1,7 +1,7 @@
 """Count a benchmark's FLOPs in closed form and, with a `flops_profiler` section, with DeepSpeed's profiler.
 
-The profiler would synchronize every step. It profiles one forward pass after timing instead: a few padded clips, uncompiled,
-with torch's operations only.
+The profiler would synchronize every step. It profiles one forward pass after timing instead: one padded sample, uncompiled,
+with torch's operations only. Of a batch it would count the product with a broadcast matrix once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from clap_ds.model.kernels import torch_kernels
 
 REPORT = "flops_profile.txt"
 LENGTH_BATCHES = 4
-PROFILED_CLIPS = 16
+COUNTED_CLIPS = 16  # of an open_clip model
 
 
 @activity("profiling")
@@ -47,7 +47,7 @@ def measure_flops(
     """
     config, batch = engine.model.config, next(loader)
     if not isinstance(engine.model, ClapModel):
-        return _count(engine, batch.rows(0, PROFILED_CLIPS))
+        return _count(engine, batch.rows(0, COUNTED_CLIPS))
     lengths = padded = TextLengths.fixed(batch.input_ids.shape[1])
     if batch.packed:  # as executed, over more micro-batches of all ranks
         own = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
@@ -67,7 +67,7 @@ def measure_flops(
         "deepspeed_gflops": None,
     }
     if profiler.get("enabled"):
-        found["deepspeed_gflops"] = _profile(engine, batch.rows(0, PROFILED_CLIPS), profiler, folder / REPORT)
+        found["deepspeed_gflops"] = _profile(engine, batch.rows(0, 1), profiler, folder / REPORT)
         executed = forward_flops(config, padded, "model", front_end=front_end) / 1e9
         text = "forward GFLOPs per sample: profiled {deepspeed_gflops:.2f}, closed form {executed:.2f}, published convention"
         if rank() == 0:
@@ -76,18 +76,19 @@ def measure_flops(
 
 
 def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
-    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's."""
+    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's. No published
+    convention counts them."""
     # With gradients: without them, the counter's hooks fail on expanded parameters.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), autocast_if_enabled(engine.deepspeed):
         engine.model(*batch.model_inputs())
     forward = counter.get_total_flops() / len(batch) / 1e9
     found = {"training_gflops": 3 * forward, "recomputed_gflops": forward * engine.cached, "deepspeed_gflops": None}
-    return {"published_gflops": forward, "model_gflops": forward, "mean_text_tokens": batch.input_ids.shape[1], **found}
+    return {"published_gflops": None, "model_gflops": forward, "mean_text_tokens": batch.input_ids.shape[1], **found}
 
 
 @torch.no_grad()
-def _profile(engine: ClapEngine, batch: Batch, profiler: dict[str, Any], path: Path) -> float:
-    """Count a forward pass's GFLOPs per sample; on rank 0 also write and print the profiler's report."""
+def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: Path) -> float:
+    """Count a forward pass's GFLOPs; on rank 0 also write and print the profiler's report."""
     is_first = rank() == 0
     shown: dict[str, Any] = {
         name: profiler[name] for name in ("module_depth", "top_modules", "detailed") if name in profiler
@@ -101,11 +102,11 @@ def _profile(engine: ClapEngine, batch: Batch, profiler: dict[str, Any], path: P
         autocast_if_enabled(engine.deepspeed),
         unseen_by_deepspeed() as unseen,
     ):
-        _, macs, _ = get_model_profile(engine.model, args=batch.model_inputs(), warm_up=0, as_string=False, **shown)
+        _, macs, _ = get_model_profile(engine.model, args=sample.model_inputs(), warm_up=0, as_string=False, **shown)
     engine.model.train()
     if is_first:
         print(path.read_text(), flush=True)
-    return (2.0 * macs + sum(unseen.values())) / len(batch) / 1e9
+    return (2.0 * macs + sum(unseen.values())) / 1e9
 
 
 @contextmanager

@@ -105,7 +105,9 @@ class BenchReport:
         measured, timer = self._throughput.summary(), deepspeed.tput_timer
         rate = measured["samples_per_s_per_gpu"]["mean"]
         counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-        published, trained, recomputed = (1e9 * flops[f"{it}_gflops"] for it in ("published", "training", "recomputed"))
+        published, trained, recomputed = (
+            flops[f"{it}_gflops"] and 1e9 * flops[f"{it}_gflops"] for it in ("published", "training", "recomputed")
+        )
         device_name = self._record.summary()["device_name"]  # if mixed, no peak is known
         used = utilization(published, trained, rate, device_name, peak_tflops, recomputed)
         warnings = [*self._stragglers.warnings]

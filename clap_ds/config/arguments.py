@@ -9,6 +9,11 @@ from functools import partial
 from typing import Any
 
 
+def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command, described by the first line of its module's docstring."""
+    return argparse.ArgumentParser(prog, description=(doc or "").splitlines()[0], allow_abbrev=False)
+
+
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
     """Return an argparse `type=` for whole numbers from `low`, up to `high` if given."""
     expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"

@@ -6,12 +6,13 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, get_args
 
 USER_ERROR = 2
 """Exit code of a run rejected for a user error."""
 INTERRUPTED = 130
+MOST_SHOWN = 5
 
 
 EXTRAS = {
@@ -59,6 +60,17 @@ def printable(text: str, kept: str = "") -> str:
     """Escape unprintable characters except `kept`: foreign text could control the terminal."""
     escaped = lambda each: each.encode("unicode_escape", "replace").decode()  # noqa: E731
     return "".join(each if each.isprintable() or each in kept else escaped(each) for each in text)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def some(items: Sequence[object]) -> str:
+    """List the first few items, and the number of others."""
+    shown, rest = ", ".join(map(str, items[:MOST_SHOWN])), len(items) - MOST_SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def run_alone(main: Callable[[], object]) -> NoReturn:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
 """The checkout of this code, also for an editable installation; None for a wheel."""
 CONFIGS = PACKAGE / "ds_configs"
+CODE = ("clap_ds", "launch", "analysis")
+"""Folders of the checkout with the package's code."""
 COMMIT_FILE = "commit.txt"
 """File in built packages with the commit they were built from."""
 
@@ -51,18 +56,20 @@ def find_config(path: Path) -> Path:
 
 
 def commit() -> str | None:
-    """Return the commit of this code, with a `+` if a checkout's files differ, or None if unknown."""
+    """Return the commit of this code, or None if unknown. If a checkout's code differs, a `+` and a digest of the difference
+    follow, so that hosts can be compared."""
     if CHECKOUT is None:
         recorded = PACKAGE / COMMIT_FILE
         return recorded.read_text().strip() if recorded.is_file() else None
     if not (CHECKOUT / ".git").exists():
         return None  # no repository, or inside another one
-
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    git: Any = partial(subprocess.check_output, cwd=CHECKOUT, stderr=subprocess.DEVNULL)
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        head = git(["git", "rev-parse", "HEAD"]).decode().strip()
+        changes = git(["git", "diff", "--no-ext-diff", "HEAD", "--", *CODE])
     except (OSError, subprocess.CalledProcessError):
         return None
+    return head + ("+" + hashlib.blake2b(changes, digest_size=4).hexdigest() if changes else "")
 
 
 def version(package: str) -> str | None:

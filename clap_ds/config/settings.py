@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, create_model
 
 from clap_ds.config import schema
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
-from clap_ds.config.errors import UserError, explain
+from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, Section
 from clap_ds.config.paths import find_config
@@ -26,6 +26,8 @@ optimizer scheduler tensorboard timers torch_autocast wandb zero_optimization"""
 _VALUES = """communication_data_type dataloader_drop_last disable_allgather disable_python_gc dump_state gradient_allreduce_op
 gradient_clipping gradient_predivide_factor log_level memory_breakdown prescale_gradients seq_parallel_communication_data_type
 wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
+_ADAM = """adam_w_mode adamw_mode amsgrad betas bias_correction capturable decoupled_weight_decay differentiable eps foreach
+fp32_optimizer_states fused lr max_grad_norm maximize set_grad_none torch_adam weight_decay"""
 DEEPSPEED_FIELDS: dict[str, Any] = {
     **dict.fromkeys(_SECTIONS.split(), (dict[str, Any], {})),
     **dict.fromkeys((*_VALUES.split(), *NAMES), (Any, None)),
@@ -33,6 +35,8 @@ DEEPSPEED_FIELDS: dict[str, Any] = {
 }
 """Type and default of the top-level DeepSpeed fields that data-parallel CLAP training uses. DeepSpeed silently ignores unknown
 names, so a typo would change the run."""
+ADAM_PARAMS = _ADAM.split()
+"""Fields of `optimizer.params` for Adam and AdamW: what DeepSpeed reads, and the arguments of its and torch's classes."""
 
 
 class ClapSettings(schema.EngineSettings):
@@ -141,7 +145,8 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 
 def _check_deepspeed(content: dict[str, Any]) -> list[str]:
-    """Return problems in DeepSpeed's sections: unsupported values, missing required ones, and monitors' missing packages."""
+    """Return problems in DeepSpeed's sections: unsupported values, Adam's unknown options, missing required values, and
+    monitors' missing packages."""
     stage, autocast = content.get("zero_optimization", {}).get("stage", 0), content.get("torch_autocast", {})
     dtype = autocast.get("dtype", "bfloat16") if autocast.get("enabled") else "bfloat16"
     problems = {
@@ -153,6 +158,11 @@ def _check_deepspeed(content: dict[str, Any]) -> list[str]:
         "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
         " published runs)": "gradient_clipping" not in content,
     }
+    optimizer: dict[str, Any] = content.get("optimizer", {})
+    if str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        for name in optimizer.get("params") or ():
+            near = did_you_mean(name, ADAM_PARAMS, len(ADAM_PARAMS))
+            problems[f"optimizer.params.{name}: no such field{near}"] = name not in ADAM_PARAMS
     for name, package in (("wandb", "wandb"), ("comet", "comet_ml")):
         lacks = content.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
         problems[f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"] = lacks

@@ -12,7 +12,7 @@ import os
 import subprocess
 from typing import TYPE_CHECKING
 
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.errors import UserError, first_line, run_alone
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def choose_accelerator() -> str:
             torch.cuda.init()
         except Exception as error:  # names the driver's version
             raise UserError(
-                f"torch {torch.__version__} can't use this machine's GPU, {found}: {str(error).splitlines()[0]}"
+                f"torch {torch.__version__} can't use this machine's GPU, {found}: {first_line(error)}"
                 " See “GPUs and drivers” in docs/clusters.md, or set DS_ACCELERATOR=cpu to run on CPUs"
             ) from None
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -19,7 +19,6 @@ STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """Consequences of other failures; these never replace an error file."""
 ERRORS = "errors"  # folder of error files in the run directory or the job's
-SHOWN = 8  # ranks or hosts listed per line
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,3 @@ def read_errors(folder: Path) -> list[RankError]:
         with suppress(OSError, ValueError, TypeError):
             errors.append(RankError(**read_json(path)))
     return errors
-
-
-def some(names: Sequence[object]) -> str:
-    """Join as many names as fit in a line."""
-    return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")

@@ -15,8 +15,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.errors import CollectiveUserError, printable
-from clap_ds.distributed.error_file import UNREACHABLE, some, this_rank, write_error_file
+from clap_ds.config.errors import CollectiveUserError, first_line, printable, some
+from clap_ds.distributed.error_file import UNREACHABLE, this_rank, write_error_file
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def meet(ranks: Ranks, backend: str, device: torch.device | None) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
         joined.set()
     except (OSError, RuntimeError) as error:
-        said = f"{socket.gethostname()}: rank {rank} can't reach {what}: {str(error).splitlines()[0]}"
+        said = f"{socket.gethostname()}: rank {rank} can't reach {what}: {first_line(error)}"
         raise UnreachableError(said) from None
 
 

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clap_ds.config.errors import some
 from clap_ds.config.files import parse_json, read_bytes
-from clap_ds.distributed.error_file import ERROR, LOST_PEER, STALL, STOPPED, UNREACHABLE, RankError, read_errors, some
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, STALL, STOPPED, UNREACHABLE, RankError, read_errors
 from clap_ds.distributed.flight_recorder import Progress, dumped_progress
 
 SIGNAL, KILLED = "signal", "killed"

@@ -14,12 +14,14 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
+from clap_ds.config.errors import first_line
 from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
-from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.distributed.collectives import rank, reduce_on_rank0, world_size
 from clap_ds.engine.grad_cache import kept_statistics
 from clap_ds.model.contrastive import ContrastiveModel
+from clap_ds.model.htsat import HTSAT
 from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
@@ -36,8 +38,9 @@ def compile_towers(
     """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for such a batch. A collective.
 
     Each part runs forward (`cached`: also without gradients) and backward, as a failure in a step would leave gradients half
-    sent. Each tower and its backward pass are one graph. A part that fails on one rank runs uncompiled on all. On each host
-    local rank 0 compiles first, so that the others find its kernels in the cache. Rows of packed captions may have any length.
+    sent. Each tower and its backward pass are one graph; on several ranks HTSAT is two. A part that fails on one rank runs
+    uncompiled on all. On each host local rank 0 compiles first, so that the others find its kernels in the cache. Rows of
+    packed captions may have any length.
     """
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion if those are below 1 MB.
     torch._dynamo.config.optimize_ddp = False
@@ -49,6 +52,8 @@ def compile_towers(
     if batch.packed is not None:
         for tensor in (batch.packed[0], batch.packed[1].bounds):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    if isinstance(model.audio, HTSAT):
+        model.audio.splits_graph = world_size() > 1
     with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
         run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
         for name in (*model.front_end_parts * (audio.ndim == 2), "audio", "text"):
@@ -111,8 +116,7 @@ def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | N
 
 def reason_of(error: Exception) -> str:
     """Return the error's first line, without Dynamo's message around it."""
-    error = getattr(error, "inner_exception", error)
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(getattr(error, "inner_exception", error))
 
 
 def _say(line: str) -> None:

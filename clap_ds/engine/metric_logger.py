@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -21,9 +22,10 @@ BINS = 64  # of histograms
 
 class Scalars:
     """Defer the writes of DeepSpeed's monitor from the timed steps to `write`, in the order of samples. If the `tensorboard`
-    section has no output path, files go to `tensorboard` in `folder`."""
+    section has no output path, files go to `tensorboard` in `folder`. With `histogram_every_steps`, histograms of
+    parameters and averaged gradients are written before every so many updates."""
 
-    def __init__(self, engine: ClapEngine, folder: Path) -> None:
+    def __init__(self, engine: ClapEngine, folder: Path, histogram_every_steps: int | None = None) -> None:
         section, deepspeed = engine.config.get("tensorboard", {}), engine.deepspeed
         place = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
         self._tensorboard: SummaryWriter | None = None
@@ -32,6 +34,8 @@ class Scalars:
                 # TensorBoard discards entries of samples that will be trained on again.
                 self._tensorboard = SummaryWriter(str(place), purge_step=deepspeed.global_samples + 1)
         deepspeed.monitor.enabled |= section.get("enabled", False)  # whether DeepSpeed also writes
+        if histogram_every_steps:
+            engine.before_update = partial(self._write_histograms, engine, histogram_every_steps)
         self._waiting: list[Scalar] = []
         self._write, deepspeed.monitor.write_events = deepspeed.monitor.write_events, self._waiting.extend
 
@@ -53,8 +57,7 @@ class Scalars:
             self._write(events)
 
     @torch.no_grad()
-    def write_histograms(self, engine: ClapEngine, every: int) -> None:
-        """Before each `every`-th step's update, write histograms of parameters and gradients, on rank 0 only."""
+    def _write_histograms(self, engine: ClapEngine, every: int) -> None:
         if self._tensorboard is None or (engine.steps + 1) % every:
             return
         samples = engine.deepspeed.global_samples + engine.deepspeed.train_batch_size()

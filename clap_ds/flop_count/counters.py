@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -22,8 +22,6 @@ from clap_ds.flop_count.analytic import fft_flops
 from clap_ds.model.clap import ClapModel
 
 FFT = "FFT"
-BROADCAST = "broadcast matrix products"
-PRODUCTS: list[tuple[Any, str]] = [(torch, "matmul"), (Tensor, "matmul"), (Tensor, "__matmul__")]
 
 
 @dataclass
@@ -62,49 +60,27 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
 def count_by_deepspeed(model: ClapModel, context_length: int) -> Count:
     """Count the FLOPs of one waveform and a caption of `context_length`, at most the position table's rows."""
     waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.ones(1, context_length, dtype=torch.long)
-    return profile_by_deepspeed(FlopsProfiler(model), lambda: model(waveform, caption, None))
-
-
-def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object]) -> Count:
-    """Count FLOPs with DeepSpeed's profiler, and those it misses, while `forward` runs its model once."""
+    profiler = FlopsProfiler(model)
     with unseen_by_deepspeed() as unseen:
         profiler.start_profile()
-        try:
-            forward()
-            profiler.stop_profile()
-            return Count(2.0 * profiler.get_total_macs(), dict(unseen))
-        finally:
-            profiler.end_profile()
+        model(waveform, caption, None)
+        profiler.stop_profile()
+        macs = profiler.get_total_macs()
+        profiler.end_profile()
+    return Count(2.0 * macs, dict(unseen))
 
 
 @contextmanager
 def unseen_by_deepspeed() -> Iterator[dict[str, float]]:
-    """Count FLOPs that DeepSpeed's profiler misses, by name, from the shapes of calls: FFTs, and all but one of the
-    products with a first operand that is broadcast over a batch. Enter it before the profiler starts, which wraps the
-    same functions."""
+    """Count FLOPs that DeepSpeed's profiler misses, by name, from the shapes of calls: FFTs. Enter it before the profiler
+    starts, which wraps the same functions."""
     flops: dict[str, float] = defaultdict(float)
+    stft = torch.stft
 
-    def noting(function: Callable[..., Any], name: str, formula: Callable[..., float]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            if found := formula(result, *args, **kwargs):
-                flops[name] += found
-            return result
+    def counted(input: Tensor, n_fft: int, *args: Any, **kwargs: Any) -> Tensor:
+        result = stft(input, n_fft, *args, **kwargs)
+        flops[FFT] += result.shape[-1] * math.prod(input.shape[:-1]) * fft_flops(n_fft)
+        return result
 
-        return noted
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "stft", noting(torch.stft, FFT, _stft)))
-        for owner, name in PRODUCTS:
-            stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name), BROADCAST, _missed)))
+    with mock.patch.object(torch, "stft", counted):
         yield flops
-
-
-def _stft(result: Tensor, input: Tensor, n_fft: int, *args: Any, **kwargs: Any) -> float:
-    return result.shape[-1] * math.prod(input.shape[:-1]) * fft_flops(n_fft)
-
-
-def _missed(result: Tensor, input: Tensor, other: Tensor) -> float:
-    if min(input.ndim, other.ndim) < 2:
-        return 0.0
-    return 2.0 * (result.numel() * input.shape[-1] - input.numel() * other.shape[-1])

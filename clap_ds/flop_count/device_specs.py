@@ -103,19 +103,19 @@ def gpu_named(name: str) -> Gpu:
 
 
 def utilization(
-    published_flops: float, training_flops: float, samples_per_s: float, device_name: str,
+    published_flops: float | None, training_flops: float, samples_per_s: float, device_name: str,
     override_tflops: float | None, recomputed_flops: float = 0.0,
 ) -> Summary:  # fmt: skip
     """Return the summary's fields: MFU (arXiv 2204.02311, appendix B) in percent in both conventions, achieved TFLOPS
     and the peak. If it is unknown, percentages are None and `peak_source` gives instructions.
 
-    Args, per sample: `published_flops` of the forward pass in the published convention; `training_flops` executed in
-    forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
+    Args, per sample: `published_flops` of the forward pass in the published convention, if it has any; `training_flops`
+    executed in forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
     """
     peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
     achieved = training_flops * per_s
     tflops = {
-        "mfu_published_percent": TRAINING_OVER_FORWARD * published_flops * per_s,
+        "mfu_published_percent": published_flops and TRAINING_OVER_FORWARD * published_flops * per_s,
         "mfu_model_percent": achieved,
         "hfu_percent": achieved + recomputed_flops * per_s,
     }
@@ -124,7 +124,7 @@ def utilization(
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
     found: Any = {
-        **{name: 100 * each / peak.bf16_tflops if peak else None for name, each in tflops.items()},
+        **{name: 100 * each / peak.bf16_tflops if peak and each is not None else None for name, each in tflops.items()},
         "achieved_tflops": achieved, "hardware_tflops": tflops["hfu_percent"],
         "peak_tflops": peak.bf16_tflops if peak else None, "peak_source": peak.source if peak else missing,
     }  # fmt: skip

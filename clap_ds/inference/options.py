@@ -38,10 +38,6 @@ def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") 
     add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=told)
 
 
-def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0], allow_abbrev=False)
-
-
 def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS, pooling: str = "mean center none") -> None:
     """Add the checkpoint, its audio inputs and how to process them."""
     add = parser.add_argument

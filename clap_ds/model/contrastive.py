@@ -19,7 +19,7 @@ class ContrastiveModel(nn.Module):
 
     Attributes:
         config: sizes. The loader reads waveforms of `audio.clip_shape`, and captions for `text`.
-        audio, text: towers. Each is compiled, with its backward pass, as one graph.
+        audio, text: towers. Each is compiled with its backward pass.
         audio_projection, text_projection: heads. Each returns a tower's features: fp32 rows of length 1.
         logit_scale: log of the factor on cosine similarities, fp32, shape (1,).
         logit_bias: the sigmoid loss's bias, fp32, shape (1,); None for other losses.

@@ -115,7 +115,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
                 recorded.hold([*model.parameters(), *model.buffers()], "weights")
                 average = [*engine.average.weights.values()] if engine.average is not None else []
                 recorded.hold([*_state(engine.deepspeed.optimizer), *average], "optimizer state")
-                # Torch's reducer keeps its buckets. A compiled tower returns its gradients together, beside them.
+                # Torch's reducer keeps its buckets. A compiled graph returns its gradients together, beside them.
                 buckets = [torch.empty_like(each) for each in trained * (world_size > 1)]
                 recorded.hold(buckets, "gradients")
                 recorded.restart()

@@ -118,6 +118,7 @@ class Summary(TypedDict, total=False):
     flops: dict[str, Any]
     """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
     mfu_published_percent: float | None
+    """None for an open_clip model, too."""
     mfu_model_percent: float | None
     hfu_percent: float | None
     achieved_tflops: float

@@ -73,8 +73,9 @@ def _utilization_rows(summary: Summary, flops: dict[str, Any], peak: float | Non
     if peak is None:
         yield "MFU", "– (unknown peak)"
         return
-    published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
-    yield published, f"{summary['mfu_published_percent']:.2f}% of {peak:g} TFLOPS"
+    if (published := summary["mfu_published_percent"]) is not None:
+        name = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
+        yield name, f"{published:.2f}% of {peak:g} TFLOPS"
     yield "MFU (executed FLOPs)", f"{summary['mfu_model_percent']:.2f}% of {peak:g} TFLOPS"
     if flops["recomputed_gflops"]:
         yield "HFU (incl. recomputation)", f"{summary['hfu_percent']:.2f}% of {peak:g} TFLOPS"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from clap_ds.config.errors import some
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
@@ -29,12 +30,12 @@ from clap_ds.engine.grad_cache import random_state
 from clap_ds.engine.state import describe, engine_state, fp32_state, not_finite
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
-from clap_ds.training.load_checkpoint import PROGRESS, restore
-from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
+from clap_ds.training.load_checkpoint import PROGRESS, find_newest, restore
+from clap_ds.training.remote_sync import BackgroundSync
 from clap_ds.training.train_state import SavedCheckpoint, TrainState
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
-from clap_ds.weights.formats import some, to_safetensors
+from clap_ds.weights.formats import to_safetensors
 from clap_ds.weights.key_mapping import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
 
@@ -173,7 +174,7 @@ class Checkpointer:
         Raises ValueError if none is at the place, a URL can't be read, or all are damaged.
         """
         if place is None or is_remote(place):
-            return run_on_rank0(lambda: self._find_newest(place))
+            return run_on_rank0(lambda: find_newest(self.path, place, self._rule.remote_sync))
         return run_on_rank0(lambda: files.find_checkpoint(Path(place).absolute()))
 
     def was_begun_by(self, run_id: str) -> bool:
@@ -254,24 +255,6 @@ class Checkpointer:
                 name = f"{TOKENIZER}/{path.name}"
                 if path.is_file() and files.FILE_NAME.fullmatch(name):
                     yield name, read_bytes(path)
-
-    def _find_newest(self, url: str | None) -> Path | None:
-        damaged, remote, place = dict[str, str](), dict[str, str](), url or self._rule.remote_sync
-        found = None if url else files.newest_good(self.path, damaged)
-        if found is None and place is not None:
-            try:
-                found = RemoteFolder(place).download_newest(self.path, remote)
-            except Exception as error:  # its type depends on the file system's package
-                raise ValueError(f"{place} can't be read ({type(error).__name__}: {error})") from error
-        if found is None and url and not remote:
-            raise ValueError(f"{url}: no checkpoint found")
-        if found is None and (reasons := [*damaged.values(), *remote.values()]):
-            listed = "".join(f"\n  {reason}" for reason in reasons)
-            raise ValueError(
-                f"{self.path}: all {len(reasons)} checkpoints are damaged; nothing was started or deleted:{listed}\n"
-                "  Rerun the same command, or pass --restart to move them aside and start from scratch"
-            )
-        return found
 
     def _delete_superfluous(self) -> None:
         own = {name: each for name, each in files.read_all(self.path).items() if each.run == self.run_id}

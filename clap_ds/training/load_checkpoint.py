@@ -1,4 +1,4 @@
-"""Load a checkpoint into the engine (full state or weights only) and report how the run's configuration differs from it."""
+"""Find and load a checkpoint (full state or weights only), and report how the run's configuration differs from it."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
+from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.training.train_state import TrainState
-from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
+from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, newest_good, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_state_file
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -23,6 +24,27 @@ _OF_NO_CONSEQUENCE = (
     *("clap.train.resume", "clap.train.log_every_steps"),
 )
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
+
+
+def find_newest(folder: Path, url: str | None, remote_sync: str | None) -> Path | None:
+    """Return the newest good checkpoint at a URL, or without one in a folder or, if it has none, at `remote_sync`. From URLs it
+    is downloaded into the folder. Raises ValueError if a URL can't be read or has none, or if all are damaged."""
+    damaged, remote, place = dict[str, str](), dict[str, str](), url or remote_sync
+    found = None if url else newest_good(folder, damaged)
+    if found is None and place is not None:
+        try:
+            found = RemoteFolder(place).download_newest(folder, remote)
+        except Exception as error:  # its type depends on the file system's package
+            raise ValueError(f"{place} can't be read ({type(error).__name__}: {error})") from error
+    if found is None and url and not remote:
+        raise ValueError(f"{url}: no checkpoint found")
+    if found is None and (reasons := [*damaged.values(), *remote.values()]):
+        listed = "".join(f"\n  {reason}" for reason in reasons)
+        raise ValueError(
+            f"{folder}: all {len(reasons)} checkpoints are damaged; nothing was started or deleted:{listed}\n"
+            "  Rerun the same command, or pass --restart to move them aside and start from scratch"
+        )
+    return found
 
 
 def restore(

@@ -3,7 +3,7 @@
 import uuid
 
 from clap_ds.data.dataloader import BatchSource
-from clap_ds.distributed.collectives import rank, run_on_rank0
+from clap_ds.distributed.collectives import raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.contrastive import ContrastiveModel
@@ -14,10 +14,11 @@ from clap_ds.training.train_state import ResumeOptions, TrainState
 from clap_ds.weights.load import load_weights
 
 
+@raise_on_all_ranks()
 def load_pretrained(
     path: str | None, model: ContrastiveModel, tokenizer: str | None, options: ResumeOptions = ResumeOptions()
 ) -> None:
-    """Load `clap.train.pretrained`, if set. ValueError if missing, or for another model or tokenizer."""
+    """Load `clap.train.pretrained`, if set. A collective; raises ValueError if missing, or for another model or tokenizer."""
     if path is None:
         return
     try:
@@ -34,6 +35,7 @@ def load_pretrained(
         print(f"initial weights: {weights.shown}", flush=True)
 
 
+@raise_on_all_ranks()
 def resume(
     checkpointer: Checkpointer,
     engine: ClapEngine,

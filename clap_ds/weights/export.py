@@ -5,12 +5,12 @@
 The tokenizer comes from the checkpoint or the command line.
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 
 import safetensors
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import run_alone
 from clap_ds.config.files import drafted
 from clap_ds.weights.formats import Checkpoint, save_transformers
@@ -54,7 +54,7 @@ FORMATS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("clap-export", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("clap-export", __doc__)
     kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")

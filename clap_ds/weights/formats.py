@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clap_ds.config import files
 from clap_ds.config.clap_json import read_clap
+from clap_ds.config.errors import some
 from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel, new_model
@@ -29,7 +30,6 @@ _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_text")
 _FUSION = (".mel_conv2d.", ".fusion_model.")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Suffixes of constants that other CLAPs save as tensors."""
-_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,6 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
     }
     if told := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
         raise ValueError(". ".join([complaint, *told]))
-
-
-def some(items: list[str]) -> str:
-    """List the first few items, and the number of others."""
-    shown, rest = ", ".join(items[:_NUM_SHOWN]), len(items) - _NUM_SHOWN
-    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:

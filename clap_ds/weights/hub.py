@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import constants, get_session
 
 from clap_ds.config.clap_json import TEXT
+from clap_ds.config.errors import first_line
 from clap_ds.config.model import TextConfig
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
@@ -45,7 +46,7 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
         return load(True)
     except Exception as error:  # a damaged folder raises various errors
         if folder.is_dir():
-            reason = f"holds no {what} transformers can load: {_first_line(error)}"
+            reason = f"holds no {what} transformers can load: {first_line(error)}"
             raise ValueError(f"{field}: the folder {name!r} {reason}") from error
     finally:
         constants.HF_HUB_OFFLINE = before
@@ -55,13 +56,9 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
             get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
             return load(False)
         except Exception as error:  # the HTTP package raises various errors
-            problem = f"{constants.ENDPOINT}: {_first_line(error)}. {OFFLINE}"
+            problem = f"{constants.ENDPOINT}: {first_line(error)}. {OFFLINE}"
         tried += f"; not in the Hub's local cache, {constants.HF_HUB_CACHE}; the Hub, {problem}"
     raise ValueError(f"{field}: no {what} {name!r}; tried: {tried}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def pretrained_text(config: TextConfig) -> PreTrainedModel:

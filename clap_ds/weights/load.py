@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.errors import some
 from clap_ds.config.files import flatten
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
@@ -14,7 +15,6 @@ from clap_ds.weights.formats import (
     from_safetensors,
     load_transformers,
     read_safetensors,
-    some,
 )
 from clap_ds.weights.open_clip import WEIGHTS as OPEN_CLIP_WEIGHTS
 from clap_ds.weights.state_dicts import from_state_dict, read_pickled

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clap_ds.config.errors import some
 from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.weights.formats import Checkpoint, renamed_checkpoint, some
+from clap_ds.weights.formats import Checkpoint, renamed_checkpoint
 from clap_ds.weights.key_mapping import laion_names, open_clip_names
 
 _IGNORED = ("audio_transform.", "text_transform.", ".spectrogram_extractor.", ".logmel_extractor.")

@@ -22,7 +22,7 @@ import soundfile
 from tqdm import tqdm
 from webdataset.writer import TarWriter
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.data.build_shards.shard_writer import print_settings
 from clap_ds.weights.tokenizer import train_tokenizer
@@ -97,7 +97,7 @@ def seconds(text: str) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("python -m examples.synthetic_sounds", __doc__)
     add = parser.add_argument
     wordings = "caption templates: for training (default), or held out (new combinations of the same words)"
     add("directory", type=Path, metavar="DIR", help="new or empty output folder")

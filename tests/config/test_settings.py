@@ -43,6 +43,10 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r'torch_autocast\.dtype: expected "bfloat16"'),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weigth_decay": 0.1}}},
+        r"optimizer\.params\.weigth_decay: no such field; did you mean 'weight_decay'\?$",
+    ),
     ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
 ]
 

@@ -1,6 +1,7 @@
 """Compare flat AdamW with torch's, for both kernels, and its step with DeepSpeed's; check which runs use it."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
-from clap_ds.config.settings import load_run
+from clap_ds.config.settings import ADAM_PARAMS, load_run
 from clap_ds.engine.factory import takes_flat_adamw
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
 from tests.kernels import needs_kernels
@@ -128,3 +130,9 @@ def test_norm_is_exact_over_many_numbers(natively: bool) -> None:
     torch.testing.assert_close(norm_of(tensors, natively=natively), expected, rtol=1e-6, atol=0)
     tensors[3][16_384] = float("nan")
     assert norm_of(tensors, natively=natively).isnan()
+
+
+def test_known_options_of_adam_are_those_of_the_classes() -> None:
+    classes = torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam
+    known = {name for each in classes for name in inspect.signature(each).parameters} - {"params", "model_params"}
+    assert known | {"torch_adam", "max_grad_norm"} == {*ADAM_PARAMS}  # DeepSpeed reads these two

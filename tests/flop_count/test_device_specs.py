@@ -64,3 +64,8 @@ def test_each_mfu_by_hand_and_in_the_table() -> None:
     for name, percent in ((", published convention (3 × 4.00 GFLOPs)", 60), (" (executed FLOPs)", 25)):
         assert shown[f"MFU{name}"] == f"{percent:.2f}% of 10 TFLOPS"
     assert shown["HFU (incl. recomputation)"] == "32.50% of 10 TFLOPS"
+    without = utilization(None, 5e9, 500, "NVIDIA H200", 10.0, recomputed_flops=1.5e9)
+    assert without == {**found, "mfu_published_percent": None}
+    summary["flops"]["published_gflops"] = None
+    del shown["MFU, published convention (3 × 4.00 GFLOPs)"]
+    assert dict(rows(summary | without)) == shown
