@@ -87,6 +87,7 @@ CALLS = {
         "sounds": Check(60, command=SOUNDS),
         "prepare": Check(60, command=PREPARE),
         "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
+        "specaugment": Check(60, command="-m benchmarks.specaugment --clips 64 308 616 --output {folder}/specaugment.md"),
     },
 }  # fmt: skip
 """Steps by call, the most informative first, after those they depend on."""

@@ -1,4 +1,4 @@
-"""Test reading and writing open_clip's models. `results/open_clip` has embeddings beside open_clip's own."""
+"""Test reading and writing open_clip's models. `benchmarks/open_clip_parity.py` compares embeddings with open_clip's own."""
 
 import hashlib
 import json
