@@ -15,8 +15,7 @@ from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.compile import problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.contrastive import ContrastiveModel
-from clap_ds.model.kernels import Kernels, torch_kernels
-from clap_ds.model.text_attention import MAX_TOKENS
+from clap_ds.model.kernels import MAX_CAPTION_TOKENS, Kernels, torch_kernels
 from clap_ds.run_records.metrics_schema import ChosenKernel
 
 
@@ -50,7 +49,7 @@ def _groups(model: ClapModel, part: str) -> Iterator[tuple[str, list[Any], Calla
     attention of a stage is shifted, if any is."""
     if part == "text_attention":
         layers = model.text.blocks()
-        tokens = layers[-1].output.dense.weight.new_zeros(1, MAX_TOKENS, model.config.text.hidden_size)
+        tokens = layers[-1].output.dense.weight.new_zeros(1, MAX_CAPTION_TOKENS, model.config.text.hidden_size)
         yield "text layers", [layer.attention.self for layer in layers], layers[-1].attend, tokens
         return
     for number, stage in enumerate(cast("Any", model.audio.stages)):

@@ -10,6 +10,9 @@ from torch.utils._triton import has_triton_package
 
 from clap_ds.config.schema import ModelSettings
 
+MAX_CAPTION_TOKENS = 128
+"""Most tokens per caption for Triton's text attention: a program holds all keys and values of a caption and head."""
+
 
 class Kernels(NamedTuple):
     """Kernels by part of a block: the audio tower's `attention` (see `window_attention.py`) and `mlp`, and `text_attention`
@@ -35,3 +38,8 @@ def kernels_for(settings: ModelSettings, device: torch.device) -> Kernels:
         if kernel == "triton" and not (installed and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")):
             raise ValueError(f"clap.model.{part}_impl: 'triton' needs a GPU and the triton package; use 'auto'")
     return automatic._replace(**{part: kernel for part, kernel in asked.items() if kernel != "auto"})
+
+
+def supports_captions(dim: int, longest: int) -> bool:
+    """Return whether Triton's text attention supports heads of `dim` channels and captions of up to `longest` tokens."""
+    return longest <= MAX_CAPTION_TOKENS and dim in (16, 32, 64, 128)

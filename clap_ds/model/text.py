@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import TextConfig
 from clap_ds.model.dropout import Dropout
+from clap_ds.model.kernels import supports_captions
 from clap_ds.model.packed import Layout, Packing, lay_out
-from clap_ds.model.text_attention import attend, attend_in_one_kernel, supports
+from clap_ds.model.text_attention import attend, attend_in_one_kernel
 
 
 class TextLayer(nn.Module):
@@ -55,7 +56,7 @@ class TextLayer(nn.Module):
         own, width = self.attention.self, hidden.shape[-1]
         linears, dropout = (own.query, own.key, own.value), own.dropout.p if self.training else 0.0
         longest = hidden.shape[1] if layout is None else layout.packing.max_tokens
-        if own.kernel == "triton" and supports(width // self.num_heads, longest):
+        if own.kernel == "triton" and supports_captions(width // self.num_heads, longest):
             weight, bias = (torch.cat([getattr(each, name) for each in linears]) for name in ("weight", "bias"))
             qkv = F.linear(hidden, weight, bias.detach())
             return attend_in_one_kernel(qkv, bias, mask_B11L, layout, self.num_heads, dropout)

@@ -14,14 +14,6 @@ from torch import Tensor
 
 from clap_ds.model.packed import Layout
 
-MAX_TOKENS = 128
-"""Most tokens per caption for the Triton kernel: a program holds all keys and values of a caption and head."""
-
-
-def supports(dim: int, longest: int) -> bool:
-    """Return whether the Triton kernel supports heads of `dim` channels and captions of up to `longest` tokens."""
-    return longest <= MAX_TOKENS and dim in (16, 32, 64, 128)
-
 
 def attend(
     query: Tensor,

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from clap_ds.model.text_attention import supports
+from clap_ds.model.kernels import supports_captions
 from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
 
 ROWS = 32
@@ -166,7 +166,7 @@ def _backward_kernel(
 def _arguments(qkv_TE: Tensor, heads: int, longest: int, dropout: float) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Return the kernels' numbers and constants."""
     dim = qkv_TE.shape[1] // (3 * heads)
-    assert supports(dim, longest)
+    assert supports_captions(dim, longest)
     sizes = {"HEADS": heads, "DIM": dim, "COLUMNS": max(ROWS, triton.next_power_of_2(longest)), "ROWS": ROWS}
     numbers = dim**-0.5, round(dropout * 2**32), 1 / (1 - dropout)
     return numbers, {**sizes, "DROPS": dropout > 0, "WIDEN": must_widen(qkv_TE.device)}
@@ -261,7 +261,7 @@ def triton_text_attention(
         bias_E: this bias. It only receives its gradient, which would otherwise take another pass over qkv's.
         bounds: (S + 1,) int32; caption i is rows bounds[i] to bounds[i + 1]. They cover all rows.
         lengths_S: int32, real tokens per caption, which come first. The others are no keys.
-        longest: most rows per caption; `supports` it.
+        longest: most rows per caption; `supports_captions` it.
         dropout: share of the weights set to zero, drawn from torch's random numbers.
     """
     seeds = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=qkv_TE.device)
