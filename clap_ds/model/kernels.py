@@ -1,4 +1,4 @@
-"""Choose the kernels of the audio tower's window attention and MLPs (`clap.model.attention_impl`, `clap.model.mlp_impl`)."""
+"""Choose the kernels of window attention and of MLPs (`clap.model.attention_impl`, `clap.model.mlp_impl`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from clap_ds.config.schema import ModelSettings
 
 
 class Kernels(NamedTuple):
-    """Kernels by part of a block: `attention` (see `window_attention.py`) and `mlp` (`torch`, or `triton` if it supports the
-    width)."""
+    """Kernels by part of a block: `attention` (see `window_attention.py`) and `mlp` (`torch` or `triton`), also of the text
+    tower's layers."""
 
     attention: str
     mlp: str

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,23 @@ from clap_ds.config.model import TextConfig
 from clap_ds.model.dropout import Dropout
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.text_attention import attend
+
+
+class Intermediate(nn.Module):
+    """Linear and GELU, the first half of an MLP. The `triton` kernel (`gelu_triton.py`) computes the backward pass of both
+    GELU and the bias."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.kernel = "torch"
+        self.dense = nn.Linear(width, inner)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.kernel == "triton":
+            from clap_ds.model.gelu_triton import linear_gelu
+
+            return linear_gelu(hidden, self.dense.weight, self.dense.bias)
+        return F.gelu(self.dense(hidden))
 
 
 class TextLayer(nn.Module):
@@ -32,7 +50,7 @@ class TextLayer(nn.Module):
         mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
         mixing["dropout"] = nn.Dropout(dropout)
         self.attention: Any = nn.ModuleDict({"self": nn.ModuleDict(mixing), "output": end(width)})
-        self.intermediate: Any = nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU()))
+        self.intermediate = Intermediate(width, inner)
         self.output: Any = end(inner)
 
     def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
@@ -74,7 +92,7 @@ class TextTower(nn.Module):
         self.checkpoint = checkpoint
         self.roberta = _encoder(config, dropout)
 
-    def blocks(self) -> list[nn.Module]:
+    def blocks(self) -> list[TextLayer]:
         """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
 

@@ -12,37 +12,38 @@ from clap_ds.config.schema import ModelSettings
 from clap_ds.distributed.collectives import rank
 from clap_ds.engine import kernel_fallback
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.text import TextLayer
 from clap_ds.run_records.metrics_schema import ChosenKernel
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
 
-RIGHT = ChosenKernel(kernel="triton", problem=None)
+MIXED = ChosenKernel(kernel="triton", problem="rank 1: no such instruction")
 
 
-def choose() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]]]:
-    """Return what is chosen, and the kernels of each block."""
+def choose() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]], set[str]]:
+    """Return what is chosen, the kernels of each block, and those of the text tower."""
     model = ClapModel(load_preset("micro"), attention="triton", mlp="triton").bfloat16()
     chosen = kernel_fallback.fall_back(ModelSettings(), model)
-    return chosen, [(block.attention.kernel, block.mlp.kernel) for block in model.audio.blocks()]
+    blocks = [(block.attention.kernel, block.mlp.kernel) for block in model.audio.blocks()]
+    return chosen, blocks, {layer.intermediate.kernel for layer in model.text.blocks()}
 
 
-def fails_on_rank_1(stage: Any, part: str, **_: Any) -> None:
-    if part == "attention" and stage.grid == 8 and rank() == 1:
+def fails_on_rank_1(place: Any, part: str, **_: Any) -> None:
+    if rank() == 1 and (isinstance(place, TextLayer) or (part == "attention" and place.grid == 8)):
         raise RuntimeError("no such instruction\nat line 3")
 
 
-def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]]]:
-    """Choose kernels while the last stage's attention fails on rank 1."""
+def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]], set[str]]:
+    """Choose kernels while the last stage's attention and the text tower's kernel fail on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_fallback, "_try", fails_on_rank_1)
         return choose()
 
 
 def test_all_ranks_take_what_runs_on_every_one(two_ranks: RankPool) -> None:
-    for chosen, blocks in two_ranks.run(_choose_on_a_rank):
-        assert chosen == {"attention": {"kernel": "triton", "problem": "rank 1: no such instruction"}, "mlp": RIGHT}
-        assert blocks[0] == ("triton", "torch"), "there is no kernel for MLPs of 16 channels"
-        assert blocks[-1] == ("matmul", "triton")
+    for chosen, blocks, text in two_ranks.run(_choose_on_a_rank):
+        assert chosen == {"attention": MIXED, "mlp": MIXED}
+        assert (blocks[0], blocks[-1], text) == (("triton", "triton"), ("matmul", "triton"), {"torch"})
 
 
 @pytest.mark.end_to_end
