@@ -59,22 +59,29 @@ def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
             yield Case("attention", size, ours, torchs, shapes, (4 * values, 7 * values), (2 * product, 5 * product))
 
 
-def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
+def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
+    """Return an MLP of one width: fused, or with GELU's backward kernel between torch's products."""
+
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
+    is_fused, values, product = supports(dim, hidden), clips * tokens * ITEM, 2 * clips * tokens * dim * hidden
+    widths = (2 * dim, 5 * dim + 4 * hidden) if is_fused else (2 * dim + 4 * hidden, 4 * dim + 7 * hidden)
+    shapes = [(clips, tokens, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)]
+    moved, flops = (values * widths[0], values * widths[1]), (2 * product, (4 + is_fused) * product)
+    return Case("mlp" if is_fused else "mlp, not fused", size, triton_mlp, eager, shapes, moved, flops)
+
+
+def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
     for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
-        hidden, tokens = audio.mlp_ratio * dim, clips * grid**2
-        moved, product = (2 * dim * tokens * ITEM, (5 * dim + 4 * hidden) * tokens * ITEM), 2 * tokens * dim * hidden
-        shapes = [(clips, grid**2, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)]
-        ours = triton_mlp if supports(dim, hidden) else None
-        yield Case("mlp", f"{grid}² × {dim}", ours, eager, shapes, moved, (2 * product, 5 * product))
+        yield mlp_case(f"{grid}² × {dim}", clips, grid**2, dim, audio.mlp_ratio * dim)
 
 
 def text_cases(clips: int) -> Iterator[Case]:
-    """Yield the text tower's attention over 77 tokens, with Triton's and each of torch's kernels."""
+    """Yield the text tower's MLP, and its attention over 77 tokens with Triton's and each of torch's kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    yield mlp_case("77 × 768", clips, 77, 768, 3072)
     heads, tokens, dim = 12, 77, 64
     values, product = clips * heads * tokens * dim * ITEM, 2 * clips * heads * tokens**2 * dim
     size, flops, packed = f"{tokens} × {heads * dim}", (2 * product, 5 * product), (clips, tokens, 3 * heads * dim)

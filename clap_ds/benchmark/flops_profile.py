@@ -26,6 +26,7 @@ from clap_ds.distributed.collectives import gather_tensor, rank
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
+from clap_ds.engine.kernel_fallback import groups_of
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import unseen_by_deepspeed
 from clap_ds.model.clap import ClapModel
@@ -113,8 +114,8 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
 def _torch_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
     with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
-        for block in model.audio.blocks():
-            for part, kernel in torch_kernels(device)._asdict().items():
-                if (module := getattr(block, part)).kernel == "triton":
+        for part, kernel in torch_kernels(device)._asdict().items():
+            for module in (module for _, modules, *_ in groups_of(model, part) for module in modules):
+                if module.kernel == "triton":
                     stack.enter_context(mock.patch.object(module, "kernel", kernel))
         yield

@@ -37,7 +37,7 @@ class ModelSettings(Section):
     attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Window attention kernel. `auto`: on CPUs `clap.cpu_kernels` or `matmul`; on CUDA `triton` if it runs, else `sdpa`."""
     mlp_impl: Literal["auto", "torch", "triton"] = "auto"
-    """MLP kernel of audio blocks of up to 128 channels. `auto`: on CUDA `triton` (fused) if it runs, else `torch`."""
+    """MLP kernel. `auto`: on CUDA `triton` if it runs (fused in audio blocks of up to 128 channels), else `torch`."""
     text_attention_impl: Literal["auto", "torch", "triton"] = "auto"
     """Text attention kernel. `auto`: on CUDA `triton` if it runs and captions have up to 128 tokens, else `torch`."""
     activation_checkpointing: list[Tower] = []

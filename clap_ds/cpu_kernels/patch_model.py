@@ -128,8 +128,9 @@ class NativeTextLayer(NativeModule, TextLayer):
     def fits(self) -> bool:
         attention: Any = self.attention.self
         return (
-            fits_norm(attention.query.in_features)
-            and fits_linears(attention.query, self.intermediate[0])
+            (attention.kernel, self.intermediate.kernel) == ("torch", "torch")
+            and fits_norm(attention.query.in_features)
+            and fits_linears(attention.query, self.intermediate.dense)
             and attention.query.in_features // self.num_heads in HEAD_DIMS
         )
 
@@ -147,7 +148,7 @@ class NativeTextLayer(NativeModule, TextLayer):
         heads, scale = self.num_heads, (hidden_BLC.shape[-1] // self.num_heads) ** -0.5
         dropout = attention.dropout.p if attention.training else 0.0
         mixed = native_segment_attention(tensors, heads, segments, scale, dropout)
-        output, first, second = self.attention.output, self.intermediate[0], self.output.dense
+        output, first, second = self.attention.output, self.intermediate.dense, self.output.dense
         branch, _ = native_linears(mixed, output.dense.weight, output.dense.bias)
         hidden_TC = _add_and_norm(branch, hidden_TC, output)
         branch, hidden_TC = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)

@@ -27,7 +27,7 @@ def fall_back(settings: ModelSettings, model: ContrastiveModel, *, autocast: boo
         if getattr(settings, f"{part}_impl") != "auto" or not isinstance(model, ClapModel):
             continue
         problems, used = dict[str, str](), set[str]()
-        for name, modules, run, tokens in _groups(model, part):
+        for name, modules, run, tokens in groups_of(model, part):
             if modules[-1].kernel == "triton":
                 with activity("trying kernels"):
                     problem = problem_of(partial(_try, run, tokens, autocast=autocast))
@@ -44,19 +44,23 @@ def fall_back(settings: ModelSettings, model: ContrastiveModel, *, autocast: boo
     return chosen
 
 
-def _groups(model: ClapModel, part: str) -> Iterator[tuple[str, list[Any], Callable[[Tensor], Tensor], Tensor]]:
-    """Yield the modules of one size: their name, the modules, the last one's function and its input, zeros. The last window
-    attention of a stage is shifted, if any is."""
-    if part == "text_attention":
+def groups_of(model: ClapModel, part: str) -> Iterator[tuple[str, list[Any], Callable[[Tensor], Tensor], Tensor]]:
+    """Yield the modules that have a kernel for a part of a block, by size: their name, the modules, the last one's function and
+    its input, zeros. The last window attention of a stage is shifted, if any is."""
+    if part in ("attention", "mlp"):
+        for number, stage in enumerate(cast("Any", model.audio.stages)):
+            block, modules = stage.blocks[-1], [getattr(block, part) for block in stage.blocks]
+            run = partial(block.attention, mask_GNN=stage.mask, shift=block.shift) if part == "attention" else block.mlp
+            weight = block.mlp.fc1.weight
+            yield f"stage {number}", modules, run, weight.new_zeros(1, stage.grid, stage.grid, weight.shape[1])
+    if part in ("mlp", "text_attention"):
         layers = model.text.blocks()
-        tokens = layers[-1].output.dense.weight.new_zeros(1, MAX_CAPTION_TOKENS, model.config.text.hidden_size)
-        yield "text layers", [layer.attention.self for layer in layers], layers[-1].attend, tokens
-        return
-    for number, stage in enumerate(cast("Any", model.audio.stages)):
-        block, modules = stage.blocks[-1], [getattr(block, part) for block in stage.blocks]
-        run = partial(block.attention, mask_GNN=stage.mask, shift=block.shift) if part == "attention" else block.mlp
-        weight = block.mlp.fc1.weight
-        yield f"stage {number}", modules, run, weight.new_zeros(1, stage.grid, stage.grid, weight.shape[1])
+        weight = layers[-1].intermediate.dense.weight
+        tokens = weight.new_zeros(1, MAX_CAPTION_TOKENS, weight.shape[1])
+        if part == "mlp":
+            yield "text layers", [layer.intermediate for layer in layers], layers[-1].intermediate, tokens
+        else:
+            yield "text layers", [layer.attention.self for layer in layers], layers[-1].attend, tokens
 
 
 def _try(function: Callable[[Tensor], Tensor], tokens: Tensor, *, autocast: bool) -> None:

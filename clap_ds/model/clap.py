@@ -43,7 +43,7 @@ class ClapModel(ContrastiveModel):
         config: sizes; `clap_ds.config.model.load_preset` returns the published ones.
         drop_path: stochastic depth of the last audio block.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
-        mlp: kernel of the audio blocks' MLPs; `triton` fuses supported widths (`clap_ds.model.mlp_triton.supports`).
+        mlp: kernel of both towers' MLPs; `triton` fuses the audio tower's supported widths (`clap_ds.model.mlp_triton`).
         text_attention: kernel of the text tower's attention (`clap_ds.model.text_attention`), `torch` or `triton`.
         activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the backward pass.
         learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10 (arXiv 2303.15343).
@@ -79,7 +79,7 @@ class ClapModel(ContrastiveModel):
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
         self.text = TextTower(config.text, dropout=text_dropout, checkpoint=own["text"])
         for layer in self.text.blocks():
-            layer.attention.self.kernel = text_attention
+            layer.attention.self.kernel, layer.intermediate.kernel = text_attention, mlp
         self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
         self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE]))
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None

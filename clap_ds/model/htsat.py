@@ -137,10 +137,9 @@ class HTSAT(nn.Module):
         return [module for module in self.modules() if isinstance(module, SwinBlock)]
 
     def use_kernels(self, attention: str, mlp: str) -> None:
-        """Set the kernels of all blocks (`kernels.py`). Triton's for MLPs is set only at supported widths."""
+        """Set the kernels of all blocks (`kernels.py`)."""
         for block in self.blocks():
-            block.attention.kernel = attention
-            block.mlp.use_kernel(mlp)
+            block.attention.kernel, block.mlp.kernel = attention, mlp
 
     def forward(self, log_mel: Tensor) -> Tensor:
         """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion, as (B, output_dim)."""

@@ -15,8 +15,8 @@ MAX_CAPTION_TOKENS = 128
 
 
 class Kernels(NamedTuple):
-    """Kernels by part of a block: the audio tower's `attention` (see `window_attention.py`) and `mlp`, and `text_attention`
-    (both `torch`, or `triton` if it supports the sizes)."""
+    """Kernels by part of a block: window `attention` (see `window_attention.py`), both towers' `mlp`, and `text_attention`
+    (`torch` or `triton`)."""
 
     attention: str
     mlp: str

@@ -21,21 +21,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
+from clap_ds.model.gelu_triton import linear_gelu
+from clap_ds.model.triton_common import Launch, dot, gelu_factors, must_widen
 
 MAX_DIM = 128
 """Largest number of channels; with more, the backward kernel is slower than PyTorch's operations (`results/h200`)."""
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64
 CHUNK = 32
-ROOT_HALF = tl.constexpr(math.sqrt(0.5))
-ROOT_HALF_PI = tl.constexpr(math.sqrt(0.5 / math.pi))
-MINUS_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 
 
 def supports(dim: int, hidden: int) -> bool:
@@ -64,20 +63,6 @@ def _load(ptr, rows, stride, start, inside, SIZE: tl.constexpr):
 @triton.jit
 def _load_all(ptr, rows, stride, start, SIZE: tl.constexpr):
     return tl.load(ptr + rows[:, None] * stride + (start + tl.arange(0, SIZE))[None, :])
-
-
-@triton.jit
-def _normal(hidden, WIDEN: tl.constexpr):
-    """Return the standard normal distribution function, and the density times √2π.
-
-    Uses Abramowitz and Stegun's formula 7.1.26 for erf, like PyTorch on CPUs, with errors up to 8e-8. CUDA's erf would add
-    a third to the instructions of the kernels' loops, which are instruction-bound.
-    """
-    density = exp2(hidden * hidden * MINUS_HALF_LOG2_E, WIDEN)
-    t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(hidden), WIDEN)
-    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
-    tail = t * series * density
-    return tl.where(hidden < 0, tail, 1.0 - tail), density
 
 
 @triton.jit
@@ -111,7 +96,7 @@ def _forward_kernel(
         weight1_b = _load_all(weight1_ptr, units, DIM, FIRST, REST)
         hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
         hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
-        active = (hidden * _normal(hidden, WIDEN)[0]).to(tokens_a.dtype)
+        active = (hidden * gelu_factors(hidden, WIDEN)[0]).to(tokens_a.dtype)
         output_a += dot(active, tl.trans(_load_all(weight2_ptr, a, HIDDEN, start, CHUNK)), WIDEN)
         output_b += dot(active, tl.trans(_load_all(weight2_ptr, b, HIDDEN, start, CHUNK)), WIDEN)
     place = output_ptr + rows[:, None] * DIM
@@ -158,10 +143,9 @@ def _backward_kernel(
         weight1_b = _load_all(weight1_ptr, units, DIM, FIRST, REST)
         hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
         hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
-        below, density = _normal(hidden, WIDEN)
+        below, slope = gelu_factors(hidden, WIDEN)
         place = rows[:, None] * HIDDEN + units[None, :]
         tl.store(active_ptr + place, (hidden * below).to(tokens_a.dtype), mask=inside[:, None])
-        slope = below + hidden * density * ROOT_HALF_PI
         d_active = dot(d_output_a, _load_all(weight2_ptr, a, HIDDEN, start, CHUNK), WIDEN)
         d_active += dot(d_output_b, _load_all(weight2_ptr, b, HIDDEN, start, CHUNK), WIDEN)
         d_hidden = d_active * slope
@@ -254,7 +238,10 @@ def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__
 
 def triton_mlp(tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
     """Compute `F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` with the kernels, with autograd, as one
-    operation for torch.compile. Casts under autocast like `F.linear`. C and M must pass `supports`."""
+    operation for torch.compile. Casts under autocast like `F.linear`. If C and M don't pass `supports`, only the backward pass
+    of GELU and the first bias has a kernel."""
+    if not supports(weight1_MC.shape[1], weight1_MC.shape[0]):
+        return F.linear(linear_gelu(tokens, weight1_MC, bias1_M), weight2_CM, bias2_C)
     device = tokens.device.type
     tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
     if torch.is_autocast_enabled(device):

@@ -60,21 +60,13 @@ class WindowAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU, linear, fused by the `triton` kernel (`mlp_triton.py`) at supported widths."""
+    """Linear, GELU, linear. The `triton` kernel (`mlp_triton.py`) fuses supported widths."""
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()
         self.kernel = "torch"
         self.fc1 = nn.Linear(dim, ratio * dim)
         self.fc2 = nn.Linear(ratio * dim, dim)
-
-    def use_kernel(self, kernel: str) -> None:
-        """Set the kernel, or torch's if it doesn't support these widths."""
-        if kernel == "triton":
-            from clap_ds.model.mlp_triton import supports
-
-            kernel = kernel if supports(self.fc1.in_features, self.fc1.out_features) else "torch"
-        self.kernel = kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.kernel == "triton":

@@ -18,6 +18,23 @@ from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.text_attention import attend, attend_in_one_kernel
 
 
+class Intermediate(nn.Module):
+    """Linear and GELU, the first half of an MLP. The `triton` kernel (`gelu_triton.py`) computes the backward pass of both
+    GELU and the bias."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.kernel = "torch"
+        self.dense = nn.Linear(width, inner)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.kernel == "triton":
+            from clap_ds.model.gelu_triton import linear_gelu
+
+            return linear_gelu(hidden, self.dense.weight, self.dense.bias)
+        return F.gelu(self.dense(hidden))
+
+
 class TextLayer(nn.Module):
     """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only`, for a last layer whose first token is pooled,
     it computes only each caption's first token after its attention."""
@@ -36,7 +53,7 @@ class TextLayer(nn.Module):
         own: Any = nn.ModuleDict(mixing)
         own.kernel = "torch"
         self.attention: Any = nn.ModuleDict({"self": own, "output": end(width)})
-        self.intermediate: Any = nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU()))
+        self.intermediate = Intermediate(width, inner)
         self.output: Any = end(inner)
 
     def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
@@ -87,7 +104,7 @@ class TextTower(nn.Module):
         self.checkpoint = checkpoint
         self.roberta = _encoder(config, dropout)
 
-    def blocks(self) -> list[Any]:
+    def blocks(self) -> list[TextLayer]:
         """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
 

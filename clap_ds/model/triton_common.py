@@ -4,11 +4,16 @@ from __future__ import annotations
 
 # Triton parses the kernels' annotations, so they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+ROOT_HALF = tl.constexpr(math.sqrt(0.5))
+ROOT_HALF_PI = tl.constexpr(math.sqrt(0.5 / math.pi))
+MINUS_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 
 
 class Launch(NamedTuple):
@@ -49,6 +54,21 @@ def reciprocal(x, WIDEN: tl.constexpr):
     if WIDEN:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def gelu_factors(x, WIDEN: tl.constexpr):
+    """Return GELU(x) / x, which is the standard normal distribution function, and GELU's derivative.
+
+    Uses Abramowitz and Stegun's formula 7.1.26 for erf, like PyTorch on CPUs, with errors up to 8e-8. CUDA's erf would add
+    a third to the instructions of the MLP kernels' loops, which are instruction-bound.
+    """
+    density = exp2(x * x * MINUS_HALF_LOG2_E, WIDEN)  # times √2π
+    t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(x), WIDEN)
+    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    tail = t * series * density
+    below = tl.where(x < 0, tail, 1.0 - tail)
+    return below, below + x * density * ROOT_HALF_PI
 
 
 def must_widen(device: torch.device) -> bool:

@@ -39,10 +39,11 @@ TABLE = {
     "triton window attention": 0.49, "triton window attention backward": 0.28, "triton mlp": 0.23, "triton mlp backward": 0.29,
     "norm": 0.30, "norm backward": 0.18, "medium norm": 0.17, "medium norm backward": 0.24, "narrow norm": 0.07,
     "narrow norm backward": 0.13, "softmax": 0.70, "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39,
-    "scatter": 0.06, "optimizer": 0.80,
+    "scatter": 0.06, "optimizer": 0.80, "triton gelu backward": 0.65,
 }  # fmt: skip
 """Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention` (from an A100, xformers #434
-and #467) and `softmax` (a guess) weren't measured. The text tower's Triton kernels, not measured, have window attention's."""
+and #467), `softmax` (a guess) and `triton gelu backward` (as fused kernels) weren't measured. The text tower's attention by
+Triton, not measured, has window attention's."""
 PROCESSORS = {
     "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-pcie": 114, "b200": 148, "mi300x": 304,
     "rtx-3090": 82, "v100-16gb": 80, "v100-32gb": 80,
@@ -56,6 +57,7 @@ _NAMES = {
     "attention": "_scaled_dot_product_efficient_attention",
     "triton window attention": "window_attention text_attention",
     "triton mlp": "mlp",
+    "triton gelu": "bias_gelu",
     "norm": "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm",
     "softmax": "_softmax _log_softmax",
     "reduction": "sum mean amax amin max min var std linalg_vector_norm logsumexp",

@@ -18,7 +18,7 @@ from clap_ds.run_records.metrics_schema import ChosenKernel
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
 
-RIGHT = ChosenKernel(kernel="triton", problem=None)
+MIXED = ChosenKernel(kernel="triton", problem="rank 1: no such instruction")
 
 
 def choose() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]], set[str]]:
@@ -27,7 +27,7 @@ def choose() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]], set[str]]:
     model = ClapModel(load_preset("micro"), **kernels).bfloat16()
     chosen = kernel_fallback.fall_back(ModelSettings(), model)
     blocks = [(block.attention.kernel, block.mlp.kernel) for block in model.audio.blocks()]
-    return chosen, blocks, {layer.attention.self.kernel for layer in model.text.blocks()}
+    return chosen, blocks, {(layer.attention.self.kernel, layer.intermediate.kernel) for layer in model.text.blocks()}
 
 
 def fails_on_rank_1(function: Any, tokens: Tensor, **_: Any) -> None:
@@ -37,20 +37,16 @@ def fails_on_rank_1(function: Any, tokens: Tensor, **_: Any) -> None:
 
 
 def _choose_on_a_rank() -> Any:
-    """Choose kernels while the last stage's attention and the text tower's fail on rank 1."""
+    """Choose kernels while the last stage's attention and the text tower's kernels fail on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_fallback, "_try", fails_on_rank_1)
         return choose()
 
 
 def test_all_ranks_take_what_runs_on_every_one(two_ranks: RankPool) -> None:
-    problem = "rank 1: no such instruction"
-    attention, text = ChosenKernel(kernel="triton", problem=problem), ChosenKernel(kernel="torch", problem=problem)
     for chosen, blocks, layers in two_ranks.run(_choose_on_a_rank):
-        assert chosen == {"attention": attention, "mlp": RIGHT, "text_attention": text}
-        assert layers == {"torch"}
-        assert blocks[0] == ("triton", "torch"), "there is no kernel for MLPs of 16 channels"
-        assert blocks[-1] == ("matmul", "triton")
+        assert chosen == {"attention": MIXED, "mlp": MIXED, "text_attention": {**MIXED, "kernel": "torch"}}
+        assert (blocks[0], blocks[-1], layers) == (("triton", "triton"), ("matmul", "triton"), {("torch", "torch")})
 
 
 @pytest.mark.end_to_end

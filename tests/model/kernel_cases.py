@@ -7,7 +7,7 @@ The interpreter must be selected before Triton is imported, so these cases need 
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch.func import functional_call
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clap_ds.model.swin import WindowAttention
+from clap_ds.model.text import Intermediate
 from clap_ds.model.window_attention import attend_windows
 from clap_ds.model.windows import shifted_window_mask
 
@@ -27,8 +28,8 @@ Compute = Callable[..., Tensor]
 
 # grid, heads, head dim, shift: like the stages of tiny (24) and base (32) but smaller; one window; an odd number of windows
 CASES: list[Case] = [(16, 4, 24, 0), (16, 4, 24, 4), (16, 2, 32, 4), (8, 2, 32, 0), (24, 1, 24, 4), (16, 1, 8, 3)]
-# tokens, channels: the narrow stages of tiny and base, with full and partial blocks of tokens
-MLP_CASES: list[tuple[int, int]] = [(128, 96), (200, 48), (130, 128)]
+# tokens, channels: the narrow stages of tiny and base, with full and partial blocks of tokens; then widths that aren't fused
+MLP_CASES: list[tuple[int, int]] = [(128, 96), (200, 48), (130, 128), (132, 36), (60, 192)]
 # real tokens of captions of 24 rows, channels of a head: padded, one without real tokens
 CAPTION_CASES: list[tuple[tuple[int, ...], int]] = [((24, 3, 17, 0, 1), 32), ((24, 24), 64)]
 HEADS = 3
@@ -79,27 +80,35 @@ def draw(case: Case, clips: int = 3, spread: float = 1.0) -> list[Tensor]:
     return [each * spread for each in tensors[:3]] + tensors[3:]
 
 
-def module_by(kernel: str, case: Case) -> Compute:
-    """Return the whole module of window attention with this kernel, on tokens and the parameters in their order."""
-    _, heads, dim, shift = case
-    module = WindowAttention(heads * dim, 8, heads)
-    module.kernel = kernel
+def calling(module: torch.nn.Module, *others: object) -> Compute:
+    """Return a module as a function of tokens and its parameters, in their order."""
 
-    def attend(tokens: Tensor, *parameters: Tensor) -> Tensor:
+    def compute(tokens: Tensor, *parameters: Tensor) -> Tensor:
         named = dict(zip(dict(module.named_parameters()), parameters, strict=True))
-        return functional_call(module, named, (tokens, mask_of(case, tokens.device), shift))
+        return functional_call(module, named, (tokens, *others))
 
-    return attend
+    return compute
 
 
-def draw_module(case: Case, clips: int = 3) -> list[Tensor]:
-    """Draw tokens, parameters of the module of window attention and the output's gradient in bf16."""
-    grid, heads, dim, _ = case
-    generator = torch.Generator().manual_seed(grid + dim)
-    shapes = [each.shape for each in WindowAttention(heads * dim, 8, heads).parameters()]
-    shapes = [(clips, grid, grid, heads * dim), *shapes, (clips, grid, grid, heads * dim)]
-    spread = [1.0, 1.0, (heads * dim) ** -0.5, 1.0, (heads * dim) ** -0.5, 1.0, 1.0]
-    return [torch.randn(shape, generator=generator).bfloat16() * s for shape, s in zip(shapes, spread, strict=True)]
+def draw_module(module: torch.nn.Module, *shape: int) -> list[Tensor]:
+    """Draw tokens of this shape, a module's parameters and the output's gradient in bf16."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    shapes = [shape, *(each.shape for each in module.parameters()), shape]
+    drawn = [torch.randn(each, generator=generator).bfloat16() for each in shapes]
+    return [each * each.shape[1] ** -0.5 if each.ndim == 2 else each for each in drawn]
+
+
+def module_cases() -> Iterator[tuple[torch.nn.Module, torch.nn.Module, Sequence[object], list[Tensor]]]:
+    """Yield modules with Triton kernels and with torch's, more arguments, and what is drawn."""
+    for case in CASES[1:3]:
+        grid, heads, dim, shift = case
+        ours, exact = (WindowAttention(heads * dim, 8, heads) for _ in range(2))
+        ours.kernel = "triton"
+        yield ours, exact, (mask_of(case, torch.device("cpu")), shift), draw_module(exact, 2, grid, grid, heads * dim)
+    halves = Intermediate(24, 96), Intermediate(24, 96)
+    halves[0].kernel = "triton"
+    mlp, plain = (torch.nn.Sequential(each, torch.nn.Linear(96, 24)) for each in halves)
+    yield mlp, plain, (), draw_module(plain, 3, 25, 24)
 
 
 def eager_mlp(tokens: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
@@ -160,8 +169,8 @@ def results(compute: Compute, inputs: Sequence[Tensor], dtype: torch.dtype, devi
     """Return output and gradients in fp64; the last input is the output's gradient."""
     *leaves, probe = (tensor.detach().clone().to(device, dtype) for tensor in inputs)
     output = compute(*(each.requires_grad_() for each in leaves))
-    assert output.dtype == dtype
-    found = output, *torch.autograd.grad(output, leaves, probe)
+    assert output.dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else dtype)
+    found = output, *torch.autograd.grad(output, leaves, probe.to(output.dtype))
     return [each.detach().double().cpu() for each in found]
 
 
@@ -178,18 +187,24 @@ def largest_error(
 
 
 def main() -> None:
-    """Print a line per case: window attention in fp32, two cases also in bf16 and as a module; MLPs in fp32, one also in bf16
-    and autocast; captions in both, and with dropout."""
+    """Print a line per case: window attention in fp32, two cases also in bf16; modules in both; MLPs in both and under
+    autocast, and compiled for any number of tokens; captions in both, and with dropout."""
     from clap_ds.model.mlp_triton import triton_mlp
 
     trials = [(case, torch.float32) for case in CASES] + [(case, torch.bfloat16) for case in CASES[1:3]]
     found = [(case, dtype, largest_error(by("triton", case), eager(case), draw(case), dtype)) for case, dtype in trials]
-    for case, dtype in trials[-2:]:
-        ours, exact = module_by("triton", case), module_by("sdpa", case)
-        found.append((case, dtype, largest_error(ours, exact, draw_module(case), dtype)))
+    for (ours, exact, others, drawn), dtype in itertools.product(module_cases(), (torch.float32, torch.bfloat16)):
+        error = largest_error(calling(ours, *others), calling(exact, *others), drawn, dtype)
+        found.append((type(ours), dtype, error))
     for mlp in MLP_CASES:
-        for dtype in (torch.float32, torch.bfloat16)[: 1 + (mlp is MLP_CASES[0])]:
+        for dtype in (torch.float32, torch.bfloat16):
             found.append((mlp, dtype, largest_error(triton_mlp, eager_mlp, draw_mlp(*mlp), dtype)))
+        with torch.autocast("cpu", torch.bfloat16):
+            casted = results(triton_mlp, draw_mlp(*mlp), torch.float32)
+        found.append((mlp, torch.bfloat16, max(errors(casted, results(eager_mlp, draw_mlp(*mlp), torch.float64)))))
+    compiled = torch.compile(triton_mlp, backend="aot_eager", fullgraph=True, dynamic=True)
+    for mlp in ((132, 36), (90, 36)):
+        found.append((mlp, torch.float32, largest_error(compiled, eager_mlp, draw_mlp(*mlp), torch.float32)))
     for lengths, dim in CAPTION_CASES:
         for dtype in (torch.float32, torch.bfloat16):
             ours, theirs = (partial(each, lengths=lengths) for each in (captions_by_triton, eager_captions))
@@ -202,10 +217,6 @@ def main() -> None:
     drawn = torch.cat([each.flatten() for each in kept])
     off = abs(float((drawn == 0).double().mean()) - share) / (5 * (share * (1 - share) / len(drawn)) ** 0.5)
     found.append((share, torch.float32, 0.0 if off < 1 and drawn.max().sub(1 / (1 - share)).abs() < 1e-5 else 1.0))
-    with torch.autocast("cpu", torch.bfloat16):
-        *tensors, _ = (tensor.float() for tensor in draw_mlp(*MLP_CASES[0]))
-        same = torch.equal(triton_mlp(*tensors), triton_mlp(*(tensor.bfloat16() for tensor in tensors)))
-        found.append((MLP_CASES[0], torch.bfloat16, 0.0 if same else 1.0))
     for case, dtype, error in found:
         print("ok" if error < TOLERANCE[dtype] else "FAILED", case, dtype, error)
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.model import mlp_triton, text_attention_triton, window_attention_triton
+from clap_ds.model import gelu_triton, mlp_triton, text_attention_triton, window_attention_triton
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.swin import Mlp
 from clap_ds.model.triton_common import Launch
@@ -93,7 +93,9 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
 
 def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
     """Yield a model's kernels as module, way, constants and launch: attention of its first and last stage, between which only
-    grid and number of heads differ, attention of captions of 77 tokens, and every MLP that has a kernel."""
+    grid and number of heads differ, attention of captions of 77 tokens, every MLP that has a kernel, and GELU."""
+    constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK, "WIDEN": False}
+    yield gelu_triton, "backward", constants, gelu_triton.BACKWARD
     for way, launch in (("forward", window_attention_triton.FORWARD), ("backward", window_attention_triton.BACKWARD)):
         for stage, shift in ((0, 0), (0, 4), (-1, 0)):
             grid, heads, dim = audio.stage_grids[stage], audio.num_heads[stage], audio.stage_dims[stage]
@@ -121,7 +123,8 @@ def compile_for(
     types = {"scale": "fp32", "inverse_keep": "fp32", "d_bias_ptr": "*fp32", "d_biases_ptr": "*fp32"}
     types |= {"bounds_ptr": "*i32", "lengths_ptr": "*i32", "seeds_ptr": "*u32", "sums_ptr": "*fp32"}
     signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")}
+    multiples = [name for name in names if name.endswith("_ptr") or name == "num_units"]
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
     compiled: Any = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -140,13 +143,17 @@ LARGEST_SHARED = 99 * 2**10
 @pytest.mark.end_to_end
 def test_kernels_of_every_stage_and_architecture() -> None:
     """Compile tiny's and base's for Hopper, base's wider ones for the others. They don't spill much, a multiprocessor's 65,536
-    registers suffice for 28 warps of attention forward and 12 backward, and shared memory suffices everywhere."""
+    registers suffice for 28 warps of attention forward, 12 backward and 24 of GELU, and shared memory suffices everywhere."""
     tiny, base = (list(kernels_of(load_preset(f"htsat_{name}_roberta_base").audio)) for name in ("tiny", "base"))
     jobs = [
         *((*each, 90) for each in tiny),
         *((*each, number) for number in (80, 86, 89, 90, 100, 120) for each in base),
     ]
-    most = {(window_attention_triton, "forward"): 80, (window_attention_triton, "backward"): 168}
+    most = {
+        (window_attention_triton, "forward"): 80,
+        (window_attention_triton, "backward"): 168,
+        (gelu_triton, "backward"): 80,
+    }
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(compile_for, *zip(*((module.__name__, *rest) for module, *rest in jobs), strict=True))
         for job, (registers, spilled, shared) in zip(jobs, found, strict=True):
