@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.model.patch_embed import FusedPatchEmbed, PatchEmbed, longer_rows
+from clap_ds.model.patch_embed import FusedPatchEmbed, PatchEmbed, StoredTokens, longer_rows
 from clap_ds.model.precision import Fp32BatchNorm
 from clap_ds.model.swin import INIT_STD, Stage, SwinBlock
 
@@ -147,6 +147,8 @@ class HTSAT(nn.Module):
         mel = self.spec_augment(self.batch_norm(log_mel.flatten(0, -3)).unflatten(0, log_mel.shape[:-2]))
         images = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))
         tokens_BHWC = self.patch_embed(images.unflatten(0, (len(log_mel), -1)).flatten(1, 2), *is_longer)
+        if torch.compiler.is_compiling():
+            tokens_BHWC = StoredTokens.apply(tokens_BHWC)
         for stage in self.stages[:NUM_EARLY_STAGES]:
             tokens_BHWC = stage(tokens_BHWC)
         if self.splits_graph:

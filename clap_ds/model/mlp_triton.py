@@ -218,7 +218,8 @@ def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
     )  # readable once with activation checkpointing
     d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*saved, d_output_TC)
     d_bias1_M, d_bias2_C = shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
-    d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, d_output_TC.T @ active_TM
+    # As a product's second operand, Inductor stores `d_output_TC` once, for the kernel, too.
+    d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, (active_TM.T @ d_output_TC).T.contiguous()
     return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C
 
 

@@ -9,7 +9,7 @@ values, but only longer files use it and enter the batch norms' statistics. Shap
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,22 @@ class PatchEmbed(nn.Module):
         size = self.proj.kernel_size[0]
         patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class StoredTokens(torch.autograd.Function):
+    """Returns tokens, which torch.compile then stores, like their gradient, in 16 bits.
+
+    Otherwise it computes them again in the backward pass and stores both in fp32, because their reads by two layer norms exceed
+    its limits. It doesn't repeat splits, and stores what is viewed by strides.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_BHWC: Tensor) -> Tensor:
+        return tokens_BHWC.split_with_sizes([tokens_BHWC.shape[-1]], -1)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].as_strided(grads[0].shape, grads[0].stride())
 
 
 def longer_rows(log_mel_B4TF: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Compare feature fusion with transformers', which only computes rows of longer clips: forward, gradients, statistics."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,8 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.patch_embed import StoredTokens
+from clap_ds.planning.inductor import fused_kernels
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import to_names, transformers_names
 from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, HfClap, clips, randomise
@@ -95,3 +99,25 @@ def test_every_weight_learns_from_a_batch_of_short_clips(num_longer: int) -> Non
     assert (lacking, bool(output.isfinite().all())) == ([], True)
     assert float(model.audio.patch_embed.mel_conv2d.weight.grad.abs().max()) > 1e-4
     assert [torch.equal(norm.running_var, was) for norm, was in zip(norms, before, strict=True)] == [True, False]
+
+
+def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
+    """Compile two layer norms with a residual connection, as they begin the tower."""
+    rows, width = 65_536, 96
+    weight = torch.randn(width, width, dtype=torch.bfloat16, requires_grad=True)
+    scale, bias = (torch.randn(width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+
+    def layers(values: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
+        tokens = store(F.layer_norm(F.linear(values, weight), (width,), scale, bias))
+        return tokens + F.linear(F.layer_norm(tokens, (width,), scale, bias), weight)
+
+    compiled = torch.compile(layers, backend="aot_eager_decomp_partition")
+    values, gradients = torch.randn(64, width, dtype=torch.bfloat16), []
+    for store in (torch.clone, StoredTokens.apply):
+        gradients.append(torch.autograd.grad(compiled(values, store).float().square().sum(), (weight, scale, bias)))
+    for plain, stored in zip(*gradients, strict=True):
+        assert torch.equal(plain, stored)
+    kernels = fused_kernels(layers, torch.empty(rows, width, dtype=torch.bfloat16), StoredTokens.apply)
+    backward = sum(num_bytes for is_backward, num_bytes in kernels if is_backward) / (rows * width * 2)
+    # Two norms each read their input and gradients (3 and 2 in all) and write a gradient. Older schedulers fuse less.
+    assert backward < 9 or torch.__version__ < "2.13"
