@@ -59,7 +59,7 @@ SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokeniz
 CALLS = {
     1: {
         "environment": Check(30, command="-m torch.utils.collect_env"),
-        "kernels": Check(70, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
+        "kernels": Check(90, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
         "compile_off": Check(80, "htsat_tiny clap.compile=off"),
         "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
         "htsat_tiny": Check(210),
@@ -74,6 +74,7 @@ CALLS = {
         "losses_compiled": Check(240, f"{LOSSES} clap.compile=towers"),
         "attention_sdpa": Check(100, "htsat_tiny clap.model.attention_impl=sdpa"),
         "mlp_torch": Check(100, "htsat_tiny clap.model.mlp_impl=torch"),
+        "text_attention_torch": Check(100, "htsat_tiny clap.model.text_attention_impl=torch"),
         "max_autotune": Check(170, "htsat_tiny clap.compile=towers-max-autotune"),
         **{path.stem: Check(90, command=f"{TESTS} {path}")
            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
