@@ -15,37 +15,29 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.comm import comm
-from deepspeed.utils import groups
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
-from clap_ds.data.batch import Batch, join
-from clap_ds.distributed import collectives
-from clap_ds.engine import grad_cache
+from clap_ds.data.batch import Batch
 from clap_ds.engine.compile import what_to_compile
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.factory import build_model
+from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.engine.loss import build_loss
 from clap_ds.engine.optimizer import OPTIONS
-from clap_ds.model.clap import ClapModel
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.inductor import fused_kernels, is_fusible
-from clap_ds.planning.tracing import Operation, Recorded
-from clap_ds.run_records.run_dir import quiet_deepspeed
+from clap_ds.planning.inductor import fused_kernels
+from clap_ds.planning.tracing import TOWERS, Operation, Recorded
 from clap_ds.run_records.timers import StepTimer
 
 CUDA = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
-PARTS = {
-    "data_wait": "batches", "forward": "gradients", "loss": "loss", "backward": "gradients", "optimizer": "optimizer",
-}  # fmt: skip
-"""Phase of the engine's step → part of its operations outside the towers and autograd."""
+PARTS = {"data_wait": "batches", "forward": "gradients", "backward": "gradients"}
+"""Phase of the engine's step → part of its operations outside the towers and autograd, unless of the same name."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +55,24 @@ class Step:
         """Return the operations that launch kernels with their repetitions per step. `kernels`: a pass's fused kernels, if
         towers are compiled."""
         fused = [(each, float(self.passes[each.backward])) for each in kernels]
-        own = [each for each in self.recorded.operations if each.bytes_moved and not (fused and is_fusible(each))]
+        own = [each for each in self.recorded.operations if each.bytes_moved]
+        if fused:  # Inductor's kernels are those of the towers' element-wise operations and reductions
+            own = [each for each in own if each.part not in TOWERS or each.flops or not each.name.startswith("aten.")]
         return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in own] + fused
 
 
 @contextmanager
-def fake_rank(world_size: int, fakes: FakeTensorMode) -> Iterator[None]:
-    """Fake a process group in which all ranks have this rank's data, make tensors fake, and `ClapEngine` accept them."""
+def fake_rank(world_size: int) -> Iterator[None]:
+    """Fake a process group, and make `ClapEngine` accept fake tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    quiet_deepspeed()
     try:
         with (
-            mock.patch.object(collectives, "gather", lambda own: [own] * world_size),
-            mock.patch.object(collectives, "hosts", return_value=dist.group.WORLD),
-            mock.patch.dict(vars(groups), _WORLD_GROUP=None),  # refers to destroyed groups; restored on exit
-            mock.patch.dict(vars(comm), cdb=None),
+            mock.patch.object(deepspeed.utils.groups, "_WORLD_GROUP", None),  # refers to destroyed groups
+            mock.patch.object(deepspeed.comm.comm, "cdb", None),
             mock.patch.dict(os.environ, LOCAL_RANK="0"),
             mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
             # Modules change dtype with it, but it fails if anything refers to a parameter.
             mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
-            mock.patch.object(grad_cache, "restore_random_state"),
-            fakes,
         ):
             yield
     finally:
@@ -100,21 +89,21 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     model = _meta_model(run, "cuda" if cuda else "cpu")
     with fakes:
         model.to_empty(device="cpu")
-    parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with fake_rank(world_size, fakes):
+    with fakes, fake_rank(world_size):
         engine = ClapEngine(model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train)
-        batches = _batches(run, cuda=cuda)
-        with Recorded(**parts) as recorded, like_cuda(compiled=compiled) if cuda else nullcontext():
-            engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS[phase]))
+        batches, trained = _batches(run), [parameter for parameter in model.parameters() if parameter.requires_grad]
+        audio, text = [model.mel, model.audio, model.audio_projection], [model.text, model.text_projection]
+        with Recorded(audio=audio, text=text) as recorded, like_cuda(compiled=compiled) if cuda else nullcontext():
+            engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS.get(phase, phase)))
             for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold([each.grad], "gradients"))
+                parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold(each.grad, "gradients"))
             engine.set_accumulation_steps(1)
             with engine.sync.off():  # nothing is sent
                 engine.step(batches)
+                optimizer: Any = engine.deepspeed.optimizer
+                moments, average = getattr(optimizer, "optimizer", optimizer).state, engine.average
+                recorded.hold([engine.masters, moments, average and average.weights], "optimizer state")
                 recorded.hold([*model.parameters(), *model.buffers()], "weights")
-                average = [*engine.average.weights.values()] if engine.average is not None else []
-                recorded.hold([*_state(engine.deepspeed.optimizer), *average], "optimizer state")
                 # Torch's reducer keeps its buckets. A compiled graph returns its gradients together, beside them.
                 buckets = [torch.empty_like(each) for each in trained * (world_size > 1)]
                 recorded.hold(buckets, "gradients")
@@ -128,9 +117,9 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
 def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
     run = _simplified(run, micro_batch)
-    model = _meta_model(run, "cuda").to(DTYPES.get(run.precision, torch.float32)).train()
+    model = _meta_model(run, "cuda").train().to(DTYPES.get(run.precision, torch.float32))
     model.to_empty(device="cpu")  # of untouched memory
-    audio, *text = next(_batches(run, cuda=True)).model_inputs()
+    audio, *text = next(_batches(run)).model_inputs()
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
     if audio.ndim == 2:
         inputs |= {"mel": [audio], "audio": [torch.empty(micro_batch, *model.config.audio.feature_shape)]}
@@ -142,11 +131,9 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
         ]
 
 
-def _meta_model(run: RunSettings, device: str) -> ClapModel:
+def _meta_model(run: RunSettings, device: str) -> Any:
     with torch.device("meta"):
-        model = build_model(run.clap.model, run.clap.loss, torch.device(device), run.clap.train.freeze)
-    assert isinstance(model, ClapModel)
-    return model
+        return build_model(run.clap.model, run.clap.loss, torch.device(device), run.clap.train.freeze)
 
 
 def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
@@ -155,7 +142,7 @@ def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
     if run.clap.preset().open_clip:
         raise UserError(f"{run.path}: clap.model.preset: plans support only this project's models")
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
-    if optimizer["type"].lower() not in ("adam", "adamw"):
+    if optimizer["type"].lower() not in ADAMS:
         raise UserError(f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}")
     clap, lengths = run.clap, getattr(run.clap.data, "caption_lengths", None)
     own: Any = {"cpu_kernels": "off", "optimizer_implementation": "torch", "gradient_sync": "deepspeed"}
@@ -173,15 +160,8 @@ def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
     return RunSettings(run.path, clap.model_copy(update=own), config)
 
 
-def _state(optimizer: Any) -> Iterator[Any]:
-    """Yield master weights and moments."""
-    yield from getattr(optimizer, "fp32_groups_flat", [])
-    for state in getattr(optimizer, "optimizer", optimizer).state.values():
-        yield from state.values()
-
-
-def _batches(run: RunSettings, *, cuda: bool) -> Iterator[Batch]:
-    """Yield batches like `BatchSource`. On a GPU the next one is in memory, too."""
+def _batches(run: RunSettings) -> Iterator[Batch]:
+    """Yield batches like `BatchSource`. The next one is in memory, too."""
     audio, size, length = run.clap.preset().audio, run.micro_batch, run.clap.context_length
     is_int16 = getattr(run.clap.data, "audio_dtype", "int16") == "int16" and not audio.fusion
     num_tokens = 0 if getattr(run.clap.data, "caption_lengths", None) else size * length  # full ones need no mask
@@ -189,10 +169,10 @@ def _batches(run: RunSettings, *, cuda: bool) -> Iterator[Batch]:
     def make() -> Batch:
         ids, mask = (torch.empty(size, length, dtype=torch.long) for _ in range(2))
         clips = torch.empty(size, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32)
-        return Batch(clips, ids, mask, num_tokens, None)
+        return Batch(clips, ids, mask, num_tokens)
 
     ahead = make()
     while True:
-        batch, ahead = (ahead, make()) if cuda else (join([ahead], torch.device("cpu")), ahead)
+        batch, ahead = ahead, make()
         yield batch
         del batch

@@ -31,11 +31,8 @@ from clap_ds.flop_count.analytic import fft_flops
 TOWERS = ("audio", "text")
 _OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
 """Operations that don't read what they overwrite."""
-_NO_KERNEL = frozenset({
-    "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided",
-    "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided", "aten._local_scalar_dense",
-    "aten.is_same_size",
-})  # fmt: skip
+_NO_KERNEL = ("aten._unsafe_view", "aten.empty", "aten.new_empty")
+"""First letters of operations that only make tensors."""
 
 
 class Operation(NamedTuple):
@@ -69,11 +66,10 @@ class Recorded(TorchDispatchMode):
     def __init__(self, **parts: Iterable[nn.Module]) -> None:
         super().__init__()
         outer = list[str]()
-        for name, module in ((name, each) for name, modules in parts.items() for each in modules):
-            module.register_forward_pre_hook(
-                partial(lambda name, *_: outer.append(self.enter(name)), name), prepend=True
-            )
-            module.register_forward_hook(lambda *_: self.enter(outer.pop()) and None, always_call=True)
+        for name, modules in parts.items():
+            for each in modules:
+                each.register_forward_pre_hook(lambda *_, name=name: outer.append(self.enter(name)), prepend=True)
+                each.register_forward_hook(lambda *_: self.enter(outer.pop()) and None, always_call=True)
         self.operations: list[Operation] = []
         self.at_peak, self._live = Counter[str](), Counter[str]()
         self._storages: dict[int, tuple[str, int, Any]] = {}
@@ -90,9 +86,9 @@ class Recorded(TorchDispatchMode):
         self._entered.append((torch.autograd._get_sequence_nr(), name))
         return self._entered[-2][1]
 
-    def hold(self, tensors: Iterable[Any], part: str) -> None:
-        """Count tensors as live and assign them to a part, even if they were counted before."""
-        for tensor in tensors:
+    def hold(self, tree: Any, part: str) -> None:
+        """Count tensors of any containers as live and assign them to a part, even if they were counted before."""
+        for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
             self._forget(key := storage._cdata)
             self._storages[key] = part, storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
@@ -106,7 +102,7 @@ class Recorded(TorchDispatchMode):
         self.at_peak = self._live.copy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, str(func._overloadpacket)
+        kwargs, name, packet = kwargs or {}, str(func._overloadpacket), func._overloadpacket
         if func.namespace == "prim":  # queries a fake tensor's device
             return func(*args, **kwargs)
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
@@ -120,11 +116,11 @@ class Recorded(TorchDispatchMode):
         self.hold(new, part)
         if func.namespace.startswith(("c10d", "_c10d")):
             return result
-        is_view = func.is_view or torch.Tag.inplace_view in func.tags  # such as transpose_
-        launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
-        moved = read + _distinct_bytes(outputs + _mutated(func, args, kwargs)) if launches else 0
-        dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
-        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        written = outputs + _mutated(func, args, kwargs)
+        is_view = func.is_view or torch.Tag.inplace_view in func.tags or name.startswith(_NO_KERNEL)
+        moved = 0 if is_view or not any(map(Tensor.numel, written)) else read + _distinct_bytes(written)
+        dtype = next((t.dtype for t in inputs + outputs if t.dtype.is_floating_point), None)
+        formula = _fft if packet is torch.ops.aten._fft_r2c else flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         shapes = [tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
         self.operations.append(Operation(name, part, backward, flops, moved, dtype, tuple(shapes)))
@@ -148,20 +144,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _distinct_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of tensors, counting equal ones and expanded elements once."""
     distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors}.values()
-    sizes = [[size for size, stride in zip(t.shape, t.stride(), strict=True) if stride] for t in distinct]
-    return sum(math.prod(each) * t.itemsize for each, t in zip(sizes, distinct, strict=True))
+    strides = ((t, zip(t.shape, t.stride(), strict=True)) for t in distinct)
+    return sum(t.itemsize * math.prod(size for size, stride in each if stride) for t, each in strides)
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     schema = func._schema.arguments
-    given = zip(schema, [*args, *(kwargs.get(argument.name) for argument in schema[len(args) :])], strict=False)
-    return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
+    given = kwargs | {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return _tensors([given.get(argument.name) for argument in schema if argument.is_write])
 
 
 def _fft(tensor: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
+    """Return FLOPs of an FFT, for which torch has no formula."""
     points = math.prod(tensor.shape[dim] for dim in dims)
     return tensor.numel() / points * fft_flops(points)
-
-
-_FORMULAS: dict[Any, Any] = {torch.ops.aten._fft_r2c: _fft}
-"""Formulas that torch lacks. Its own registry is shared with all counters of the process."""
