@@ -114,7 +114,7 @@ def evaluate_checkpoint(
     # Importing torch takes seconds: validate first.
     import torch
 
-    from clap_ds.distributed.collectives import together
+    from clap_ds.distributed.collectives import raise_on_all_ranks
     from clap_ds.engine.loss import LOSSES
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.run_records.environment import device_name
@@ -122,9 +122,8 @@ def evaluate_checkpoint(
 
     device = initialize(ranks)
     expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
-    checkpoint = together(
-        lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)
-    )
+    with raise_on_all_ranks():
+        checkpoint = load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)
     if checkpoint.loss_kind not in LOSSES:
         lacks = f"trained with the loss {checkpoint.loss_kind!r}; this version has {', '.join(LOSSES)}"
         raise CollectiveUserError(f"{arguments.checkpoint}: {lacks}")

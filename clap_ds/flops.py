@@ -85,8 +85,7 @@ def render(config: ClapConfig, tokens: int, counts: Sequence[Count], parameters:
     add_row("closed form", forward)
     if counts:
         add_row("DeepSpeed's profiler alone, 2 × MACs", [each.counted for each in counts])
-        for part in dict.fromkeys(part for each in counts for part in each.unseen):
-            add_row(f"+ {part}, not profiled", [each.unseen.get(part, 0.0) for each in counts])
+        add_row("+ FFT, not profiled", [each.ffts for each in counts])
     published = {"published": TRAINING_OVER_FORWARD * forward[CONVENTIONS.index("published")]}
     done = {"model": forward[CONVENTIONS.index("model")] + backward_flops(config, lengths)}
     add_row("with the backward pass", [(published | done)[each] for each in CONVENTIONS])
@@ -94,7 +93,7 @@ def render(config: ClapConfig, tokens: int, counts: Sequence[Count], parameters:
         add_row(
             ("of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " "), [each[name] for each in both]
         )
-    notes = [agreement(forward, [each.total for each in counts])]
+    notes = [agreement(forward, [sum(each) for each in counts])]
     if parameters:
         millions = {name: f"{number / 1e6:.2f}" for name, number in parameters.items()}
         text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"

@@ -22,13 +22,13 @@ from clap_ds.config.schema import ModelSettings
 from clap_ds.cpu_kernels.patch_model import reverted
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
-from clap_ds.distributed.collectives import gather_tensor, rank
+from clap_ds.distributed.collectives import gather, rank
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.kernel_fallback import groups_of
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
-from clap_ds.flop_count.counters import unseen_by_deepspeed
+from clap_ds.flop_count.counters import counted_ffts
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import torch_kernels
 
@@ -52,7 +52,7 @@ def measure_flops(
     lengths = padded = TextLengths.fixed(batch.input_ids.shape[1])
     if batch.packed:  # as executed, over more micro-batches of all ranks
         own = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
-        lengths = TextLengths.of(gather_tensor(own).flatten().tolist())
+        lengths = TextLengths.of(torch.cat(gather(own.cpu())).tolist())
     front_end = batch.audio.ndim == 2  # mel shards skip it
     trained = trained_towers(engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
@@ -101,13 +101,13 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
     with (
         _torch_operations(engine.model, engine.device),
         autocast_if_enabled(engine.deepspeed),
-        unseen_by_deepspeed() as unseen,
+        counted_ffts() as ffts,
     ):
         _, macs, _ = get_model_profile(engine.model, args=sample.model_inputs(), warm_up=0, as_string=False, **shown)
     engine.model.train()
     if is_first:
         print(path.read_text(), flush=True)
-    return (2.0 * macs + sum(unseen.values())) / 1e9
+    return (2.0 * macs + sum(ffts)) / 1e9
 
 
 @contextmanager

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from clap_ds.config.errors import CollectiveUserError
 
@@ -47,11 +45,6 @@ def gather(value: T) -> list[T]:
     return everyone
 
 
-def gather_tensor(own: Tensor) -> Tensor:
-    """Return (ranks, *shape) on rank 0's CPU: every rank's tensor, of equal shape and dtype. Other ranks get their own."""
-    return torch.stack(gather(own.cpu()))
-
-
 def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
     """Return, on every rank, the result of `reduce` on rank 0 for all ranks' values."""
     everyone = gather(value)
@@ -62,13 +55,6 @@ def _first_problem(problems: list[str | None]) -> str | None:
     if not all(problems):  # name the rank
         problems = [text and f"rank {number}: {text}" for number, text in enumerate(problems)]
     return next(filter(None, problems), None)
-
-
-def together(build: Callable[[], T]) -> T:
-    """Call `build` on every rank and return its result. CollectiveUserError on all ranks if it raises ValueError on any."""
-    with raise_on_all_ranks():
-        built = build()
-    return built
 
 
 @contextmanager

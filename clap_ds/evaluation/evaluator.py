@@ -24,7 +24,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.data.clip import Broken
 from clap_ds.data.shard_manifest import expand_shards, kind_of
-from clap_ds.distributed.collectives import reduce_on_rank0, run_on_rank0, together
+from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0, run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
 from clap_ds.evaluation import metrics
@@ -56,8 +56,10 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
-        together(lambda: run_on_rank0(self._load_tokenizer))  # only one rank contacts the Hub, which may be unreachable
-        together(self._prepare)
+        with raise_on_all_ranks():
+            run_on_rank0(self._load_tokenizer)  # only one rank contacts the Hub, which may be unreachable
+        with raise_on_all_ranks():
+            self._prepare()
         digest = hashlib.sha256(repr(self._clips).encode()).digest()
         if reduce_on_rank0(digest, lambda found: len(set(found)) > 1):
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
@@ -151,7 +153,8 @@ class Evaluator:
 
     def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:
         """Gather (total, D) features of items interleaved over ranks. A rank's ValueError raises CollectiveUserError on all."""
-        own = together(embed_own)
+        with raise_on_all_ranks():
+            own = embed_own()
         rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])
         rows[: len(own)] = own
         everyone = rows.repeat(self.ranks.world_size, 1, 1)

@@ -6,11 +6,9 @@ It only counts torch's operations, so the model must not be converted by `clap_d
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,19 +19,12 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.flop_count.analytic import fft_flops
 from clap_ds.model.clap import ClapModel
 
-FFT = "FFT"
 
-
-@dataclass
-class Count:
-    """Hold one forward pass's FLOPs: the profiler's count, and by name what it misses."""
+class Count(NamedTuple):
+    """Hold one forward pass's FLOPs: the profiler's count, and what it misses."""
 
     counted: float
-    unseen: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        return self.counted + sum(self.unseen.values())
+    ffts: float
 
 
 def build(config: ClapConfig) -> ClapModel:
@@ -61,25 +52,25 @@ def count_by_deepspeed(model: ClapModel, context_length: int) -> Count:
     """Count the FLOPs of one waveform and a caption of `context_length`, at most the position table's rows."""
     waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.ones(1, context_length, dtype=torch.long)
     profiler = FlopsProfiler(model)
-    with unseen_by_deepspeed() as unseen:
+    with counted_ffts() as ffts:
         profiler.start_profile()
         model(waveform, caption, None)
         profiler.stop_profile()
         macs = profiler.get_total_macs()
         profiler.end_profile()
-    return Count(2.0 * macs, dict(unseen))
+    return Count(2.0 * macs, sum(ffts))
 
 
 @contextmanager
-def unseen_by_deepspeed() -> Iterator[dict[str, float]]:
-    """Count FLOPs that DeepSpeed's profiler misses, by name, from the shapes of calls: FFTs. Enter it before the profiler
-    starts, which wraps the same functions."""
-    flops: dict[str, float] = defaultdict(float)
+def counted_ffts() -> Iterator[list[float]]:
+    """Yield the FLOPs of FFTs, which DeepSpeed's profiler misses, by the shapes of calls. Enter it before the profiler starts,
+    which wraps the same functions."""
+    flops = list[float]()
     stft = torch.stft
 
     def counted(input: Tensor, n_fft: int, *args: Any, **kwargs: Any) -> Tensor:
         result = stft(input, n_fft, *args, **kwargs)
-        flops[FFT] += result.shape[-1] * math.prod(input.shape[:-1]) * fft_flops(n_fft)
+        flops.append(result.shape[-1] * math.prod(input.shape[:-1]) * fft_flops(n_fft))
         return result
 
     with mock.patch.object(torch, "stft", counted):
