@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     kernel: str
     size: str
-    ours: Function
+    ours: Function | None
     torchs: Function
     shapes: Sequence[tuple[int, ...]]
     moved: tuple[float, float]
@@ -78,21 +78,28 @@ def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
 
 
 def text_cases(clips: int) -> Iterator[Case]:
-    """Yield the text tower's MLP, and its attention over 77 tokens."""
+    """Yield the text tower's MLP, and its attention over 77 tokens with Triton's and each of torch's kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     yield mlp_case("77 × 768", clips, 77, 768, 3072)
     heads, tokens, dim = 12, 77, 64
     values, product = clips * heads * tokens * dim * ITEM, 2 * clips * heads * tokens**2 * dim
-    size, packed = f"{tokens} × {heads * dim}", (clips, tokens, 3 * heads * dim)
+    size, flops, packed = f"{tokens} × {heads * dim}", (2 * product, 5 * product), (clips, tokens, 3 * heads * dim)
 
-    def ours(qkv: Tensor, bias: Tensor) -> Tensor:
-        return attend_in_one_kernel(qkv, bias, None, None, heads, 0.0)
+    def ours(qkv: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
+        return attend_in_one_kernel(qkv, bias, None, None, heads, dropout)
 
     def torchs(qkv: Tensor, bias: Tensor) -> Tensor:
         q, k, v = (qkv + bias - bias.detach()).unflatten(2, (3, heads, dim)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
-    moved, flops = (4 * values, 7 * values), (2 * product, 5 * product)
-    yield Case("text attention", size, ours, torchs, [packed, packed[2:]], moved, flops)
+    rest: tuple[Any, ...] = [packed, packed[2:]], (4.0 * values, 7.0 * values), flops
+    yield Case("text attention", size, ours, torchs, *rest)
+    yield Case("text attention, dropout 0.1", size, None, partial(ours, dropout=0.1), *rest)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        attend = sdpa_kernel(backend)(partial(F.scaled_dot_product_attention, dropout_p=0.1))
+        kernel, shapes = f"text attention, {backend.name.split('_')[0].lower()}", [(clips, heads, tokens, dim)] * 3
+        yield Case(kernel, size, None, attend, shapes, (4.0 * values, 8.0 * values), flops)
 
 
 def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -> float:
@@ -129,7 +136,7 @@ def errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
 
     expected, found = results(case.torchs, torch.float32), {}
     for name, function in (("error", case.ours), ("torch_error", case.torchs)):
-        got = results(function, torch.bfloat16)
+        got = results(function or case.torchs, torch.bfloat16)
         found[name] = max(float((g - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True))
     return found
 
@@ -141,8 +148,8 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
     ]
     try:
         inputs = [0.1 * torch.randn(shape, dtype=torch.bfloat16) for shape in case.shapes]
-        found = errors(case, inputs)
-        for name, function in (("torch_ms", case.torchs), ("ms", case.ours)):
+        found = {} if case.ours is None else errors(case, inputs)
+        for name, function in (("torch_ms", case.torchs), ("ms", case.ours or case.torchs)):
             for row, each in zip(both, passes(function, inputs, torch.bfloat16), strict=True):
                 row |= {name: median_ms(each), **found}
     except Exception as error:

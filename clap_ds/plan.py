@@ -46,17 +46,34 @@ def main(argv: list[str] | None = None) -> None:
     add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="set node counts (default: 1)")
     add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node (default: 4)")
     add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
+    add("--ramp", action="store_true", help="only print how many nodes each batch of clap.train.batch_ramp can use")
     add("--samples", type=positive, help="estimate hours for this many training samples, repeats included")
     add("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     gpu = gpu_named(arguments.gpu)
     run = load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node)
+    if arguments.ramp:
+        print(ramp_table(run, arguments.gpus_per_node))
+        return
     if GLOBAL_BATCH in run.deepspeed and len(set(arguments.nodes)) > 1:
         raise UserError(f"{run.path}: {GLOBAL_BATCH} fits only one scale; give one value of --nodes, or remove it")
     print("recording training steps, for about a minute or two", file=sys.stderr, flush=True)
     os.environ["DS_ACCELERATOR"] = "cpu"  # nothing is computed
     report = make_plan(run, gpu, arguments)
     print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+
+
+def ramp_table(run: RunSettings, gpus_per_node: int) -> str:
+    """Return the most nodes that can share each batch of the ramp, by micro-batch; – if one node can't."""
+    sizes = [size for size in (run.micro_batch >> shift for shift in range(4)) if size]
+    ramp = run.clap.train.batch_ramp or [[0, run.batch_sizes().global_batch]]
+
+    def nodes(batch: int, size: int) -> str:
+        count, left = divmod(batch, size * gpus_per_node)
+        return "–" if left else f"{count:,}"
+
+    rows = [[f"{start:,}", f"{batch:,}", *(nodes(batch, size) for size in sizes)] for start, batch in ramp]
+    return markdown_table(["from sample", "global batch", *(f"nodes at micro-batch {size}" for size in sizes)], rows)
 
 
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:

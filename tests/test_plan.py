@@ -32,6 +32,15 @@ def planned(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> Callable
     return run
 
 
+def test_a_ramp_states_how_many_nodes_each_batch_can_use(
+    write_run: WriteRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(clap={"train": {"max_samples": 99, "batch_ramp": [[0, 24], [480, 64]]}})
+    plan.main(["--deepspeed_config", str(path), "--gpu", "h100-sxm", "--gpus_per_node", "2", "--ramp"])
+    rows = [re.findall(r"[\d–]+", line) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["0", "24", "3", "6", "12"], ["480", "64", "8", "16", "32"]]
+
+
 def test_a_plan_hangs_together(planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = mock.Mock(return_value=[])
     monkeypatch.setattr("clap_ds.planning.step.compiled_kernels", compiled)  # tested in test_inductor.py

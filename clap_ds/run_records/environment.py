@@ -84,12 +84,20 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
         "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
         "host": socket.gethostname(),
         "host_memory_bytes": psutil.virtual_memory().total,
+        "infiniband": infiniband_rates(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels,
         "git_commit": paths.commit(),
         "command": [sys.executable, *sys.argv],
     }
+
+
+def infiniband_rates(devices: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+    """Return the rate of each port of InfiniBand or RoCE that is up, such as {"mlx5_0/1": "400 Gb/sec (4X NDR)"}."""
+    ports = {f"{port.parents[1].name}/{port.name}": port for port in sorted(devices.glob("*/ports/*"))}
+    up = {name: port for name, port in ports.items() if "ACTIVE" in (port / "state").read_text()}
+    return {name: (port / "rate").read_text().strip() for name, port in up.items()}
 
 
 def _driver() -> str | None:

@@ -13,6 +13,7 @@ from clap_ds.run_records.environment import (
     energy,
     energy_joules,
     environment,
+    infiniband_rates,
     largest_memory,
     peak_memory,
     peak_memory_bytes,
@@ -32,7 +33,13 @@ def test_what_a_run_ran_on_can_be_written_down() -> None:
     assert found["host_memory_bytes"] == 1024 * kib
 
 
-def test_peak_memory_of_a_cpu_is_the_kernels_high_water_mark() -> None:
+def test_ports_of_infiniband_that_are_up_have_rates(tmp_path: Path) -> None:
+    for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
+        (port := tmp_path / device / "ports" / "1").mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert infiniband_rates(tmp_path) == {"mlx5_0/1": "400 Gb/sec (4X NDR)"}
+    assert infiniband_rates(tmp_path / "gone") == {}
     highest_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)
 
