@@ -35,8 +35,7 @@ class _ScheduledError(Exception):
 
 def fused_kernels(function: Callable[..., Any], *inputs: Any) -> list[tuple[bool, int]]:
     """Return Inductor's own kernels, forward and backward, of a function or module: whether each is in the backward pass, and
-    the bytes that it reads and writes. Products, FFTs, attention and custom operations are not among them.
-    """
+    the bytes that it reads and writes. Products, FFTs, attention and custom operations are not among them."""
     found: list[tuple[bool, int]] = []
 
     def schedule(graph: Any) -> Any:
@@ -50,6 +49,7 @@ def fused_kernels(function: Callable[..., Any], *inputs: Any) -> list[tuple[bool
     def stop(_: Any) -> None:
         raise _ScheduledError
 
+    torch._dynamo.reset()  # it would find graphs that were scheduled before
     with (
         mock.patch.object(GraphLowering, "compile_to_module", schedule),
         # PyTorch below 2.13 lacks this function, and then a few reductions are counted apart.

@@ -9,8 +9,7 @@ from clap_ds.planning.step import Step
 GIB = 2**30
 CONTEXT_GIB = 0.7
 """CUDA context, kernels and cuBLAS workspace: 0.5 to 0.8 on H100 (assumed)."""
-NCCL_GIB = 0.8
-"""Channel buffers if there is more than one rank (assumed)."""
+NCCL_GIB = 0.8  # channel buffers if there is more than one rank (assumed)
 FRAGMENTATION = 0.016
 """Fraction of live memory that PyTorch's allocator holds in addition: 0.3% to 1.6% on an H200 (`results/h200`)."""
 LEAP, MOST_TRIES = 4, 8

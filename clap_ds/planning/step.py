@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
+from clap_ds.config.batch_sizes import MICRO_BATCH
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
@@ -26,14 +26,11 @@ from clap_ds.engine.compile import what_to_compile
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.engine.loss import build_loss
-from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.inductor import fused_kernels
 from clap_ds.planning.tracing import TOWERS, Operation, Recorded
-from clap_ds.run_records.timers import StepTimer
 
 CUDA = torch.device("cuda")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
 PARTS = {"data_wait": "batches", "forward": "gradients", "backward": "gradients"}
@@ -42,14 +39,13 @@ PARTS = {"data_wait": "batches", "forward": "gradients", "backward": "gradients"
 
 @dataclass(frozen=True)
 class Step:
-    """Hold a recorded step, its samples per rank, the repetitions of its recorded micro-batches, the forward and backward
-    passes per step, and the number of trained parameters."""
+    """Hold a recorded step."""
 
     recorded: Recorded
-    num_samples: int
-    repeats: float
-    passes: tuple[int, int]
-    num_parameters: int
+    num_samples: int  # per rank
+    repeats: float  # of the recorded micro-batches in a step
+    passes: tuple[int, int]  # of a step, forward and backward
+    num_parameters: int  # trained ones
 
     def work(self, kernels: Iterable[Operation] = ()) -> list[tuple[Operation, float]]:
         """Return the operations that launch kernels with their repetitions per step. `kernels`: a pass's fused kernels, if
@@ -82,22 +78,20 @@ def fake_rank(world_size: int) -> Iterator[None]:
 def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True) -> Step:
     """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the CPU's torch operations.
     Raises UserError for an optimizer other than AdamW."""
-    run = _simplified(run, micro_batch)
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
-    fakes, compiled = FakeTensorMode(allow_non_fake_inputs=True), what_to_compile(run.clap.compile, CUDA) != "off"
-    model = _meta_model(run, "cuda" if cuda else "cpu")
-    with fakes:
+    run, model = _simplified(run, micro_batch, CUDA if cuda else torch.device("cpu"))
+    compiled = what_to_compile(run.clap.compile, CUDA) != "off"
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         model.to_empty(device="cpu")
     with fakes, fake_rank(world_size):
         engine = ClapEngine(model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train)
         batches, trained = _batches(run), [parameter for parameter in model.parameters() if parameter.requires_grad]
         audio, text = [model.mel, model.audio, model.audio_projection], [model.text, model.text_projection]
         with Recorded(audio=audio, text=text) as recorded, like_cuda(compiled=compiled) if cuda else nullcontext():
-            engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS.get(phase, phase)))
+            engine.timer = cast("Any", lambda phase: recorded.part(PARTS.get(phase, phase)))
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold(each.grad, "gradients"))
-            engine.set_accumulation_steps(1)
             with engine.sync.off():  # nothing is sent
                 engine.step(batches)
                 optimizer: Any = engine.deepspeed.optimizer
@@ -116,9 +110,9 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
 
 def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
-    run = _simplified(run, micro_batch)
-    model = _meta_model(run, "cuda").train().to(DTYPES.get(run.precision, torch.float32))
-    model.to_empty(device="cpu")  # of untouched memory
+    run, model = _simplified(run, micro_batch, CUDA)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
+    model.train().to(dtype).to_empty(device="cpu")  # of untouched memory
     audio, *text = next(_batches(run)).model_inputs()
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
     if audio.ndim == 2:
@@ -131,14 +125,9 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
         ]
 
 
-def _meta_model(run: RunSettings, device: str) -> Any:
-    with torch.device("meta"):
-        return build_model(run.clap.model, run.clap.loss, torch.device(device), run.clap.train.freeze)
-
-
-def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
-    """Return the run for the engine: with torch's operations and AdamW, without DeepSpeed's monitors, and with captions padded
-    to their mean length instead of packed."""
+def _simplified(run: RunSettings, micro_batch: int, device: torch.device) -> tuple[RunSettings, Any]:
+    """Return the run for the engine, and its model for a device, on the meta device. The run has torch's operations and AdamW,
+    one micro-batch, no monitors, and captions padded to their mean length instead of packed."""
     if run.clap.preset().open_clip:
         raise UserError(f"{run.path}: clap.model.preset: plans support only this project's models")
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
@@ -151,13 +140,11 @@ def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
         own["context_length"] = round(sum(int(each) * share for each, share in shares.items()) / sum(shares.values()))
         own["data"] = clap.data.model_copy(update={"caption_lengths": None})
     own["model"] = clap.model.model_copy(update={"pretrained_text": False})
-    params = optimizer.get("params", {})
-    config = {
-        **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
-        "optimizer": {"type": "AdamW", "params": {name: params[name] for name in OPTIONS if name in params}},
-        MICRO_BATCH: micro_batch, ACCUMULATION: run.gradient_accumulation_steps, "log_level": "error",
-    }  # fmt: skip
-    return RunSettings(run.path, clap.model_copy(update=own), config)
+    config = {name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed}
+    config |= {MICRO_BATCH: micro_batch, "optimizer": {"type": "AdamW"}, "log_level": "error"}
+    run = RunSettings(run.path, clap.model_copy(update=own), config)
+    with torch.device("meta"):
+        return run, build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
 
 
 def _batches(run: RunSettings) -> Iterator[Batch]:
@@ -166,13 +153,11 @@ def _batches(run: RunSettings) -> Iterator[Batch]:
     is_int16 = getattr(run.clap.data, "audio_dtype", "int16") == "int16" and not audio.fusion
     num_tokens = 0 if getattr(run.clap.data, "caption_lengths", None) else size * length  # full ones need no mask
 
-    def make() -> Batch:
+    ahead = None
+    while True:
         ids, mask = (torch.empty(size, length, dtype=torch.long) for _ in range(2))
         clips = torch.empty(size, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32)
-        return Batch(clips, ids, mask, num_tokens)
-
-    ahead = make()
-    while True:
-        batch, ahead = ahead, make()
-        yield batch
+        batch, ahead = ahead, Batch(clips, ids, mask, num_tokens)
+        if batch is not None:
+            yield batch
         del batch

@@ -29,34 +29,20 @@ from torch.utils.flop_counter import flop_registry
 from clap_ds.flop_count.analytic import fft_flops
 
 TOWERS = ("audio", "text")
-_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
-"""Operations that don't read what they overwrite."""
-_NO_KERNEL = ("aten._unsafe_view", "aten.empty", "aten.new_empty")
-"""First letters of operations that only make tensors."""
+_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")  # don't read what they overwrite
+_NO_KERNEL = ("aten._unsafe_view", "aten.empty", "aten.new_empty")  # prefixes of operations that only make tensors
 
 
 class Operation(NamedTuple):
-    """Describe a dispatched operation.
-
-    Attributes:
-        part: part of the traced code; in the backward pass (including recomputation), the part that is differentiated.
-        bytes_moved: bytes of distinct tensors read and written; 0 if nothing is launched.
-        dtype: dtype of the first floating-point input or result.
-        shapes: tensor arguments' shapes in order, like torch.profiler's `record_shapes` without empty entries.
-    """
+    """Describe a dispatched operation."""
 
     name: str
-    part: str
+    part: str  # of the traced code; in the backward pass (including recomputation), the part that is differentiated
     backward: bool
     flops: int
-    bytes_moved: int
-    dtype: torch.dtype | None = None
-    shapes: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def place(self) -> str:
-        """The part, for a tower with its direction."""
-        return self.part + (" backward" if self.backward else " forward") * (self.part in TOWERS)
+    bytes_moved: int  # bytes of distinct tensors read and written; 0 if nothing is launched
+    dtype: torch.dtype | None = None  # of the first floating-point input or result
+    shapes: tuple[tuple[int, ...], ...] = ()  # of tensor arguments in order, like torch.profiler's without empty ones
 
 
 class Recorded(TorchDispatchMode):
@@ -93,8 +79,7 @@ class Recorded(TorchDispatchMode):
             self._forget(key := storage._cdata)
             self._storages[key] = part, storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
             self._live[part] += storage.nbytes()
-            if self._live.total() > self.at_peak.total():
-                self.at_peak = self._live.copy()
+            self.at_peak = max(self.at_peak, self._live.copy(), key=Counter.total)
 
     def restart(self) -> None:
         """Clear the operations and reset the peak to the live memory."""
@@ -103,8 +88,6 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, packet = kwargs or {}, str(func._overloadpacket), func._overloadpacket
-        if func.namespace == "prim":  # queries a fake tensor's device
-            return func(*args, **kwargs)
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
         (part, backward), inputs = self._where(), _tensors((args, kwargs))
@@ -114,9 +97,10 @@ class Recorded(TorchDispatchMode):
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [t for t in outputs if (key := t.untyped_storage()._cdata) not in given and key not in self._storages]
         self.hold(new, part)
-        if func.namespace.startswith(("c10d", "_c10d")):
+        if func.namespace.startswith(("prim", "c10d", "_c10d")):  # queries of devices, collectives
             return result
-        written = outputs + _mutated(func, args, kwargs)
+        arguments = zip(func._schema.arguments, args, strict=False)
+        written = outputs + _tensors([value for argument, value in arguments if argument.is_write])
         is_view = func.is_view or torch.Tag.inplace_view in func.tags or name.startswith(_NO_KERNEL)
         moved = 0 if is_view or not any(map(Tensor.numel, written)) else read + _distinct_bytes(written)
         dtype = next((t.dtype for t in inputs + outputs if t.dtype.is_floating_point), None)
@@ -146,12 +130,6 @@ def _distinct_bytes(tensors: list[Tensor]) -> int:
     distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors}.values()
     strides = ((t, zip(t.shape, t.stride(), strict=True)) for t in distinct)
     return sum(t.itemsize * math.prod(size for size, stride in each if stride) for t, each in strides)
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    schema = func._schema.arguments
-    given = kwargs | {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    return _tensors([given.get(argument.name) for argument in schema if argument.is_write])
 
 
 def _fft(tensor: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
