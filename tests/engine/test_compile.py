@@ -87,6 +87,7 @@ def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPo
         assert found == (4, 0)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(checkpoint: bool) -> None:
     events = list[str]()
