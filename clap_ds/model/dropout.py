@@ -38,9 +38,8 @@ class _HashDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, seed: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward(
-            -seed
-        )  # if both passes had equal operations, torch.compile would share and store their mask
+        # If both passes had equal operations, torch.compile would share and store their mask.
+        ctx.save_for_backward(-seed)
         ctx.p = p
         return _dropped(values, seed, p)
 

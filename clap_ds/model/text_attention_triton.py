@@ -49,14 +49,6 @@ def _keeps(seeds_ptr, rows, columns, threshold, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _weights(q, k, is_key, scale, WIDEN: tl.constexpr):
-    """Return fp32 attention weights (rows, columns), zero where no key is."""
-    scores = tl.where(is_key[None, :], dot(q, tl.trans(k), WIDEN) * (scale * LOG2_E), -float("inf"))
-    scores = exp2(scores - tl.max(scores, axis=1)[:, None], WIDEN)
-    return scores * reciprocal(tl.sum(scores, axis=1), WIDEN)[:, None]
-
-
-@triton.jit
 def _caption(bounds_ptr, lengths_ptr, HEADS: tl.constexpr):
     """Return a program's caption, head, first row, rows and keys. A caption without real tokens attends to its first one."""
     caption, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -89,13 +81,16 @@ def _forward_kernel(
     source = qkv_ptr + first * (3 * WIDTH) + head * DIM
     target = output_ptr + first * WIDTH + head * DIM
     place = column[:, None] * (3 * WIDTH) + channel
-    k = tl.load(source + place + WIDTH, mask=(column < num_rows)[:, None], other=0.0)
-    v = tl.load(source + place + 2 * WIDTH, mask=(column < num_rows)[:, None], other=0.0)
+    in_caption, is_key = (column < num_rows)[:, None], (column < num_keys)[None, :]
+    k = tl.load(source + place + WIDTH, mask=in_caption, other=0.0)
+    v = tl.load(source + place + 2 * WIDTH, mask=in_caption, other=0.0)
     for start in tl.range(0, num_rows, ROWS, disable_licm=True):
         row = start + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None]
         q = tl.load(source + row[:, None] * (3 * WIDTH) + channel, mask=inside, other=0.0)
-        weights = _weights(q, k, column < num_keys, scale, WIDEN)
+        scores = tl.where(is_key, dot(q, tl.trans(k), WIDEN) * (scale * LOG2_E), -float("inf"))
+        scores = exp2(scores - tl.max(scores, axis=1)[:, None], WIDEN)
+        weights = scores * reciprocal(tl.sum(scores, axis=1), WIDEN)[:, None]
         if DROPS:
             keeps = _keeps(seeds_ptr, row[:, None], column[None, :], threshold, COLUMNS)
             weights = tl.where(keeps, weights * inverse_keep, 0.0)
@@ -140,6 +135,7 @@ def _backward_kernel(
         inside, own = (row < num_rows)[:, None], row[:, None] * (3 * WIDTH) + channel
         q = tl.load(source + own, mask=inside, other=0.0)
         d_mixed = tl.load(d_source + row[:, None] * WIDTH + channel, mask=inside, other=0.0)
+        # Transposed, so that the products for d_k and d_v need no transposition in registers, which spills on sm_80.
         scores = tl.where(is_key, dot(k, tl.trans(q), WIDEN) * (scale * LOG2_E), -float("inf"))
         scores = exp2(scores - tl.max(scores, axis=0)[None, :], WIDEN)
         weights = scores * reciprocal(tl.sum(scores, axis=0), WIDEN)[None, :]
