@@ -6,6 +6,7 @@ launcher; others run the same files here, with their own arguments, environment,
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -90,7 +91,8 @@ class Command:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None and self._process.pid:
-            os.kill(self._process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is known to the fork server, not yet to this process
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
