@@ -28,6 +28,9 @@ def _bench(config: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
     arguments, seen = [BENCH, "--deepspeed_config", str(config)], environment()
     if not launcher:
         return run(arguments, env=seen)
+    (compiler := config.parent / "g++").write_text('#!/bin/sh\nexec c++ "$@" -O0 -g0\n')  # half a minute less
+    compiler.chmod(0o755)
+    seen["CXX"] = str(compiler)
     return subprocess.run(
         [*launcher, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=seen
     )

@@ -19,7 +19,8 @@ from tests.conftest import ROOT, micro_run
 
 RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.supervisor"
 """Matches the command line of everything a job starts."""
-TRAINING: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"max_samples": 16 * 150, "log_every_steps": 1}}
+STEPS = 80
+TRAINING: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"max_samples": 16 * STEPS, "log_every_steps": 1}}
 ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
 
 
@@ -109,7 +110,7 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
     """Submit the script of a micro run: `submit(nodes, launcher, sbatch=(…), site={…}, clap={…})`.
 
     Each job has its own folder. `variables`: environment of the submitting shell; `site`: changes of the profile; `asks`: other
-    fields of the `Request`.
+    fields of the `Request`. The network is slow, so that ranks wait for it and leave processors to other tests.
     """
     cluster.wait_until_idle()
 
@@ -131,5 +132,6 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         words = ["sbatch", "--parsable", "--gpus-per-node=2", *sbatch, str(folder / "job.sbatch")]
         return Submitted(cluster, cluster.run("ctl", *given, *words, folder=ROOT).stdout.strip(), folder)
 
-    yield start
+    with cluster.slow_network("8mbit"):
+        yield start
     cluster.run("ctl", "scancel", "--user=root")  # left by a failed test

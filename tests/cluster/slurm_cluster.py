@@ -14,7 +14,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,24 @@ class SlurmCluster:
         self.run("ctl", "ip", "link", "set", f"v-{host}", "down")
 
     def connect(self, host: str) -> None:
-        """Reconnect a node and resume it in SLURM."""
+        """Reconnect a node and resume it in SLURM, which ignores what is left there of jobs that ended seconds ago."""
+        self.run(host, "pkill", "-KILL", "-f", "slurmstepd|clap_ds/", check=False)
         self.run("ctl", "ip", "link", "set", f"v-{host}", "up")
         for state in ("State=DOWN", "State=RESUME"):
             self.run("ctl", "scontrol", "update", f"NodeName={host}", state, "Reason=cut", check=False)
+
+    @contextlib.contextmanager
+    def slow_network(self, rate: str) -> Iterator[None]:
+        """Limit each node's links, also to itself, to `rate`, in `tc`'s units."""
+        links = [(host, device) for host in self.nodes for device in ("eth0", "lo")]
+        for host, device in links:
+            limit = f"tc qdisc add dev {device} root tbf rate {rate} burst 128kb latency 1s"
+            self.run(host, *limit.split())
+        try:
+            yield
+        finally:
+            for host, device in links:
+                self.run(host, *f"tc qdisc del dev {device} root".split())
 
     @staticmethod
     def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, RANKS, ROOT, TRAINING, Submit, site_file
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
@@ -62,7 +62,7 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     assert [summary["state"] for summary in job.summaries] == ["timeout", "terminated", "completed"]
     assert stopped["checkpoints"][-1]["saved"]
     assert requeued["resumed_at_step"] == stopped["step"]
-    assert (last["resumed_at_step"], last["step"]) == (requeued["step"], 150)
+    assert (last["resumed_at_step"], last["step"]) == (requeued["step"], STEPS)
     assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
 
 

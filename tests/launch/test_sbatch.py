@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.launch.cluster_profile import Site
-from clap_ds.launch.sbatch import Request, script
+from clap_ds.launch.sbatch import GUARD, Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
 TRICKY = 'a "b" $HOME `c` %h!\nd'
@@ -63,13 +63,40 @@ folders=(/jobs/one)
 folder=${{folders[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
-# With --no-kill, a job whose first host is lost would go on without its script.
+# With --no-kill, a job that loses its first host would go on without its script. Ended jobs and later starts are left alone.
 srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
-    case $(sinfo -h -N -n "$0" -o %T) in down*) exec scontrol requeue "$SLURM_JOB_ID";; esac; done' "$SLURMD_NODENAME" &
+    case $(sinfo -h -N -n "$0" -o %T)$(scontrol -o show job "$SLURM_JOB_ID") in
+    down*" JobState=RUNNING "*" Restarts=$1 "*) exec scontrol requeue "$SLURM_JOB_ID";;
+    esac; done' "$SLURMD_NODENAME" "${{SLURM_RESTART_COUNT:-0}}" &
 exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --auto_requeue \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "state", "restarts", "requeues"),
+    [("down*", "RUNNING", 1, 1), ("idle", "RUNNING", 1, 0), ("down*", "CANCELLED", 1, 0), ("down*", "RUNNING", 2, 0)],
+)
+def test_a_lost_first_host_requeues_this_start_of_the_job(
+    tmp_path: Path, host: str, state: str, restarts: int, requeues: int
+) -> None:
+    """A guard that SLURM left on a host that was cut off must not start a job again that has ended or has other hosts."""
+    programs = {
+        "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
+        "sleep": f"mkdir {shlex.quote(str(tmp_path / 'slept'))}",  # fails the second time
+        "sinfo": f"echo '{host}'",
+        "scontrol": f'[ "$1" != requeue ] || exec echo "$@"; echo "A=1 JobState={state} B=2 Restarts={restarts} C=3"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node1", "SLURM_RESTART_COUNT": "1"}
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", GUARD + " wait"], capture_output=True, text=True, env={**os.environ, **job, **paths}
+    )
+    assert done.stdout.splitlines() == ["requeue 7"] * requeues
 
 
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
