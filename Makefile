@@ -65,8 +65,9 @@ lint: $(READY)
 	"$(PYTHON)" -m mypy
 	"$(PYTHON)" -c 'import importlinter.cli; importlinter.cli.lint_imports_command()' --no-logo --no-cache
 
-# One worker per core runs whole modules, the longest first (tests/conftest.py).
-PYTEST := "$(PYTHON)" -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder
+# One worker per core runs whole modules, the longest first (tests/conftest.py), and one more the cluster's tests, which mostly wait.
+WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+PYTEST := "$(PYTHON)" -m pytest -q --no-loadscope-reorder -n $(WORKERS)
 
 unit: $(READY)
 	$(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
@@ -75,7 +76,7 @@ end-to-end: $(READY)
 	$(PYTEST) -m 'end_to_end and not gpu' tests
 
 test: lint $(READY)
-	$(PYTEST) -m 'not gpu' --durations 15 tests
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m 'not gpu' --durations 15 tests
 
 test-processors: $(READY)
 	"$(PYTHON)" .ci/processors.py $(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)

@@ -135,15 +135,19 @@ def signal_step(job: str, name: str, number: signal.Signals) -> None:
                 ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
 
 
-def requeue(job: str, without: Sequence[str]) -> str | None:
+def requeue(job: str, start: int, without: Sequence[str]) -> str | None:
     """Requeue this job, if possible without some hosts. Return the error if SLURM doesn't requeue it, else None.
 
-    Requeueing ends this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can
+    If SLURM has ended start number `start`, which a host that was cut off doesn't know, the job is left alone. Requeueing ends
+    this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can
     exclude others while the job is pending. If that fails, the next start avoids these hosts if it can.
     """
     lost = lost_nodes(without) if without else {}
     try:
         excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""
+        shown = ask(["scontrol", "-o", "show", "job", job])
+        if f" Restarts={start} " not in shown or re.search(rf" JobState=({'|'.join(OVER)}) ", shown):
+            return f"SLURM has ended start {start} of job {job} already"
         ask(["scontrol", "requeue", job])
     except UserError as error:
         return str(error)

@@ -18,14 +18,14 @@ SCRIPTS = {
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
     "sinfo": """[ "$3" != -p ] || names="${4//,/|}"; grep -E "^(${names-.*})[*]?[| ]" partitions || :""",
-    "scontrol": 'echo "$*" >> asked',
+    "scontrol": 'if [ "$2" = show ]; then cat job; else echo "$*" >> asked; fi',
     "sacct": "cat accounting",
 }
 
 
 @dataclass
 class FakeSlurm:
-    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo).
+    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), `job` (scontrol).
     `refuse_test` is the error of `sbatch --test-only`."""
 
     folder: Path

@@ -42,16 +42,31 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     assert states_of([]) == {"7": ("RUNNING", "None")}, "one of three tries must succeed"
 
 
+RUNNING = "JobId=42 JobState=RUNNING Requeue=1 Restarts=1 BatchFlag=1"
+
+
+@pytest.mark.parametrize(
+    "shown", [RUNNING.replace("Restarts=1", "Restarts=2"), RUNNING.replace("RUNNING", "CANCELLED")]
+)
+def test_a_start_that_slurm_has_ended_requeues_nothing(slurm: FakeSlurm, shown: str) -> None:
+    slurm.write("job", shown)
+    assert "has ended start 1" in str(requeue("42", 1, []))
+    assert slurm.lines("asked") == []
+
+
 def test_another_start(slurm: FakeSlurm) -> None:
     """Requeueing ends the job, so it comes first. SLURM itself avoids hosts that are down."""
     slurm.write("queue", "n[8-9]\n")
     slurm.write("partitions", "n1 idle\nn3 down*\n")
-    assert requeue("42", []) is None
-    assert requeue("42", ["n1", "n3"]) is None
-    assert requeue("42", ["n3"]) is None
+    slurm.write("job", RUNNING)
+    assert requeue("42", 1, []) is None
+    assert requeue("42", 1, ["n1", "n3"]) is None
+    assert requeue("42", 1, ["n3"]) is None
     excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
     assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42"]
-    slurm.write("scontrol", '#!/bin/sh\n[ "$1" != update ] || { echo no right >&2; exit 1; }\n')
-    assert requeue("42", ["n1"]) is None
-    slurm.write("scontrol", "#!/bin/sh\necho job requeue disabled >&2\nexit 1\n")
-    assert requeue("42", ["n1"]) == "scontrol requeue 42: job requeue disabled"
+    slurm.write("scontrol", f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n')
+    assert requeue("42", 1, ["n1"]) is None
+    slurm.write(
+        "scontrol", f'#!/bin/sh\n[ "$1" != requeue ] || {{ echo requeue disabled >&2; exit 1; }}; echo "{RUNNING}"\n'
+    )
+    assert requeue("42", 1, ["n1"]) == "scontrol requeue 42: requeue disabled"
