@@ -20,9 +20,10 @@ TRAINING_TIME = "1-00:00:00"
 GUARD = """\
 # With --no-kill, a job that loses its first host would go on without its script. Ended jobs and later starts are left alone.
 srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
-    case $(sinfo -h -N -n "$0" -o %T)$(scontrol -o show job "$SLURM_JOB_ID") in
-    down*" JobState=RUNNING "*" Restarts=$1 "*) exec scontrol requeue "$SLURM_JOB_ID";;
-    esac; done' "$SLURMD_NODENAME" "${SLURM_RESTART_COUNT:-0}" &"""
+    case $(sinfo -h -N -n "$1" -o %T)$(scontrol -o show job "$0") in
+    down*" JobState=RUNNING "*" Restarts=$2 "*) exec scontrol requeue "$0";;
+    esac; done' "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}" "$SLURMD_NODENAME" \\
+    "${SLURM_RESTART_COUNT:-0}" &"""
 
 
 @dataclass(frozen=True)

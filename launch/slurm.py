@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import signal
@@ -135,13 +136,16 @@ def signal_step(job: str, name: str, number: signal.Signals) -> None:
                 ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
 
 
-def requeue(job: str, start: int, without: Sequence[str]) -> str | None:
+def requeue(start: int, without: Sequence[str]) -> str | None:
     """Requeue this job, if possible without some hosts. Return the error if SLURM doesn't requeue it, else None.
 
     If SLURM has ended start number `start`, which a host that was cut off doesn't know, the job is left alone. Requeueing ends
-    this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can
-    exclude others while the job is pending. If that fails, the next start avoids these hosts if it can.
+    this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can exclude others
+    while the job is pending. If that fails, the next start avoids these hosts if it can.
     """
+    job = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # one task's job id is that of the whole array
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     lost = lost_nodes(without) if without else {}
     try:
         excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""

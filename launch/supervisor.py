@@ -184,7 +184,7 @@ class RunningJob:
                 signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
             without = self.excluded()
             _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
-            if problem := slurm.requeue(self.job, self.start, without):
+            if problem := slurm.requeue(self.start, without):
                 _say(f"warning: {problem}")
         return outcome.exit_code
 

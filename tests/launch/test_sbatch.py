@@ -63,11 +63,7 @@ folders=(/jobs/one)
 folder=${{folders[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
-# With --no-kill, a job that loses its first host would go on without its script. Ended jobs and later starts are left alone.
-srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
-    case $(sinfo -h -N -n "$0" -o %T)$(scontrol -o show job "$SLURM_JOB_ID") in
-    down*" JobState=RUNNING "*" Restarts=$1 "*) exec scontrol requeue "$SLURM_JOB_ID";;
-    esac; done' "$SLURMD_NODENAME" "${{SLURM_RESTART_COUNT:-0}}" &
+{GUARD}
 exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --auto_requeue \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
@@ -75,13 +71,20 @@ exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1
 
 
 @pytest.mark.parametrize(
-    ("host", "state", "restarts", "requeues"),
-    [("down*", "RUNNING", 1, 1), ("idle", "RUNNING", 1, 0), ("down*", "CANCELLED", 1, 0), ("down*", "RUNNING", 2, 0)],
+    ("host", "state", "restarts", "requeued"),
+    [
+        ("down*", "RUNNING", 1, "7"),
+        ("idle", "RUNNING", 1, ""),
+        ("down*", "CANCELLED", 1, ""),
+        ("down*", "RUNNING", 2, ""),
+    ],
 )
+@pytest.mark.parametrize("array", [{}, {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}], ids=["job", "array"])
 def test_a_lost_first_host_requeues_this_start_of_the_job(
-    tmp_path: Path, host: str, state: str, restarts: int, requeues: int
+    tmp_path: Path, array: dict[str, str], host: str, state: str, restarts: int, requeued: str
 ) -> None:
-    """A guard that SLURM left on a host that was cut off must not start a job again that has ended or has other hosts."""
+    """A guard that SLURM left on a host that was cut off must not start a job again that has ended or has other hosts, nor
+    the other tasks of an array."""
     programs = {
         "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
         "sleep": f"mkdir {shlex.quote(str(tmp_path / 'slept'))}",  # fails the second time
@@ -91,12 +94,12 @@ def test_a_lost_first_host_requeues_this_start_of_the_job(
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node1", "SLURM_RESTART_COUNT": "1"}
+    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node1", "SLURM_RESTART_COUNT": "1", **array}
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", GUARD + " wait"], capture_output=True, text=True, env={**os.environ, **job, **paths}
     )
-    assert done.stdout.splitlines() == ["requeue 7"] * requeues
+    assert done.stdout == (f"requeue {requeued}{'_2' * bool(array)}\n" if requeued else ""), done.stderr
 
 
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:

@@ -48,25 +48,34 @@ RUNNING = "JobId=42 JobState=RUNNING Requeue=1 Restarts=1 BatchFlag=1"
 @pytest.mark.parametrize(
     "shown", [RUNNING.replace("Restarts=1", "Restarts=2"), RUNNING.replace("RUNNING", "CANCELLED")]
 )
-def test_a_start_that_slurm_has_ended_requeues_nothing(slurm: FakeSlurm, shown: str) -> None:
+def test_a_start_that_slurm_has_ended_requeues_nothing(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
     slurm.write("job", shown)
-    assert "has ended start 1" in str(requeue("42", 1, []))
+    assert "has ended start 1" in str(requeue(1, []))
     assert slurm.lines("asked") == []
 
 
-def test_another_start(slurm: FakeSlurm) -> None:
+def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requeueing ends the job, so it comes first. SLURM itself avoids hosts that are down."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
     slurm.write("queue", "n[8-9]\n")
     slurm.write("partitions", "n1 idle\nn3 down*\n")
     slurm.write("job", RUNNING)
-    assert requeue("42", 1, []) is None
-    assert requeue("42", 1, ["n1", "n3"]) is None
-    assert requeue("42", 1, ["n3"]) is None
+    assert requeue(1, []) is None
+    assert requeue(1, ["n1", "n3"]) is None
+    assert requeue(1, ["n3"]) is None
     excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
     assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42"]
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")  # `scontrol requeue 42` would restart all of the array's tasks
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert requeue(1, []) is None
+    assert slurm.lines("asked")[-1] == "requeue 42_3"
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
     slurm.write("scontrol", f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n')
-    assert requeue("42", 1, ["n1"]) is None
+    assert requeue(1, ["n1"]) is None
     slurm.write(
         "scontrol", f'#!/bin/sh\n[ "$1" != requeue ] || {{ echo requeue disabled >&2; exit 1; }}; echo "{RUNNING}"\n'
     )
-    assert requeue("42", 1, ["n1"]) == "scontrol requeue 42: requeue disabled"
+    assert requeue(1, ["n1"]) == "scontrol requeue 42: requeue disabled"
