@@ -177,14 +177,23 @@ def stop_or_fail(
     raise stop
 
 
-def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None:
-    """Print what was trained, commands to evaluate and export the model, and warnings; draw the run's curves."""
+def next_commands(run: RunSettings) -> list[str]:
+    """Return commands that evaluate the trained model and export it, if transformers or open_clip has its sizes."""
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
+    commands, preset = [f"clap-evaluate {folder} {evaluation}"], run.clap.preset()
+    if preset.text.pooling == "cls_pooler":
+        commands.append(f"clap-export {folder} FOLDER")
+    elif preset.text.hub_name and not preset.open_clip:
+        commands.append(f"clap-export {folder} FOLDER --format open_clip")
+    return commands
+
+
+def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None:
+    """Print what was trained, what to do next, and warnings; draw the run's curves."""
+    end = state.reached(run.clap.train.target_metrics) or "done"
     print(
-        f"{state.reached(run.clap.train.target_metrics) or 'done'}: {state.samples:,} samples in {state.step:,} steps. To"
-        f" evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
-        flush=True,
+        f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:", *next_commands(run), sep="\n  ", flush=True
     )
     try:
         from clap_ds.analysis.plot_run import draw_runs

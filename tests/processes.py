@@ -91,7 +91,9 @@ class Command:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None and self._process.pid:
-            with contextlib.suppress(ProcessLookupError):  # its end is known to the fork server, not yet to this process
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # its end is known to the fork server, not yet to this process
                 os.kill(self._process.pid, number)
 
     def kill(self) -> None:

@@ -107,7 +107,13 @@ def explain(details: Any, root: Any) -> str:
     kind = details["type"]
     if kind == "extra_forbidden":
         return f"{field}: no such field{did_you_mean(field, [*_fields(root)])}"
-    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    says_found = kind in ("missing", "value_error") or kind.startswith("union_tag")
-    found = "" if says_found else f", found {json.dumps(details['input'], default=str)}"
-    return f"{field}: {message[0].lower()}{message[1:]}{found}"
+    message, value, about = details["msg"], details["input"], details.get("ctx", {})
+    if kind == "union_tag_invalid":
+        field, value = f"{field}.{about['discriminator'].strip(chr(39))}", about["tag"]
+        message = f"expected {about['expected_tags'].replace(', ', ' or ')}"
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
+    says_found = kind in ("missing", "value_error", "union_tag_not_found")
+    found = "" if says_found else f", found {json.dumps(value, default=str)}"
+    names = re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
+    near = did_you_mean(str(value), names, most_listed=0)
+    return f"{field}: {message[0].lower()}{message[1:]}{found}{near}"

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +35,20 @@ DEEPSPEED_FIELDS: dict[str, Any] = {
 }
 """Type and default of the top-level DeepSpeed fields that data-parallel CLAP training uses. DeepSpeed silently ignores unknown
 names, so a typo would change the run."""
+_WARMUP = "warmup_num_steps warmup_type"
+SCHEDULES = {name: fields.split() for name, fields in {
+    "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+    "OneCycle": """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count
+        cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate""",
+    "WarmupLR": f"warmup_min_lr warmup_max_lr {_WARMUP}",
+    "WarmupDecayLR": f"total_num_steps warmup_min_lr warmup_max_lr {_WARMUP}",
+    "WarmupCosineLR": f"total_num_steps warmup_min_ratio cos_min_ratio {_WARMUP}",
+    "WarmupStableDecayLR": "total_num_steps decay_num_steps warmup_num_steps min_ratio decay_power",
+}.items()}  # fmt: skip
+"""Fields of `scheduler.params` by `scheduler.type`. DeepSpeed also takes torch's schedulers."""
+_TORCH = """ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LinearLR MultiStepLR OneCycleLR
+PolynomialLR ReduceLROnPlateau StepLR"""
+WARMUP_TYPES = ("linear", "log")  # DeepSpeed takes others for log
 ADAM_PARAMS = _ADAM.split()
 """Fields of `optimizer.params` for Adam and AdamW: what DeepSpeed reads, and the arguments of its and torch's classes."""
 
@@ -158,15 +172,25 @@ def _check_deepspeed(content: dict[str, Any]) -> list[str]:
         "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
         " published runs)": "gradient_clipping" not in content,
     }
-    optimizer: dict[str, Any] = content.get("optimizer", {})
-    if str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        for name in optimizer.get("params") or ():
-            near = did_you_mean(name, ADAM_PARAMS, len(ADAM_PARAMS))
-            problems[f"optimizer.params.{name}: no such field{near}"] = name not in ADAM_PARAMS
     for name, package in (("wandb", "wandb"), ("comet", "comet_ml")):
         lacks = content.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
         problems[f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"] = lacks
-    return [problem for problem, is_there in problems.items() if is_there]
+    return [*_check_params(content), *(problem for problem, is_there in problems.items() if is_there)]
+
+
+def _check_params(content: dict[str, Any]) -> Iterator[str]:
+    """Yield unknown names and values in `optimizer` and `scheduler`, which DeepSpeed finds late or not at all."""
+    params = {"adam": ADAM_PARAMS, "adamw": ADAM_PARAMS, **SCHEDULES}
+    for section in ("optimizer", "scheduler"):
+        kind, given = str(content.get(section, {}).get("type")), content.get(section, {}).get("params") or {}
+        if section == "scheduler" and section in content and kind not in (*SCHEDULES, *_TORCH.split()):
+            yield f"scheduler.type: no scheduler {kind!r}{did_you_mean(kind, SCHEDULES)}"
+        known = params.get(kind.lower() if section == "optimizer" else kind, given)
+        for name in given:
+            if name not in (*known, "last_batch_iteration"):
+                yield f"{section}.params.{name}: no such field{did_you_mean(name, known, len(known))}"
+        if (warmup := given.get("warmup_type", "log")) not in WARMUP_TYPES:
+            yield f"{section}.params.warmup_type: expected linear or log, found {json.dumps(warmup)}"
 
 
 def _check_together(clap: ClapSettings, precision: str) -> list[str]:

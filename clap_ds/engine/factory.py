@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from clap_ds.config.schema import (
@@ -108,6 +109,9 @@ def wrap(
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
             parts: Any = {"model_parameters": parameter_groups(model, train), "optimizer": optimizer}
             engine, *_ = deepspeed.initialize(model=model, lr_scheduler=schedule, config=config, **parts)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ValueError(f"DeepSpeed rejects the configuration: {error.title}: {'; '.join(problems)}") from error
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"DeepSpeed rejects the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:

@@ -20,7 +20,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"model": {"preset": "htsat_tiny"}},
         r"no preset 'htsat_tiny'.*; expected one of clap_htsat_tiny_r.*; or the path of",
     ),
-    ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'webdataset'"),
+    ({"data": {"source": "shard"}}, r"clap\.data\.source: expected 'synthetic' or 'webdataset', found \"shard\"$"),
+    ({"data": {"source": "webdatset"}}, r"clap\.data\.source: .*; did you mean 'webdataset'\?"),
+    ({"compile": "tower"}, r"clap\.compile: expected .*, found \"tower\"; did you mean 'towers'\?"),
     ({"data": {"source": "webdataset", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
     (
         {"data": {"source": "synthetic", "placment": "host"}},
@@ -46,6 +48,11 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     (
         {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weigth_decay": 0.1}}},
         r"optimizer\.params\.weigth_decay: no such field; did you mean 'weight_decay'\?$",
+    ),
+    ({"scheduler": {"type": "WarmupCosinLR"}}, r"scheduler\.type: .* did you mean 'WarmupCosineLR'\?"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_step": 1, "warmup_type": "linera"}}},
+        r"(?s)warmup_num_step: no such field; did you mean 'warmup_num_steps'\?.*warmup_type: expected linear or log",
     ),
     ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
 ]
