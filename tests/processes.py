@@ -91,9 +91,8 @@ class Command:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None and self._process.pid:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # its end is known to the fork server, not yet to this process
+            # The fork server may know its end before this process does.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     def kill(self) -> None:
