@@ -182,9 +182,13 @@ def _check_params(content: dict[str, Any]) -> Iterator[str]:
     """Yield unknown names and values in `optimizer` and `scheduler`, which DeepSpeed finds late or not at all."""
     params = {"adam": ADAM_PARAMS, "adamw": ADAM_PARAMS, **SCHEDULES}
     for section in ("optimizer", "scheduler"):
-        kind, given = str(content.get(section, {}).get("type")), content.get(section, {}).get("params") or {}
-        if section == "scheduler" and section in content and kind not in (*SCHEDULES, *_TORCH.split()):
+        found = content.get(section) or {}
+        kind, given = str(found.get("type", "")), found.get("params") or {}
+        if section == "scheduler" and found and kind not in (*SCHEDULES, *_TORCH.split()):
             yield f"scheduler.type: no scheduler {kind!r}{did_you_mean(kind, SCHEDULES)}"
+        if not isinstance(given, Mapping):
+            yield f"{section}.params: expected an object, found {json.dumps(given)}"
+            continue
         known = params.get(kind.lower() if section == "optimizer" else kind, given)
         for name in given:
             if name not in (*known, "last_batch_iteration"):

@@ -49,6 +49,7 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weigth_decay": 0.1}}},
         r"optimizer\.params\.weigth_decay: no such field; did you mean 'weight_decay'\?$",
     ),
+    ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params: expected an object, found \[1\]"),
     ({"scheduler": {"type": "WarmupCosinLR"}}, r"scheduler\.type: .* did you mean 'WarmupCosineLR'\?"),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_step": 1, "warmup_type": "linera"}}},
