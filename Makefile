@@ -65,9 +65,9 @@ lint: $(READY)
 	"$(PYTHON)" -m mypy
 	"$(PYTHON)" -c 'import importlinter.cli; importlinter.cli.lint_imports_command()' --no-logo --no-cache
 
-# One worker per core runs whole modules, the longest first (tests/conftest.py), and one more the cluster's tests, which mostly wait.
-WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
-PYTEST := "$(PYTHON)" -m pytest -q --no-loadscope-reorder -n $(WORKERS)
+# One worker per core runs whole modules, the longest first (tests/conftest.py). OMP_NUM_THREADS would limit nproc.
+WORKERS := $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc); echo $$((cores < 4 ? cores : 4)))
+PYTEST = "$(PYTHON)" -m pytest -q --no-loadscope-reorder -n $(WORKERS)
 
 unit: $(READY)
 	$(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
@@ -75,8 +75,10 @@ unit: $(READY)
 end-to-end: $(READY)
 	$(PYTEST) -m 'end_to_end and not gpu' tests
 
+# One more worker runs the cluster's tests, which mostly wait.
+test: WORKERS := $(shell echo $$(($(WORKERS) + 1)))
 test: lint $(READY)
-	$(PYTEST) -n $$(($(WORKERS) + 1)) -m 'not gpu' --durations 15 tests
+	$(PYTEST) -m 'not gpu' --durations 15 tests
 
 test-processors: $(READY)
 	"$(PYTHON)" .ci/processors.py $(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)

@@ -109,7 +109,7 @@ def explain(details: Any, root: Any) -> str:
         return f"{field}: no such field{did_you_mean(field, [*_fields(root)])}"
     message, value, about = details["msg"], details["input"], details.get("ctx", {})
     if kind == "union_tag_invalid":
-        field, value = f"{field}.{about['discriminator'].strip(chr(39))}", about["tag"]
+        field, value = f"{field}." + about["discriminator"].strip("'"), about["tag"]
         message = f"expected {about['expected_tags'].replace(', ', ' or ')}"
     message = message.removeprefix("Value error, ").replace("Input should be", "expected")
     says_found = kind in ("missing", "value_error", "union_tag_not_found")

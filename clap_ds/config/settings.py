@@ -35,11 +35,12 @@ DEEPSPEED_FIELDS: dict[str, Any] = {
 }
 """Type and default of the top-level DeepSpeed fields that data-parallel CLAP training uses. DeepSpeed silently ignores unknown
 names, so a typo would change the run."""
-_WARMUP = "warmup_num_steps warmup_type"
+_LAST = "last_batch_iteration"
+_WARMUP = f"warmup_num_steps warmup_type {_LAST}"
 SCHEDULES = {name: fields.split() for name, fields in {
-    "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
-    "OneCycle": """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count
-        cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate""",
+    "LRRangeTest": f"lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase {_LAST}",
+    "OneCycle": f"""cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count
+        cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate {_LAST}""",
     "WarmupLR": f"warmup_min_lr warmup_max_lr {_WARMUP}",
     "WarmupDecayLR": f"total_num_steps warmup_min_lr warmup_max_lr {_WARMUP}",
     "WarmupCosineLR": f"total_num_steps warmup_min_ratio cos_min_ratio {_WARMUP}",
@@ -48,6 +49,7 @@ SCHEDULES = {name: fields.split() for name, fields in {
 """Fields of `scheduler.params` by `scheduler.type`. DeepSpeed also takes torch's schedulers."""
 _TORCH = """ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LinearLR MultiStepLR OneCycleLR
 PolynomialLR ReduceLROnPlateau StepLR"""
+TORCH_SCHEDULES = _TORCH.split()
 WARMUP_TYPES = ("linear", "log")  # DeepSpeed takes others for log
 ADAM_PARAMS = _ADAM.split()
 """Fields of `optimizer.params` for Adam and AdamW: what DeepSpeed reads, and the arguments of its and torch's classes."""
@@ -184,14 +186,14 @@ def _check_params(content: dict[str, Any]) -> Iterator[str]:
     for section in ("optimizer", "scheduler"):
         found = content.get(section) or {}
         kind, given = str(found.get("type", "")), found.get("params") or {}
-        if section == "scheduler" and found and kind not in (*SCHEDULES, *_TORCH.split()):
+        if section == "scheduler" and found and kind not in (*SCHEDULES, *TORCH_SCHEDULES):
             yield f"scheduler.type: no scheduler {kind!r}{did_you_mean(kind, SCHEDULES)}"
         if not isinstance(given, Mapping):
             yield f"{section}.params: expected an object, found {json.dumps(given)}"
             continue
         known = params.get(kind.lower() if section == "optimizer" else kind, given)
         for name in given:
-            if name not in (*known, "last_batch_iteration"):
+            if name not in known:
                 yield f"{section}.params.{name}: no such field{did_you_mean(name, known, len(known))}"
         if (warmup := given.get("warmup_type", "log")) not in WARMUP_TYPES:
             yield f"{section}.params.warmup_type: expected linear or log, found {json.dumps(warmup)}"

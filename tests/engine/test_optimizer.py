@@ -13,7 +13,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
-from clap_ds.config.settings import ADAM_PARAMS, SCHEDULES, load_run
+from clap_ds.config.settings import ADAM_PARAMS, SCHEDULES, TORCH_SCHEDULES, load_run
 from clap_ds.engine.factory import takes_flat_adamw
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
 from clap_ds.engine.schedule import WarmupStableDecayLR
@@ -144,4 +144,5 @@ def test_known_options_of_schedules_are_those_of_the_classes() -> None:
     assert {*SCHEDULES} == {*lr_schedules.VALID_LR_SCHEDULES, "WarmupStableDecayLR"}
     for name, fields in SCHEDULES.items():
         schedule = getattr(lr_schedules, name, WarmupStableDecayLR)
-        assert {*fields} == {*inspect.signature(schedule).parameters} - {"optimizer", "last_batch_iteration"}
+        assert {*fields} == {*inspect.signature(schedule).parameters} - {"optimizer"}
+    assert {*TORCH_SCHEDULES} <= {*torch.optim.lr_scheduler.__all__}
