@@ -6,34 +6,64 @@ DeepSpeed would misread `node[1-2] slots=4` as one host's name. Hosts come in th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterator, Mapping
 
 from clap_ds.config.files import read_bytes
 
 PORTS = range(16000, 32000)
 """Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by default."""
-_RANGE = r"\d+(?:-\d+)?"
-_NODES = re.compile(rf"(\w[\w.-]*)(?:\[({_RANGE}(?:,{_RANGE})*)\])?([\w.-]*)", re.ASCII)
+MOST_HOSTS = 65536
+"""SLURM's own limit for a range of nodes."""
+_RANGE = r"\d{1,18}(?:-\d{1,18})?"
+_NODES = re.compile(rf"(?=[\w[])[\w.-]*(?:\[{_RANGE}(?:,{_RANGE})*\][\w.-]*){{0,2}}", re.ASCII)
+_HOSTS = re.compile(r"(?:\w[\w.-]*\n)+", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_EXPECTED = "expected a node list such as a[01-03,7],b (others only where scontrol is installed), found"
+
+
+def expand_by_slurm(nodelist: str) -> list[str]:
+    """Expand a node list by `scontrol show hostnames` if it answers, else by `expand`. Raises ValueError if malformed."""
+    # scontrol doesn't limit its output, and exits with 0 for lists that it rejects or misreads. `!` is no host.
+    command = f'{{ timeout 10 scontrol show hostnames -- "$1" || echo !; }} | head -n {MOST_HOSTS + 1}'
+    output = subprocess.run(["sh", "-c", command, "sh", nodelist], capture_output=True, text=True).stdout
+    hosts = output.splitlines()
+    is_valid = _HOSTS.fullmatch(output) and len({*hosts}) == len(hosts) <= MOST_HOSTS
+    return hosts if is_valid else expand(nodelist)
 
 
 def expand(nodelist: str) -> list[str]:
-    """Expand a SLURM node list such as `a[01-03,7],b-ib0`. Raises ValueError if it is malformed.
-    A range's lower end sets the zero padding."""
-    hosts: list[str] = []
-    for term in re.split(r",(?![^\[]*\])", nodelist.strip()):  # at commas outside brackets
-        if not (match := _NODES.fullmatch(term)):
-            raise ValueError(f"expected a node list such as a[01-03,7],b, found {nodelist!r}")
-        before, ranges, after = match.groups()
-        for part in ranges.split(",") if ranges else [""]:
-            low, _, high = part.partition("-")
-            numbers = range(int(low), int(high or low) + 1) if part else [""]
-            hosts += [f"{before}{str(number).zfill(len(low))}{after}" for number in numbers]
+    """Expand a SLURM node list such as `a[01-03,7],r[1-2]n[1-4]` without SLURM. Raises ValueError if it is malformed."""
+    hosts = [*itertools.islice(_expand_terms(nodelist), MOST_HOSTS + 1)]
+    if len({*hosts}) < len(hosts) or len(hosts) > MOST_HOSTS:
+        raise ValueError(f"{_EXPECTED} a host twice, or more than {MOST_HOSTS:,}, in {nodelist!r}")
     return hosts
+
+
+def _expand_terms(nodelist: str) -> Iterator[str]:
+    for term in re.split(r"(?:\s*,\s*|\s+)(?![^\[]*\])", nodelist.strip()):  # outside brackets
+        if not _NODES.fullmatch(term):
+            raise ValueError(f"{_EXPECTED} {term!r} in {nodelist!r}")
+        parts = re.split(r"[\[\]]", term)  # alternately text and ranges
+        choices = [_expand_ranges(part) if position % 2 else [part] for position, part in enumerate(parts)]
+        yield from map("".join, itertools.product(*choices))
+
+
+def _expand_ranges(ranges: str) -> list[str]:
+    """Expand a bracket's content. A range's lower end sets the zero padding."""
+    expanded: list[str] = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        numbers = range(int(low), int(high or low) + 1)
+        if not 0 < len(numbers) <= MOST_HOSTS:
+            raise ValueError(f"{_EXPECTED} {part!r}, a range of {len(numbers):,} hosts")
+        expanded += [str(number).zfill(len(low)) for number in numbers]
+    return expanded
 
 
 def this_host() -> str:
@@ -51,7 +81,7 @@ def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) 
         raise ValueError(
             "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-hostfile"
         )
-    hosts = expand(nodelist)
+    hosts = expand_by_slurm(nodelist)
     gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")  # `4`, `h100:4`
     asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
     tasks = parse_tasks(environment["SLURM_TASKS_PER_NODE"]) if asked else []
