@@ -20,10 +20,14 @@ PORTS = range(16000, 32000)
 """Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by default."""
 MOST_HOSTS = 65536
 """SLURM's own limit for a range of nodes."""
+STEP_GPUS = ("SLURM_GPUS_ON_NODE",)
+"""GPUs of a host with one task. A step inherits its job's request, too, but may have fewer."""
+JOB_GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", *STEP_GPUS)
 _RANGE = r"\d{1,18}(?:-\d{1,18})?"
 _NODES = re.compile(rf"(?=[\w[])[\w.-]*(?:\[{_RANGE}(?:,{_RANGE})*\][\w.-]*){{0,2}}", re.ASCII)
 _HOSTS = re.compile(r"(?:\w[\w.-]*\n)+", re.ASCII)
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_TASKS = re.compile(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,4})\))?", re.ASCII)
+_GPUS = re.compile(r"(?:[\w.-]+:){0,2}(\d{1,9})", re.ASCII)
 _EXPECTED = "expected a node list such as a[01-03,7],b (others only where scontrol is installed), found"
 
 
@@ -71,32 +75,72 @@ def this_host() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) -> dict[str, int]:
-    """Return ranks per host of the allocation: `wanted`, or its tasks or, with one task per host, its GPUs.
+def slots_from_slurm(
+    environment: Mapping[str, str], wanted: int | None = None, remedy: str = "pass --slots N"
+) -> dict[str, int]:
+    """Return ranks per host of the allocation or srun step: `wanted`, or its tasks or, with one task per host, its GPUs.
 
     Only requested tasks count: SLURM invents a number for whole nodes (`--exclusive`). Raises ValueError outside an
-    allocation, or if the number is unknown.
+    allocation, or if the number is unknown, and says how to set it (`remedy`).
     """
-    if not (nodelist := environment.get("SLURM_JOB_NODELIST")):
+    if component := environment.get("SLURM_JOB_NODELIST_HET_GROUP_0"):
         raise ValueError(
-            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-hostfile"
+            f"SLURM_JOB_NODELIST_HET_GROUP_0={component}: heterogeneous jobs are not supported"
+            " (clap-hostfile --nodelist LIST --slots N describes a component)"
+        )
+    # srun sets both to the step's tasks, except in an interactive step (salloc's shell), which stands for the job.
+    tasks_per_node = environment.get("SLURM_TASKS_PER_NODE")
+    in_step = environment.get("SLURM_STEP_TASKS_PER_NODE", "") == tasks_per_node
+    variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
+    if not (nodelist := environment.get(variable)):
+        raise ValueError(
+            f"{variable} is not set: run inside an allocation, such as salloc's shell"
+            " (clap-hostfile --nodelist LIST --slots N works elsewhere, too)"
         )
     hosts = expand_by_slurm(nodelist)
-    gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")  # `4`, `h100:4`
-    asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
-    tasks = parse_tasks(environment["SLURM_TASKS_PER_NODE"]) if asked else []
-    if wanted is None and {*tasks} <= {1} and gpus:
-        wanted = int(gpus.rpartition(":")[2])
     if wanted is not None:
         return dict.fromkeys(hosts, wanted)
+
+    asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
+    tasks = parse_tasks(tasks_per_node) if asked and tasks_per_node else []
+    if tasks and len(tasks) != len(hosts):
+        raise ValueError(
+            f"SLURM_TASKS_PER_NODE={tasks_per_node} counts {len(tasks)} hosts, but {variable}={nodelist} names"
+            f" {len(hosts)}: {remedy}"
+        )
+    if max(tasks, default=1) == 1:
+        gpus = _count_gpus(environment, *(STEP_GPUS if in_step else JOB_GPUS))
+        total = _count_gpus(environment, "SLURM_GPUS")
+        if total and not in_step and total != gpus * len(hosts):
+            raise ValueError(
+                f"SLURM_GPUS={total} in all, but {gpus or 'an unknown number'} on each of {len(hosts)} hosts: {remedy}"
+            )
+        if gpus:
+            return dict.fromkeys(hosts, gpus)
     if not tasks:
-        raise ValueError("the allocation's ranks per host are unknown: pass --slots N, or allocate --gpus-per-node=N")
+        raise ValueError(f"the allocation's ranks per host are unknown: {remedy}, or allocate --gpus-per-node=N")
     return dict(zip(hosts, tasks, strict=True))
 
 
+def _count_gpus(environment: Mapping[str, str], *variables: str) -> int:
+    """Return the sum of the first variable that is set, such as `4` or `a100:2,h100:4`; 0 if none is."""
+    for variable in variables:
+        if counts := environment.get(variable):
+            parts = [_GPUS.fullmatch(part) for part in counts.split(",")]
+            if None in parts:
+                raise ValueError(f"{variable}: expected a number such as 4 or a100:2,h100:4, found {counts!r}")
+            return sum(int(part[1]) for part in parts if part)
+    return 0
+
+
 def parse_tasks(counts: str) -> list[int]:
-    """Parse SLURM's tasks per node: `4(x2),2` is [4, 4, 2]."""
-    return [int(count) for count, times in _TASKS.findall(counts) for _ in range(int(times or 1))]
+    """Parse SLURM's tasks per node: `4(x2),2` is [4, 4, 2]. Raises ValueError if they are malformed."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        if not (match := _TASKS.fullmatch(part)):
+            raise ValueError(f"SLURM_TASKS_PER_NODE: expected a list such as 4(x2),2, found {counts!r}")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 def format_hostfile(slots: Mapping[str, int]) -> str:

@@ -42,6 +42,9 @@ MALFORMED = [
 ]  # fmt: skip
 
 
+STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
+
+
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configure SLURM's commands, without which they don't answer."""
@@ -97,15 +100,42 @@ def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
         ("", None, "pass --slots"),
+        ("GPUS_PER_NODE=a100:2,h100:4", None, [6, 6]),
+        ("GPUS_PER_NODE=gpu:a100:4", None, [4, 4]),
+        ("GPUS_PER_NODE=many", None, "SLURM_GPUS_PER_NODE.*'many'"),
+        ("GPUS_ON_NODE=4,", None, "SLURM_GPUS_ON_NODE.*'4,'"),
+        ("GPUS_PER_NODE=0 TASKS_PER_NODE=1(x2) NTASKS=2", None, [1, 1]),
+        ("GPUS_PER_TASK=4 TASKS_PER_NODE=1(x2) NTASKS=2", None, [4, 4]),
+        ("GPUS_PER_TASK=2 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_ON_NODE=4", None, [2, 1]),
+        # --gpus=6 may give 4 to this host and 2 to the other. salloc tells only the total.
+        ("GPUS=6 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, "SLURM_GPUS=6"),
+        ("GPUS=8 TASKS_PER_NODE=1(x2) NTASKS=2", None, "SLURM_GPUS=8"),
+        ("GPUS=8 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, [4, 4]),
+        ("TASKS_PER_NODE=4,x NTASKS=6", None, "SLURM_TASKS_PER_NODE.*'4,x'"),
+        ("TASKS_PER_NODE=0(x2) NTASKS=6", None, r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
+        ("JOB_NODELIST=n[1-4] TASKS_PER_NODE=4(x2) NTASKS=8", None, r"TASKS_PER_NODE=4\(x2\).* 2 .*NODELIST=n\[1-4\]"),
+        ("JOB_NODELIST=n[1-4] TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=4", None, r"SLURM_TASKS_PER_NODE=1\(x2\)"),
+        ("NTASKS=2", None, "pass --slots"),
+        ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", 4, "heterogeneous"),
+        # srun -N2 -n3 in a job of four hosts, and with fewer GPUs than the job.
+        (f"{STEP} STEP_TASKS_PER_NODE=2,1 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_PER_NODE=4 GPUS_ON_NODE=1", None, [2, 1]),
+        (
+            f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_PER_NODE=4 GPUS_ON_NODE=1",
+            None,
+            [1, 1],
+        ),
+        (f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2", 3, [3, 3]),
+        # salloc's shell in an interactive step on the first host.
+        ("STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, [2, 2]),
     ],
 )
-def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
+def test_slots_of_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
     environment = dict(f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()])
     if isinstance(slots, str):
         with pytest.raises(ValueError, match=slots):
             slots_from_slurm(environment, wanted)
     else:
-        assert slots_from_slurm(environment, wanted) == dict(zip(["n1", "n2"], slots, strict=True))
+        assert slots_from_slurm(environment, wanted) == {f"n{number}": count for number, count in enumerate(slots, 1)}
 
 
 def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
