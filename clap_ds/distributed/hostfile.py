@@ -152,10 +152,11 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     slots: dict[str, int] = {}
     for line in read_bytes(path).decode().splitlines():
         text = line.partition("#")[0].strip()
-        if match := re.fullmatch(r"(\S+)\s+slots=([0-9]+)", text):
+        match = re.fullmatch(r"([^\s\[]+)\s+slots=([1-9][0-9]*)", text)  # DeepSpeed takes a[1-2] for one host
+        if match and match[1] not in slots:
             slots[match[1]] = int(match[2])
         elif text:
-            raise ValueError(f"{path}: expected 'HOST slots=N', found {line!r}")
+            raise ValueError(f"{path}: expected 'HOST slots=N', found {line!r} (each host once, no node lists)")
     return slots
 
 

@@ -159,7 +159,9 @@ def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
         slots_from_slurm({})
 
 
-def test_hostfile_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("n1 slots=4\nn2\n")
-    with pytest.raises(ValueError, match="expected 'HOST slots=N', found 'n2'"):
+@pytest.mark.parametrize("line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"])
+def test_hostfile_that_is_none_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hostfile").write_text(f"n1 slots=4\n{line}\n")
+    with pytest.raises(ValueError, match="expected 'HOST slots=N', found") as refusal:
         read_hostfile(tmp_path / "hostfile")
+    assert repr(line) in str(refusal.value)
