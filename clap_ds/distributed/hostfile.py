@@ -24,18 +24,19 @@ STEP_GPUS = ("SLURM_GPUS_ON_NODE",)
 """GPUs of a host with one task. A step inherits its job's request, too, but may have fewer."""
 JOB_GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", *STEP_GPUS)
 _RANGE = r"\d{1,18}(?:-\d{1,18})?"
-_NODES = re.compile(rf"(?=[\w[])[\w.-]*(?:\[{_RANGE}(?:,{_RANGE})*\][\w.-]*){{0,2}}", re.ASCII)
+_TERM = re.compile(rf"(?=[\w[])[\w.-]*(?:\[{_RANGE}(?:,{_RANGE})*\][\w.-]*)*", re.ASCII)
 _HOSTS = re.compile(r"(?:\w[\w.-]*\n)+", re.ASCII)
 _TASKS = re.compile(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,4})\))?", re.ASCII)
 _GPUS = re.compile(r"(?:[\w.-]+:){0,2}(\d{1,9})", re.ASCII)
-_EXPECTED = "expected a node list such as a[01-03,7],b (others only where scontrol is installed), found"
+_EXPECTED = "expected a node list such as a[01-03,7],b, found"
 
 
 def expand_by_slurm(nodelist: str) -> list[str]:
     """Expand a node list by `scontrol show hostnames` if it answers, else by `expand`. Raises ValueError if malformed."""
-    # scontrol doesn't limit its output, and exits with 0 for lists that it rejects or misreads. `!` is no host.
-    command = f'{{ timeout 10 scontrol show hostnames -- "$1" || echo !; }} | head -n {MOST_HOSTS + 1}'
-    output = subprocess.run(["sh", "-c", command, "sh", nodelist], capture_output=True, text=True).stdout
+    # scontrol misreads malformed lists (`n[1, 2]` as n1, n02), exits with 0, and doesn't limit its output. `!` is no host.
+    terms = ",".join(_split(nodelist))
+    command = f'{{ timeout 10 scontrol show hostnames "$1" || echo !; }} | head -n {MOST_HOSTS + 1}'
+    output = subprocess.run(["sh", "-c", command, "sh", terms], capture_output=True, text=True).stdout
     hosts = output.splitlines()
     is_valid = _HOSTS.fullmatch(output) and len({*hosts}) == len(hosts) <= MOST_HOSTS
     return hosts if is_valid else expand(nodelist)
@@ -49,10 +50,19 @@ def expand(nodelist: str) -> list[str]:
     return hosts
 
 
-def _expand_terms(nodelist: str) -> Iterator[str]:
-    for term in re.split(r"(?:\s*,\s*|\s+)(?![^\[]*\])", nodelist.strip()):  # outside brackets
-        if not _NODES.fullmatch(term):
+def _split(nodelist: str) -> list[str]:
+    """Split a node list at commas or spaces outside brackets."""
+    terms = re.split(r"(?:\s*,\s*|\s+)(?![^\[]*\])", nodelist.strip())
+    for term in terms:
+        if not _TERM.fullmatch(term):
             raise ValueError(f"{_EXPECTED} {term!r} in {nodelist!r}")
+    return terms
+
+
+def _expand_terms(nodelist: str) -> Iterator[str]:
+    for term in _split(nodelist):
+        if term.count("[") > 2:  # SLURM orders these hosts in a way of its own
+            raise ValueError(f"{_EXPECTED} {term!r}: run this where scontrol expands more than two brackets")
         parts = re.split(r"[\[\]]", term)  # alternately text and ranges
         choices = [_expand_ranges(part) if position % 2 else [part] for position, part in enumerate(parts)]
         yield from map("".join, itertools.product(*choices))
@@ -65,7 +75,7 @@ def _expand_ranges(ranges: str) -> list[str]:
         low, _, high = part.partition("-")
         numbers = range(int(low), int(high or low) + 1)
         if not 0 < len(numbers) <= MOST_HOSTS:
-            raise ValueError(f"{_EXPECTED} {part!r}, a range of {len(numbers):,} hosts")
+            raise ValueError(f"{_EXPECTED} {part!r}, not a rising range of at most {MOST_HOSTS:,}")
         expanded += [str(number).zfill(len(low)) for number in numbers]
     return expanded
 

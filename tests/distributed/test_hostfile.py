@@ -38,7 +38,7 @@ MALFORMED = [
     "", " ", "n[]", "n[1-2", "n1]", "n[1-2]]", "n[[1-2]]", "n[1,]", "n[,1]", "n[a-b]", "n[1-2-3]", "n[-2]", "n[1-3:2]",
     "n[ 1-2 ]", "n[1 2]", "n[5-3]", "n1,n[3-1]", "n1,n1", "n[1-3,2]", "user@n1", "n1;reboot", "n1 slots=4", "-oProxyCommand=x",
     "n{1,2}", "n(1-2)", "n\u00e91", "n[\u0661-\u0662]", "n[1-70000]", "n[1-100000000]",
-    "a[1-300]b[1-300]", "n[0-9999999999999999999999]",
+    "a[1-300]b[1-300]", "n[0-9999999999999999999999]", "n1,,n2", "n[1-]", "n[1, 2]", "n[+1]", "[1-9", "a,[1n",
 ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_expands() -> None:
     assert {nodelist: expand(nodelist) for nodelist in lists} == {name: hosts.split() for name, hosts in lists.items()}
 
 
-@pytest.mark.parametrize("nodelist", [*MALFORMED, "n1,,n2", "n[1-]", "a[1-2]b[1-2]c[1-2]"])
+@pytest.mark.parametrize("nodelist", [*MALFORMED, "a[1-2]b[1-2]c[1-2]"])
 def test_expand_malformed_is_refused(nodelist: str) -> None:
     with pytest.raises(ValueError, match="expected a node list"):
         expand(nodelist)
