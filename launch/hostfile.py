@@ -14,14 +14,17 @@ if not __package__:  # run as a file
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.distributed.hostfile import expand, format_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import expand_by_slurm, format_hostfile, slots_from_slurm
 
 
 def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
     """Write the hostfile to `output`, or print it."""
-    if nodelist is not None and slots is None:
+    if nodelist is None:
+        hosts = slots_from_slurm(os.environ, slots)
+    elif slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment does not describe these hosts")
-    hosts = dict.fromkeys(expand(nodelist), slots or 0) if nodelist is not None else slots_from_slurm(os.environ, slots)
+    else:
+        hosts = dict.fromkeys(expand_by_slurm(nodelist), slots)
     if output:
         write_atomically(output, format_hostfile(hosts))
     else:

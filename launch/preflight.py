@@ -131,7 +131,7 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
     site = load_site(arguments.cluster)
-    slots = slots_from_slurm(os.environ, site.gpus_per_node)
+    slots = slots_from_slurm(os.environ, site.gpus_per_node, "set gpus_per_node in the cluster profile")
     site.root().mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root()))
     problems, shown = evaluate(slots, start_ranks(slots, site, arguments.megabytes, folder), folder)

@@ -5,27 +5,88 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher.runner import fetch_hostfile
 
-from clap_ds.distributed.hostfile import expand, read_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import expand, expand_by_slurm, read_hostfile, slots_from_slurm
 from clap_ds.launch.hostfile import main
+from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
     "n1": "n1",
-    "a[01-03,7],b-ib0,c2[08-11].org": "a01 a02 a03 a7 b-ib0 c208.org c209.org c210.org c211.org",
+    "a[01-03,7],b-ib0,c2[08-11]": "a01 a02 a03 a7 b-ib0 c208 c209 c210 c211",
     "n[098-101]": "n098 n099 n100 n101",
+    "n[8-011]": "n8 n9 n10 n11",
     "n[99-0101]": "n99 n100 n101",
     "n[3,1-2],m,n4": "n3 n1 n2 m n4",
     "n[08-9,010-011]": "n08 n09 n010 n011",
+    "n[01,1,001]": "n01 n1 n001",
     "n1.site.org,m_3": "n1.site.org m_3",
+    "r[1-2]n[01-02],x": "r1n01 r1n02 r2n01 r2n02 x",
+    "r[2,1]-[9-10]": "r2-9 r2-10 r1-9 r1-10",
+    "n[1-2][3-4]": "n13 n14 n23 n24",
+    "[1-3]": "1 2 3",
+    "10.0.0.[9-10]": "10.0.0.9 10.0.0.10",
+    " n1 , n2\nn3 ": "n1 n2 n3",
 }
+SUFFIXES = {
+    "c[08-11].org": "c08.org c09.org c10.org c11.org",
+    "n[1-2]-ib[0-1].x": "n1-ib0.x n1-ib1.x n2-ib0.x n2-ib1.x",
+}
+"""SLURM 22.05 rejects these."""
+MALFORMED = [
+    "", " ", "n[]", "n[1-2", "n1]", "n[1-2]]", "n[[1-2]]", "n[1,]", "n[,1]", "n[a-b]", "n[1-2-3]", "n[-2]", "n[1-3:2]",
+    "n[ 1-2 ]", "n[1 2]", "n[5-3]", "n1,n[3-1]", "n1,n1", "n[1-3,2]", "user@n1", "n1;reboot", "n1 slots=4", "-oProxyCommand=x",
+    "n{1,2}", "n(1-2)", "n\u00e91", "n[\u0661-\u0662]", "n[1-70000]", "n[1-100000000]",
+    "a[1-300]b[1-300]", "n[0-9999999999999999999999]", "n1,,n2", "n[1-]", "n[1, 2]", "n[+1]", "[1-9", "a,[1n",
+]  # fmt: skip
+
+
+STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configure SLURM's commands, without which they don't answer."""
+    needs.programs("scontrol")
+    nodes = "ClusterName=test\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=all Nodes=ALL\n"
+    (tmp_path / "slurm.conf").write_text(nodes)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
 
 def test_expands() -> None:
-    assert {nodelist: expand(nodelist) for nodelist in LISTS} == {name: hosts.split() for name, hosts in LISTS.items()}
-    for nodelist in ("", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n[a-b]"):
+    lists = {**LISTS, **SUFFIXES}
+    assert {nodelist: expand(nodelist) for nodelist in lists} == {name: hosts.split() for name, hosts in lists.items()}
+
+
+@pytest.mark.parametrize("nodelist", [*MALFORMED, "a[1-2]b[1-2]c[1-2]"])
+def test_expand_malformed_is_refused(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="expected a node list"):
+        expand(nodelist)
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_expand_equals_scontrol() -> None:
+    command = ["scontrol", "show", "hostnames"]
+    shown = {nodelist: subprocess.check_output([*command, nodelist], text=True).split() for nodelist in LISTS}
+    assert shown == {nodelist: expand(nodelist) for nodelist in LISTS}
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_expand_by_slurm_adds_what_only_scontrol_reads() -> None:
+    assert expand_by_slurm("a[1-2]b[1]c[3]") == ["a1b1c3", "a2b1c3"]
+    assert expand_by_slurm("c[1-2].org") == ["c1.org", "c2.org"]  # by either
+    for nodelist in MALFORMED:
         with pytest.raises(ValueError, match="expected a node list"):
-            expand(nodelist)
+            expand_by_slurm(nodelist)
+
+
+def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script in ("exit 1", "echo n1; exit 1", "echo n1; echo 'error: x'"):
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        assert expand_by_slurm("n[1-2]") == ["n1", "n2"]
 
 
 @pytest.mark.parametrize(
@@ -39,22 +100,49 @@ def test_expands() -> None:
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
         ("", None, "pass --slots"),
+        ("GPUS_PER_NODE=a100:2,h100:4", None, [6, 6]),
+        ("GPUS_PER_NODE=gpu:a100:4", None, [4, 4]),
+        ("GPUS_PER_NODE=many", None, "SLURM_GPUS_PER_NODE.*'many'"),
+        ("GPUS_ON_NODE=4,", None, "SLURM_GPUS_ON_NODE.*'4,'"),
+        ("GPUS_PER_NODE=0 TASKS_PER_NODE=1(x2) NTASKS=2", None, [1, 1]),
+        ("GPUS_PER_TASK=4 TASKS_PER_NODE=1(x2) NTASKS=2", None, [4, 4]),
+        ("GPUS_PER_TASK=2 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_ON_NODE=4", None, [2, 1]),
+        # --gpus=6 may give 4 to this host and 2 to the other. salloc tells only the total.
+        ("GPUS=6 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, "SLURM_GPUS=6"),
+        ("GPUS=8 TASKS_PER_NODE=1(x2) NTASKS=2", None, "SLURM_GPUS=8"),
+        ("GPUS=8 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, [4, 4]),
+        ("TASKS_PER_NODE=4,x NTASKS=6", None, "SLURM_TASKS_PER_NODE.*'4,x'"),
+        ("TASKS_PER_NODE=0(x2) NTASKS=6", None, r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
+        ("JOB_NODELIST=n[1-4] TASKS_PER_NODE=4(x2) NTASKS=8", None, r"TASKS_PER_NODE=4\(x2\).* 2 .*NODELIST=n\[1-4\]"),
+        ("JOB_NODELIST=n[1-4] TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=4", None, r"SLURM_TASKS_PER_NODE=1\(x2\)"),
+        ("NTASKS=2", None, "pass --slots"),
+        ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", 4, "heterogeneous"),
+        # srun -N2 -n3 in a job of four hosts, and with fewer GPUs than the job.
+        (f"{STEP} STEP_TASKS_PER_NODE=2,1 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_PER_NODE=4 GPUS_ON_NODE=1", None, [2, 1]),
+        (
+            f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_PER_NODE=4 GPUS_ON_NODE=1",
+            None,
+            [1, 1],
+        ),
+        (f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2", 3, [3, 3]),
+        # salloc's shell in an interactive step on the first host.
+        ("STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, [2, 2]),
     ],
 )
-def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
+def test_slots_of_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
     environment = dict(f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()])
     if isinstance(slots, str):
         with pytest.raises(ValueError, match=slots):
             slots_from_slurm(environment, wanted)
     else:
-        assert slots_from_slurm(environment, wanted) == dict(zip(["n1", "n2"], slots, strict=True))
+        assert slots_from_slurm(environment, wanted) == {f"n{number}": count for number, count in enumerate(slots, 1)}
 
 
 def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "hostfile"
     assert main(["--nodelist", "n[09-10]", "--slots", "4", "--output", str(output)]) == 0
     assert output.read_text() == "n09 slots=4\nn10 slots=4\n"
-    assert read_hostfile(output) == {"n09": 4, "n10": 4}
+    assert read_hostfile(output) == fetch_hostfile(str(output)) == {"n09": 4, "n10": 4}
     assert main(["--nodelist", "n[1-", "--slots", "4", "--output", str(output)]) == 2
     assert "expected a node list" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["n09 slots=4\nn10 slots=4\n"]
@@ -71,7 +159,9 @@ def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
         slots_from_slurm({})
 
 
-def test_hostfile_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("n1 slots=4\nn2\n")
-    with pytest.raises(ValueError, match="expected 'HOST slots=N', found 'n2'"):
+@pytest.mark.parametrize("line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"])
+def test_hostfile_that_is_none_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hostfile").write_text(f"n1 slots=4\n{line}\n")
+    with pytest.raises(ValueError, match="expected 'HOST slots=N', found") as refusal:
         read_hostfile(tmp_path / "hostfile")
+    assert repr(line) in str(refusal.value)
