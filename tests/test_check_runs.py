@@ -22,6 +22,7 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
         "good": micro_run(clap={"train": {"max_samples": 64}}),
         "no_samples": micro_run(),
         "windws": micro_run(clap={"bench": {"windws": 2}}),
+        "enable": micro_run(torch_autocast={"enable": True}),
         "zwei": micro_run(train_micro_batch_size_per_gpu="zwei"),
     }
     for name, run in runs.items():
@@ -39,6 +40,7 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
     assert [re.sub("^.*/", "", line)[:44] for line in said] == [
         "no_samples.json: clap.train: max_samples and",
         "windws.json: clap.bench.windws: no such fiel",
+        "enable.json: torch_autocast.enable: no such ",
         "zwei.json: train_micro_batch_size_per_gpu: e",
     ]
 

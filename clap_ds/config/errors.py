@@ -13,6 +13,8 @@ USER_ERROR = 2
 """Exit code of a run rejected for a user error."""
 INTERRUPTED = 130
 MOST_SHOWN = 5
+UNION_TAGS = ("synthetic", "webdataset", "array", "integer", "number", "string")
+"""Parts that pydantic adds to a field's place: kinds of `data`, and JSON types of DeepSpeed's fields."""
 
 
 EXTRAS = {
@@ -80,10 +82,17 @@ def run_alone(main: Callable[[], object]) -> NoReturn:
 
 def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) -> str:
     """Return a hint about an unknown name: the nearest candidate, or all if they are few."""
-    close = difflib.get_close_matches(name, candidates, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    near = find_near(name, candidates)
+    if near is not None:
+        return f"; did you mean {near!r}?"
     return f"; expected one of {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""
+
+
+def find_near(name: str, candidates: Collection[str]) -> str | None:
+    """Return the candidate that is nearest to a misspelled name in any case, or None."""
+    by_case = {candidate.casefold(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(name.casefold(), by_case, n=1)
+    return by_case[close[0]] if close else None
 
 
 def sections_of(annotation: Any) -> list[Any]:
@@ -101,13 +110,32 @@ def _fields(section: Any, prefix: str = "") -> Iterator[str]:
             yield from _fields(inner, f"{prefix}{name}.")
 
 
+def _suggest_field(field: str, root: Any) -> str:
+    """Return a hint about an unknown field: the nearest in its section, or the only one of that name, or its section's."""
+    section, _, name = field.rpartition(".")
+    siblings: dict[str, str] = {}
+    namesakes: list[str] = []
+    for known in _fields(root):
+        known_section, _, known_name = known.rpartition(".")
+        if known_section == section:
+            siblings[known_name] = known
+        if known_name == name:
+            namesakes.append(known)
+    near = find_near(name, siblings)
+    if near is not None:
+        return f"; did you mean {siblings[near]!r}?"
+    return f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else did_you_mean(name, siblings)
+
+
 def explain(details: Any, root: Any) -> str:
     """Format one of `ValidationError.errors()` of a pydantic model in a line: field, expected, found, nearest valid name."""
-    field = ".".join(str(part) for part in details["loc"] if part not in ("synthetic", "webdataset"))  # kinds of `data`
+    field = ".".join(str(part) for part in details["loc"] if part not in UNION_TAGS)
     kind = details["type"]
     if kind == "extra_forbidden":
-        return f"{field}: no such field{did_you_mean(field, [*_fields(root)])}"
+        return f"{field}: no such field{_suggest_field(field, root)}"
     message, value, about = details["msg"], details["input"], details.get("ctx", {})
+    if kind in ("model_type", "dict_type"):
+        message = "expected an object"
     if kind == "union_tag_invalid":
         field, value = f"{field}." + about["discriminator"].strip("'"), about["tag"]
         message = f"expected {about['expected_tags'].replace(', ', ' or ')}"
@@ -115,5 +143,8 @@ def explain(details: Any, root: Any) -> str:
     says_found = kind in ("missing", "value_error", "union_tag_not_found")
     found = "" if says_found else f", found {json.dumps(value, default=str)}"
     names = re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
-    near = did_you_mean(str(value), names, most_listed=0)
+    if value == "auto":
+        near = '; nothing replaces "auto" here, as Hugging Face\'s Trainer does'
+    else:
+        near = did_you_mean(str(value), names, most_listed=0)
     return f"{field}: {message[0].lower()}{message[1:]}{found}{near}"

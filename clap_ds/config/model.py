@@ -33,7 +33,9 @@ PRESETS = f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset
 class Section(BaseModel):
     """Base of sections of presets and of `clap`: unknown fields and wrong types are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ProjectionConfig(Section):

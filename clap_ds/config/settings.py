@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,45 +15,20 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, create_model
 
 from clap_ds.config import schema
-from clap_ds.config.batch_sizes import NAMES, BatchSizes
+from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, Section
 from clap_ds.config.paths import find_config
-from clap_ds.config.schema import NonNegativeInt, PositiveInt, SyntheticData
+from clap_ds.config.schema import NonNegativeInt, SyntheticData
 
-_SECTIONS = """activation_checkpointing bf16 checkpoint comet comms_logger compile csv_monitor data_types flops_profiler fp16
-optimizer scheduler tensorboard timers torch_autocast wandb zero_optimization"""
-_VALUES = """communication_data_type dataloader_drop_last disable_allgather disable_python_gc dump_state gradient_allreduce_op
-gradient_clipping gradient_predivide_factor log_level memory_breakdown prescale_gradients seq_parallel_communication_data_type
-wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
-_ADAM = """adam_w_mode adamw_mode amsgrad betas bias_correction capturable decoupled_weight_decay differentiable eps foreach
-fp32_optimizer_states fused lr max_grad_norm maximize set_grad_none torch_adam weight_decay"""
-DEEPSPEED_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(_SECTIONS.split(), (dict[str, Any], {})),
-    **dict.fromkeys((*_VALUES.split(), *NAMES), (Any, None)),
-    "steps_per_print": (PositiveInt | None, None),
-}
-"""Type and default of the top-level DeepSpeed fields that data-parallel CLAP training uses. DeepSpeed silently ignores unknown
-names, so a typo would change the run."""
-_LAST = "last_batch_iteration"
-_WARMUP = f"warmup_num_steps warmup_type {_LAST}"
-SCHEDULES = {name: fields.split() for name, fields in {
-    "LRRangeTest": f"lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase {_LAST}",
-    "OneCycle": f"""cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count
-        cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate {_LAST}""",
-    "WarmupLR": f"warmup_min_lr warmup_max_lr {_WARMUP}",
-    "WarmupDecayLR": f"total_num_steps warmup_min_lr warmup_max_lr {_WARMUP}",
-    "WarmupCosineLR": f"total_num_steps warmup_min_ratio cos_min_ratio {_WARMUP}",
-    "WarmupStableDecayLR": "total_num_steps decay_num_steps warmup_num_steps min_ratio decay_power",
-}.items()}  # fmt: skip
-"""Fields of `scheduler.params` by `scheduler.type`. DeepSpeed also takes torch's schedulers."""
-_TORCH = """ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LinearLR MultiStepLR OneCycleLR
-PolynomialLR ReduceLROnPlateau StepLR"""
-TORCH_SCHEDULES = _TORCH.split()
-WARMUP_TYPES = ("linear", "log")  # DeepSpeed takes others for log
-ADAM_PARAMS = _ADAM.split()
-"""Fields of `optimizer.params` for Adam and AdamW: what DeepSpeed reads, and the arguments of its and torch's classes."""
+ZERO_ONLY = (
+    ("bf16", "bf16_master_weights_and_grads"),
+    ("bf16", "bf16_optimizer_states"),
+    ("fp16", "fp16_master_weights_and_grads"),
+)
+"""Sections and fields that DeepSpeed rejects at stage 0."""
 
 
 class ClapSettings(schema.EngineSettings):
@@ -80,8 +56,11 @@ class ClapSettings(schema.EngineSettings):
         return self.model.sizes
 
 
-RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(ClapSettings, ClapSettings()))
-"""The whole JSON."""
+@functools.cache
+def make_run_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
+    """Return a model of the whole JSON, for these types of optimizer and scheduler."""
+    model = make_deepspeed_model(optimizer, scheduler)
+    return create_model("RunFile", __base__=model, clap=(ClapSettings, ClapSettings()))
 
 
 @dataclass
@@ -143,12 +122,14 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
     Raises UserError if it is missing or not JSON, with one line per unknown or invalid field."""
     path = find_config(Path(path))
     content = read_object(path)
-    clap, problems = ClapSettings(), list[str]()
+    clap = ClapSettings()
+    problems: list[str] = []
+    model = make_run_model(find_kind(content.get("optimizer")), find_kind(content.get("scheduler")))
     try:
-        checked: Any = RunFile.model_validate(content)
+        checked: Any = model.model_validate(content)
         clap = checked.clap
     except ValidationError as error:
-        problems += [explain(details, RunFile) for details in error.errors()]
+        problems += [_explain_field(details, model) for details in error.errors()]
     content.pop("clap", None)
     try:
         sizes = BatchSizes.of(content, world_size)
@@ -160,43 +141,51 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
     return RunSettings(path, clap, sizes.fill(content) if world_size else content)
 
 
+def _explain_field(details: Any, model: type[Section]) -> str:
+    field = ".".join(map(str, details["loc"]))
+    if field in REFUSED and details["type"] == "extra_forbidden":
+        return f"{field}: not supported: {REFUSED[field]}"
+    return explain(details, model)
+
+
 def _check_deepspeed(content: dict[str, Any]) -> list[str]:
-    """Return problems in DeepSpeed's sections: unsupported values, Adam's unknown options, missing required values, and
-    monitors' missing packages."""
-    stage, autocast = content.get("zero_optimization", {}).get("stage", 0), content.get("torch_autocast", {})
-    dtype = autocast.get("dtype", "bfloat16") if autocast.get("enabled") else "bfloat16"
+    """Return problems in DeepSpeed's sections that types don't tell: unsupported values, missing required values, and monitors'
+    missing packages."""
+
+    def find(section: str, name: str, default: Any = None) -> Any:
+        return content.get(section, {}).get(name, default)
+
+    stage = find("zero_optimization", "stage", 0)
+    dtype = find("torch_autocast", "dtype", "bfloat16") if find("torch_autocast", "enabled") else "bfloat16"
     problems = {
         f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}": stage != 0,
         f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}: DeepSpeed doesn\'t checkpoint the loss scale'
         " that float16 needs here; use fp16.enabled": str(dtype).removeprefix("torch.") != "bfloat16",
-        "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW": "type"
-        not in content.get("optimizer", {}),
+        "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW": find("optimizer", "type") is None,
+        "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR": find("scheduler", "params") is not None
+        and find("scheduler", "type") is None,
+        "zero_optimization.compute_grad_norm: expected true without ZeRO": not find(
+            "zero_optimization", "compute_grad_norm", True
+        ),
+        "fp16.enabled: expected false, as bf16.enabled is true": find("fp16", "enabled") and find("bf16", "enabled"),
         "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
         " published runs)": "gradient_clipping" not in content,
     }
+    for name, field in FIELDS["zero_optimization"]["properties"].items():
+        is_twice = "alias" in field and {name, field["alias"]} <= content.get("zero_optimization", {}).keys()
+        problems[f"zero_optimization.{name}: expected only one of it and {field.get('alias')}, its other name"] = (
+            is_twice
+        )
+    for section, name in ZERO_ONLY:
+        problems[f"{section}.{name}: expected false: it needs ZeRO stage 1 or higher"] = find(section, name)
     for name, package in (("wandb", "wandb"), ("comet", "comet_ml")):
-        lacks = content.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
+        lacks = find(name, "enabled") and importlib.util.find_spec(package) is None
         problems[f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"] = lacks
-    return [*_check_params(content), *(problem for problem, is_there in problems.items() if is_there)]
-
-
-def _check_params(content: dict[str, Any]) -> Iterator[str]:
-    """Yield unknown names and values in `optimizer` and `scheduler`, which DeepSpeed finds late or not at all."""
-    params = {"adam": ADAM_PARAMS, "adamw": ADAM_PARAMS, **SCHEDULES}
-    for section in ("optimizer", "scheduler"):
-        found = content.get(section) or {}
-        kind, given = str(found.get("type", "")), found.get("params") or {}
-        if section == "scheduler" and found and kind not in (*SCHEDULES, *TORCH_SCHEDULES):
-            yield f"scheduler.type: no scheduler {kind!r}{did_you_mean(kind, SCHEDULES)}"
-        if not isinstance(given, Mapping):
-            yield f"{section}.params: expected an object, found {json.dumps(given)}"
-            continue
-        known = params.get(kind.lower() if section == "optimizer" else kind, given)
-        for name in given:
-            if name not in known:
-                yield f"{section}.params.{name}: no such field{did_you_mean(name, known, len(known))}"
-        if (warmup := given.get("warmup_type", "log")) not in WARMUP_TYPES:
-            yield f"{section}.params.warmup_type: expected linear or log, found {json.dumps(warmup)}"
+    for section, kinds in PARAMS.items():
+        kind = find_kind(content.get(section))
+        is_unknown = kind is not None and find_params(section, kind) is None
+        problems[f"{section}.type: no supported {section} {kind!r}{did_you_mean(str(kind), kinds)}"] = is_unknown
+    return [problem for problem, is_there in problems.items() if is_there]
 
 
 def _check_together(clap: ClapSettings, precision: str) -> list[str]:

@@ -9,11 +9,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ValidationError
 from torch import nn
 
-from clap_ds.config.errors import explain
 from clap_ds.config.schema import (
     EngineSettings,
     LossSettings,
@@ -111,10 +108,6 @@ def wrap(
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
             parts: Any = {"model_parameters": parameter_groups(model, train), "optimizer": optimizer}
             engine, *_ = deepspeed.initialize(model=model, lr_scheduler=schedule, config=config, **parts)
-    except ValidationError as error:
-        sections = {each.__name__: each for each in DeepSpeedConfigModel.__subclasses__()}
-        problems = "; ".join(explain(each, sections.get(error.title, DeepSpeedConfigModel)) for each in error.errors())
-        raise ValueError(f"DeepSpeed rejects the configuration: {error.title}: {problems}") from error
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"DeepSpeed rejects the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:

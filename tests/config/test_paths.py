@@ -33,6 +33,8 @@ def test_a_file_or_else_the_packaged_one_of_that_name(elsewhere: Path) -> None:
     for name in ("htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny"):
         with pytest.raises(UserError, match=r"no such file.*packaged configurations: fine_tune, .*train_demo_cpu\)"):
             find_config(Path(name))
+    with pytest.raises(UserError, match="did you mean 'htsat_tiny'"):
+        find_config(Path("htsat_tiny.jsn"))
 
 
 def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

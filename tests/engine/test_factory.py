@@ -81,15 +81,3 @@ def _refusal() -> tuple[str, int]:
 
 def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
     assert two_ranks.run(_refusal) == [("not on the hub", 1), ("not on the hub", 0)]
-
-
-def _rejected() -> str:
-    run = on.settings("bf16", 1, bf16={"enabled": True, "enabld": True})
-    with pytest.raises(ValueError, match="DeepSpeed rejects") as refused:
-        on._engine(run, "")
-    return str(refused.value)
-
-
-def test_an_unknown_field_of_a_deepspeed_section_gets_the_nearest_name(one_rank: RankPool) -> None:
-    (message,) = one_rank.run(_rejected)
-    assert message.endswith("DeepSpeedBF16Config: enabld: no such field; did you mean 'enabled'?")

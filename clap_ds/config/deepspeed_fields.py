@@ -1,0 +1,121 @@
+"""Make pydantic models of DeepSpeed's fields from the table `deepspeed_fields.json`. Imports no torch.
+
+`clap_ds.engine.list_deepspeed_fields` makes the table from DeepSpeed. It consists of JSON schemas, extended by `required`,
+`alias` (the field's other name), `ignoreCase` (of an enumeration) and `strict` (of a whole number: reject 1e3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional, Union
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model
+
+from clap_ds.config.batch_sizes import NAMES
+from clap_ds.config.files import read_json
+from clap_ds.config.model import Section
+
+Schema = dict[str, Any]
+TABLE_PATH = Path(__file__).with_name("deepspeed_fields.json")
+TABLE = read_json(TABLE_PATH)
+FIELDS: Schema = TABLE["fields"]
+"""Schemas of the top-level fields of a run's JSON, except `clap`."""
+PARAMS: dict[str, dict[str, Schema]] = TABLE["params"]
+"""Schemas of `params` by section (`optimizer`, `scheduler`), type and name."""
+REFUSED: dict[str, str] = TABLE["refused"]
+"""Why a run can't set some fields that DeepSpeed knows, by dotted name."""
+_TYPES: Schema = {"boolean": bool, "number": float, "object": dict[str, Any], "string": str}
+_BOUNDS = {
+    "exclusiveMaximum": "lt", "exclusiveMinimum": "gt", "maximum": "le", "maxItems": "max_length", "minimum": "ge",
+    "minItems": "min_length",
+}  # fmt: skip
+_LITERAL: Any = Literal
+
+
+class _DeepSpeedSection(Section):
+    """Base of the models made here. They have no source code to search for docstrings, which would take half a second."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
+def find_params(section: str, kind: str | None) -> Schema | None:
+    """Return the schemas of `params` of a type, or None if it is unknown. DeepSpeed's own optimizers may be in any case."""
+    kinds = PARAMS[section]
+    return kinds.get(str(kind).lower(), kinds.get(str(kind)))
+
+
+def find_kind(section: Any) -> str | None:
+    """Return the type of an optimizer's or scheduler's section, or None if it has none."""
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _make_section(name: str, fields: Schema) -> type[Section]:
+    types: Any = {
+        field: (_make_type(field, schema), ... if schema.get("required") else None) for field, schema in fields.items()
+    }
+    return create_model(name, __base__=_DeepSpeedSection, **types)
+
+
+def _make_type(name: str, schema: Schema) -> Any:
+    """Return the type that pydantic checks a field with."""
+    if "anyOf" in schema:
+        return _make_union(name, schema["anyOf"])
+    if "properties" in schema:
+        return _make_section(name, schema["properties"])
+    if "enum" in schema:
+        return _make_enum(schema["enum"], ignore_case=schema.get("ignoreCase", False))
+    if schema["type"] == "array":
+        plain: Any = list[_make_type(name, schema["items"])]  # type: ignore[misc]
+    elif schema["type"] == "integer":
+        plain = int if schema.get("strict") else Annotated[int, BeforeValidator(_to_whole)]
+    else:
+        plain = _TYPES[schema["type"]]
+    bounds: Any = {argument: schema[key] for key, argument in _BOUNDS.items() if key in schema}
+    return Annotated[plain, Field(**bounds)]
+
+
+def _to_whole(value: Any) -> Any:
+    """Return 500000000 for 5e8, which DeepSpeed converts, too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _make_enum(values: list[str], *, ignore_case: bool) -> Any:
+    by_case = {value.casefold(): value for value in values} if ignore_case else {}
+    spell = BeforeValidator(lambda value: by_case.get(value.casefold(), value) if isinstance(value, str) else value)
+    return Annotated[_LITERAL[tuple(values)], spell]
+
+
+def _make_union(name: str, schemas: list[Schema]) -> Any:
+    """Return a type of which pydantic reports only the alternative that has the value's JSON type."""
+    types = {
+        schema.get("type", "object"): _make_type(name, schema) for schema in schemas if schema.get("type") != "null"
+    }
+    first = next(iter(types))
+
+    def choose(value: Any) -> str:
+        of_types: Any = {list: ["array"], str: ["string"]}
+        kinds = of_types.get(type(value), ["number", "integer"])
+        return next((kind for kind in kinds if kind in types), first)
+
+    one: Any = types[first]
+    if len(types) > 1:
+        one = Annotated[Union[tuple(Annotated[types[kind], Tag(kind)] for kind in types)], Discriminator(choose)]  # noqa: UP007
+    return Optional[one] if len(types) < len(schemas) else one  # noqa: UP045
+
+
+AnyDeepSpeed = _make_section("AnyDeepSpeed", {name: schema for name, schema in FIELDS.items() if name not in NAMES})
+"""DeepSpeed's part of a run's JSON, with any `params`."""
+
+
+def make_deepspeed_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
+    """Return a model of DeepSpeed's part of a run's JSON, whose `params` are those of these types, if known."""
+    types: Any = dict.fromkeys(NAMES, (Any, None))  # `BatchSizes` checks these
+    for section, kind in (("optimizer", optimizer), ("scheduler", scheduler)):
+        params = find_params(section, kind)
+        if params is not None:
+            # DeepSpeed can't build a scheduler without `params`.
+            schema = {"properties": params, "required": section == "scheduler"}
+            types[section] = (_make_section(section, {**FIELDS[section]["properties"], "params": schema}), None)
+    return create_model("DeepSpeed", __base__=AnyDeepSpeed, **types)

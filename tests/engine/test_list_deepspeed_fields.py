@@ -1,0 +1,77 @@
+"""The table of DeepSpeed's fields is the installed DeepSpeed's, which accepts every default in it."""
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE
+from clap_ds.engine.list_deepspeed_fields import TORCH_SCHEDULERS, list_fields, record_parser
+from clap_ds.engine.schedule import WarmupStableDecayLR
+
+BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+
+
+def collect_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a section with every field that has a default, except other names of a field."""
+    section: dict[str, Any] = {}
+    for name, field in fields.items():
+        if "properties" in field:
+            section[name] = collect_defaults(field["properties"])
+        elif "default" in field and not field.keys() & {"alias", "deprecated"}:
+            section[name] = field["default"]
+    return section
+
+
+def test_the_table_is_what_the_command_makes_of_the_installed_deepspeed() -> None:
+    made = json.loads(json.dumps(list_fields()))
+    assert made == TABLE, "run `python -m clap_ds.engine.list_deepspeed_fields` and its reader in docs/"
+
+
+def test_every_name_that_deepspeed_asks_for_is_accepted_or_refused_with_a_reason() -> None:
+    top_level = {name for name in REFUSED if "." not in name}
+    assert set(record_parser().defaults) == set(FIELDS) | top_level
+    assert not set(FIELDS) & top_level
+
+
+def test_deepspeed_parses_every_default() -> None:
+    config = {**collect_defaults(FIELDS), **BATCH}
+    config["optimizer"]["type"] = "AdamW"
+    config["scheduler"] |= {"type": "WarmupLR", "params": {}}
+    parsed = DeepSpeedConfig(config)
+    assert (
+        parsed.zero_config.reduce_bucket_size
+        == FIELDS["zero_optimization"]["properties"]["reduce_bucket_size"]["default"]
+    )
+
+
+def test_params_of_adam_are_the_arguments_of_its_classes() -> None:
+    for kind, cls in (("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)):
+        arguments = {name for each in (cls, FusedAdam, DeepSpeedCPUAdam) for name in inspect.signature(each).parameters}
+        assert arguments - {"params", "model_params"} == PARAMS["optimizer"][kind].keys() - {"torch_adam"}
+
+
+def test_schedulers_are_deepspeeds_own_and_torchs() -> None:
+    classes = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES]
+    classes += [WarmupStableDecayLR, *(getattr(torch.optim.lr_scheduler, name) for name in TORCH_SCHEDULERS)]
+    assert PARAMS["scheduler"].keys() == {cls.__name__ for cls in classes}
+    for cls in classes:
+        assert PARAMS["scheduler"][cls.__name__].keys() == {*inspect.signature(cls).parameters} - {
+            "optimizer",
+            "scale_fn",
+        }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PARAMS["optimizer"] if kind[0].isupper()])
+def test_torch_rejects_what_is_below_a_bound(kind: str) -> None:
+    optimizer = getattr(torch.optim, kind)
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    for name, schema in PARAMS["optimizer"][kind].items():
+        if "minimum" in schema:
+            with pytest.raises(ValueError, match="-1"):
+                optimizer(parameters, **{name: -1})
