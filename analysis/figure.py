@@ -98,7 +98,8 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlim=(left, right), xlabel=units)
     scaled = axes.xaxis.get_transform().transform
-    axis_points = 72 * PLOT_SHARE * WIDTH_INCHES / axes.get_gridspec().ncols
+    grid = axes.get_gridspec()
+    axis_points = 72 * PLOT_SHARE * WIDTH_INCHES / (grid.ncols if grid else 1)
     labels = dict[int, tuple[float, float]]()  # count: center and width in points
     for count in (counts[0], counts[-1], *counts[1:-1]):
         center = axis_points * (scaled(count) - scaled(left)) / (scaled(right) - scaled(left))

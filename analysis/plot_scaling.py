@@ -109,8 +109,10 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     throughput.set_ylabel(f"samples/s of all {units}")
     if len(curves) <= FEW_SERIES:
         lasts = [rows[-1] for rows in curves.values()]
-        mark_ends(efficiency, [f"{row.scaling_efficiency_percent:.1f}%" for row in lasts])
-        mark_ends(throughput, [f"{format_cell('samples_per_s_per_gpu', row.rate)}\nper {row.unit}" for row in lasts])
+        percents = [row.scaling_efficiency_percent or 0.0 for row in lasts]
+        mark_ends(efficiency, lasts, percents, [f"{percent:.1f}%" for percent in percents])
+        rates = [f"{format_cell('samples_per_s_per_gpu', row.rate)}\nper {row.unit}" for row in lasts]
+        mark_ends(throughput, lasts, [(row.rate or 0.0) * row.gpus for row in lasts], rates)
     extent = "–".join(f"{count:,}" for count in sorted({min(scales), max(scales)}))
     picture.title(", ".join(filter(None, [common, f"{extent} {units}"])))
     picture.name_below(efficiency, 1, "Shaded: 95% band of the fitted growth" if is_banded else "")
@@ -135,14 +137,19 @@ def shade_band(axes: Axes, series: Series, node_counts: Sequence[int], color: st
     return bool(bands)
 
 
-def mark_ends(axes: Axes, texts: Sequence[str]) -> None:
-    """Write a text beside the last point of each curve that reaches the largest scale, the highest curve's above its point."""
-    ends = [(*curve.lines[0].get_xydata()[-1], curve.lines[0].get_color()) for curve in axes.containers]
-    largest = max(gpus for gpus, *_ in ends)
+def mark_ends(axes: Axes, rows: Sequence[Scale], values: Sequence[float], texts: Sequence[str]) -> None:
+    """Write a text beside the last point of each curve that reaches the largest scale, the highest curve's above its point.
+
+    `rows`, `values` and `texts` are those of the points.
+    """
+    largest = max(row.gpus for row in rows)
     side = "bottom"
-    for (gpus, value, color), text in sorted(zip(ends, texts, strict=True), key=lambda end: -end[0][1]):
-        if gpus == largest:
-            axes.annotate(text, (gpus, value), (5, 0), textcoords="offset points", color=color, va=side, fontsize=7)
+    ends = sorted(zip(values, rows, texts, SERIES_STYLES, strict=False), key=lambda end: -end[0])
+    for value, row, text, style in ends:
+        if row.gpus == largest:
+            place = (row.gpus, value)
+            color = style["color"]
+            axes.annotate(text, place, (5, 0), textcoords="offset points", va=side, color=color, fontsize=7)
             side = "top"
 
 
