@@ -89,7 +89,7 @@ docs: $(READY)
 	"$(PYTHON)" -m mkdocs build --strict
 
 pictures: $(READY)
-	"$(PYTHON)" -m benchmarks.pictures
+	"$(PYTHON)" docs/pictures/redraw.py
 
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'RUNS is not set: pass RUNS="run directories, logs or tables"' >&2; exit 2; }

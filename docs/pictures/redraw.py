@@ -1,9 +1,9 @@
 """Redraw the committed pictures whose records or drawing code have changed.
 
-    python -m benchmarks.pictures
+    python docs/pictures/redraw.py        # or: make pictures
 
-`docs/pictures/pictures.json` lists each picture with its command, without `--output`, and a digest. The digest is that of the
-command, its records, and the script with the modules of `analysis/` and `benchmarks/` that it imports.
+`pictures.json` lists each picture with its command, without `--output`, and a digest. The digest is that of the command, its
+records, and the script with the modules of `analysis/` that it imports.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / "docs" / "pictures" / "pictures.json"
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("pictures.json")
 FORMATS = (".png", ".svg", ".pdf")
-PACKAGES = ("analysis", "benchmarks")
 
 
 def drawing_code(script: Path) -> list[Path]:
-    """Return a script and the modules of `PACKAGES` that it imports, directly or not."""
+    """Return a script and the modules of `analysis/` that it imports, directly or not."""
     sources = [script]
     for source in sources:  # grows
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                paths = [ROOT / f"{name.removeprefix('clap_ds.').replace('.', '/')}.py" for name in modules]
-                sources += [
-                    path for path in paths if path.parent.name in PACKAGES and path.is_file() and path not in sources
-                ]
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("clap_ds.analysis"):
+                names = [module.rpartition(".")[2], *(alias.name for alias in node.names)]
+                paths = [ROOT / "analysis" / f"{name}.py" for name in names]
+                sources += [path for path in paths if path.is_file() and path not in sources]
     return sources
 
 

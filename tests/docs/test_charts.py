@@ -1,9 +1,8 @@
 """Charts show their records' numbers."""
 
 import pytest
-
-from benchmarks.charts import bars_of, draw_flops, draw_gpu_step, draw_peers, draw_plan, ratios
-from benchmarks.pictures import ROOT
+from charts import bars_of, draw_flops, draw_gpu_step, draw_peers, draw_plan, ratios
+from redraw import ROOT
 
 RESULTS = ROOT / "results"
 PEERS = RESULTS / "cpu" / "peers"

@@ -1,8 +1,8 @@
 """Draw the charts of docs/ that no command of the project draws, from committed records.
 
-    python -m benchmarks.charts {flops,gpu_step,peers,plan,train_demo} RECORD… --output FILE
+    PYTHONPATH=. python docs/pictures/charts.py {flops,gpu_step,peers,plan,train_demo} RECORD… --output FILE
 
-`python -m benchmarks.pictures` draws all of them.
+`make pictures` draws all of them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+import redraw
+from redraw import FORMATS, LIST, ROOT, digest, stale_pictures
 
-from benchmarks import pictures
-from benchmarks.pictures import FORMATS, LIST, ROOT, digest, stale_pictures
 from clap_ds.config.files import read_json
 
 
@@ -24,7 +24,7 @@ def test_committed_pictures_are_all_in_the_list() -> None:
 def test_a_changed_record_or_module_changes_the_digest(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    monkeypatch.setattr(redraw, "ROOT", tmp_path)
     (tmp_path / "analysis").mkdir()
     for name in ("record.json", "record.md", "record.png", "analysis/style.py", "analysis/other.py"):
         (tmp_path / name).write_text("1")
