@@ -77,22 +77,20 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     efficiency.axhline(100, label="ideal (linear)", **IDEAL)
     is_banded = False
     for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
+        baseline_rate = rows[0].rate or 0.0
+        # A scale of more nodes may have fewer GPUs.
+        rows = sorted(rows, key=lambda row: row.gpus)
         gpus = [row.gpus for row in rows]
         percents = [row.scaling_efficiency_percent or 0.0 for row in rows]
         percent_errors = [row.scaling_efficiency_2sigma_percent or 0.0 for row in rows]
         totals = [(row.rate or 0.0) * row.gpus for row in rows]
         total_errors = [(row.relative_half or 0.0) * total for row, total in zip(rows, totals, strict=True)]
         # Hollow markers show the points below them, and dashes would look like an extrapolation.
-        look = {
-            **style,
-            "markerfacecolor": "none",
-            "linestyle": "-",
-            "elinewidth": 0.8,
-            "label": f"{name}, {answer(rows)}",
-        }
-        efficiency.errorbar(gpus, percents, percent_errors if any(percent_errors) else None, **look)
+        look = {**style, "markerfacecolor": "none", "linestyle": "-", "elinewidth": 0.8}
+        label = f"{name}, {answer(rows)}"
+        efficiency.errorbar(gpus, percents, percent_errors if any(percent_errors) else None, label=label, **look)
         throughput.errorbar(gpus, totals, total_errors if any(total_errors) else None, **look)
-        throughput.plot([0, gpus[-1]], [0, totals[0] / gpus[0] * gpus[-1]], **{**IDEAL, "color": style["color"]})
+        throughput.plot([0, gpus[-1]], [0, baseline_rate * gpus[-1]], **{**IDEAL, "color": style["color"]})
         if len(curves) <= FEW_SERIES:
             is_banded |= shade_fit(efficiency, rows, style["color"])
     all_rows = [row for rows in curves.values() for row in rows]
@@ -108,7 +106,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     throughput.yaxis.set_major_formatter("{x:,.0f}")
     throughput.set_ylabel(f"samples/s of all {units}")
     if len(curves) <= FEW_SERIES:
-        lasts = [rows[-1] for rows in curves.values()]
+        lasts = [max(rows, key=lambda row: row.gpus) for rows in curves.values()]
         percents = [row.scaling_efficiency_percent or 0.0 for row in lasts]
         mark_ends(efficiency, lasts, percents, [f"{percent:.1f}%" for percent in percents])
         rates = [f"{format_cell('samples_per_s_per_gpu', row.rate)}\nper {row.unit}" for row in lasts]

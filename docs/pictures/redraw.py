@@ -28,9 +28,8 @@ def drawing_code(script: Path) -> list[Path]:
     sources = [script]
     for source in sources:  # grows
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-            if module.startswith("clap_ds.analysis"):
-                names = [module.rpartition(".")[2], *(alias.name for alias in node.names)]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clap_ds.analysis"):
+                names = [str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)]
                 paths = [ROOT / "analysis" / f"{name}.py" for name in names]
                 sources += [path for path in paths if path.is_file() and path not in sources]
     return sources

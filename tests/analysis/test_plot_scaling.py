@@ -68,7 +68,13 @@ def test_an_axis_names_all_units_and_starts_at_0_or_50_percent() -> None:
     (efficiency, throughput), (lone, _) = draw(curves(on_cpu, *slow)).panels, draw(curves(on_cpu)).panels
     assert [efficiency.get_ylim()[0], lone.get_ylim()[0], throughput.get_xlim()[0]] == [0, 50, 0]
     assert [efficiency.get_xlabel(), lone.get_xlabel()] == ["ranks or GPUs", "ranks"]
-    assert not {text.get_text() for text in efficiency.texts} - {"25.0%"}
+    assert [text.get_text() for text in efficiency.texts] == ["25.0%"]
+
+
+def test_an_ideal_is_the_smallest_scales_also_if_more_nodes_have_fewer_gpus() -> None:
+    _, throughput = draw(curves(run(1, 600.0, gpus=8), run(2, 500.0, gpus=4))).panels
+    assert throughput.containers[0].lines[0].get_xydata().tolist() == [[4, 2000], [8, 4800]]
+    assert throughput.lines[-1].get_xydata().tolist() == [[0, 0], [8, 4800]]
 
 
 def test_a_legend_has_what_distinguishes_series() -> None:
