@@ -6,6 +6,7 @@
 # make test-processors  run the unit tests once per instruction set of this CPU; TESTS=… selects tests
 # make lint        run ruff, mypy and the checks of imports between packages
 # make docs        build the site of docs/ in site/; broken links are errors
+# make pictures    redraw the committed pictures whose records or drawing code have changed
 # make report      RUNS="…" [OUTPUT=report]: write one HTML page about runs, logs or tables
 # make gpu-check   benchmark and test this machine's GPU in three calls of 9 minutes (CALL=1, 2, 3), kept under results/
 # make wheelhouse  collect wheels for a machine without an index; for another kind: TARGET_PYTHON=3.12 TARGET_MACHINE=aarch64;
@@ -15,7 +16,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := bench
-.PHONY: setup bench train-demo test test-processors lint unit end-to-end docs report gpu-check wheelhouse clean
+.PHONY: setup bench train-demo test test-processors lint unit end-to-end docs pictures report gpu-check wheelhouse clean
 
 ifdef PYTHON
 READY :=
@@ -86,6 +87,9 @@ test-processors: $(READY)
 docs: $(READY)
 	@$(if $(READY),"$(PYTHON)" -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[docs]')
 	"$(PYTHON)" -m mkdocs build --strict
+
+pictures: $(READY)
+	"$(PYTHON)" docs/pictures/redraw.py
 
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'RUNS is not set: pass RUNS="run directories, logs or tables"' >&2; exit 2; }

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 6.5
 LINE_INCHES = 0.16
+PLOT_SHARE = 0.85
+"""Width of a panel's axis relative to the panel, about."""
+DIGIT_POINTS = 4.5
+"""Width of a digit on an axis."""
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
 SERIES_STYLES: list[Mapping[str, Any]] = [
     {"color": COLORS[place], "marker": marker, "linestyle": line}
@@ -87,11 +91,23 @@ class Picture:
             self.figure.savefig(each)
 
 
-def gpu_axis(axes: Axes, gpus: Sequence[int], what: str) -> None:
-    """Make the x-axis logarithmic, around these counts."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlim=(min(gpus) / 1.25, max(gpus) * 1.25), xlabel=what)
+def gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True) -> None:
+    """Put a tick at each of these counts. Label the largest, the smallest, and as many others as fit, from the largest down."""
+    counts = sorted(set(gpus), reverse=True)
+    left, right = (counts[-1] / 1.25, counts[0] * 1.25) if is_log else (0.0, counts[0] * 1.04)
+    axes.set_xscale("log" if is_log else "linear")
+    axes.set(xlim=(left, right), xlabel=units)
+    scaled = axes.xaxis.get_transform().transform
+    grid = axes.get_gridspec()
+    axis_points = 72 * PLOT_SHARE * WIDTH_INCHES / (grid.ncols if grid else 1)
+    labels = dict[int, tuple[float, float]]()  # count: center and width in points
+    for count in (counts[0], counts[-1], *counts[1:-1]):
+        center = axis_points * (scaled(count) - scaled(left)) / (scaled(right) - scaled(left))
+        width = DIGIT_POINTS * (len(f"{count:,}") + 1)
+        if all(abs(center - other) >= (width + other_width) / 2 for other, other_width in labels.values()):
+            labels[count] = (center, width)
+    axes.set_xticks([*labels], [f"{count:,}" for count in labels])
+    axes.set_xticks(counts, [""] * len(counts), minor=True)
 
 
 def log_axis(axes: Axes) -> None:

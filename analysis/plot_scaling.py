@@ -1,4 +1,4 @@
-"""Plot scaling efficiency and speed-up of runs and tables against the number of GPUs, with the ideal line.
+"""Plot scaling efficiency and samples/s of runs and tables against the number of GPUs, with the ideal line.
 
     python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png
 
@@ -12,15 +12,23 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
+from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, styled
+from clap_ds.analysis.published import PUBLISHED_BY, PUBLISHED_TABLES
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
-from clap_ds.analysis.table import Scale, by_series, relative_to, unit
-from clap_ds.analysis.weak_scaling import Series
+from clap_ds.analysis.table import Scale, by_series, format_cell, relative_to, unit
+from clap_ds.analysis.weak_scaling import Series, series_of
 from clap_ds.config.errors import UserError, run_alone
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FEW_SERIES = 2
+"""With more series, bands and values beside the curves would cover each other."""
+LEAST_PERCENT = 50
+"""Start of the efficiency axis, if all values are above it."""
 IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
 
 
@@ -50,33 +58,103 @@ def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
     return [", ".join(part for part in each if part not in common) or each[0] for each in parts], ", ".join(common)
 
 
+def name_series(rows: Sequence[Scale]) -> str:
+    """Return the title of a series, which begins with the source if it is a table of `published/`."""
+    files = {Path(run.source).stem for row in rows for run in row.runs}
+    is_published = bool(files) and files <= PUBLISHED_TABLES.keys()
+    return f"{PUBLISHED_BY}, {rows[0].title}" if is_published else rows[0].title
+
+
+def total_rate(row: Scale) -> float:
+    rate = row.rate or 0.0
+    return rate * row.gpus
+
+
 @styled()
 def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
-    """Draw efficiency and speed-up with ± and the ideal. The legend has the values at each curve's largest scale."""
-    import pandas as pd
+    """Draw efficiency with the 95% band of the fitted growth, and samples/s of all GPUs beside the ideal line.
 
-    picture = Picture((2.1,), columns=2)
-    efficiency, speedup = picture.panels
-    names, common = short_names([*curves])
-    efficiency.axhline(100, label="ideal", **IDEAL)
+    The legend has the values at each curve's largest scale. Bars are the ± of repeats.
+    """
+    picture = Picture((2.3,), columns=2)
+    efficiency, throughput = picture.panels
+    names, common = short_names([name_series(rows) for rows in curves.values()])
+    efficiency.axhline(100, label="ideal (linear)", **IDEAL)
+    is_banded = False
     for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
-        table = pd.DataFrame([vars(row) for row in rows])
-        gpus, percents = table["gpus"], table["scaling_efficiency_percent"]
-        errors, ideals = table["scaling_efficiency_2sigma_percent"].astype(float), gpus / gpus[0]
-        label = f"{name}: {rows[-1].scaling_efficiency_percent:.1f}%, {rows[-1].speedup:.3g}× of {max(ideals):.3g}×"
-        speedup.plot(gpus, ideals, **IDEAL)
-        for axes, factor in ((efficiency, 1.0), (speedup, ideals / 100)):
-            halves = errors * factor if errors.any() else None
-            axes.errorbar(gpus, percents * factor, halves, label=fill(label, 50), elinewidth=0.8, **style)
+        baseline_rate = rows[0].rate or 0.0
+        # A scale of more nodes may have fewer GPUs.
+        rows = sorted(rows, key=lambda row: row.gpus)
+        gpus = [row.gpus for row in rows]
+        percents = [row.scaling_efficiency_percent or 0.0 for row in rows]
+        percent_errors = [row.scaling_efficiency_2sigma_percent or 0.0 for row in rows]
+        totals = [total_rate(row) for row in rows]
+        relative_errors = [row.relative_half or 0.0 for row in rows]
+        total_errors = [share * total for share, total in zip(relative_errors, totals, strict=True)]
+        # Hollow markers show the points below them, and dashes would look like an extrapolation.
+        look = {**style, "markerfacecolor": "none", "linestyle": "-", "elinewidth": 0.8}
+        label = f"{name}, {answer(rows)}"
+        efficiency.errorbar(gpus, percents, percent_errors if any(percent_errors) else None, label=label, **look)
+        throughput.errorbar(gpus, totals, total_errors if any(total_errors) else None, **look)
+        throughput.plot([0, gpus[-1]], [0, baseline_rate * gpus[-1]], **{**IDEAL, "color": style["color"]})
+        if len(curves) <= FEW_SERIES:
+            is_banded |= shade_fit(efficiency, rows, style["color"])
     all_rows = [row for rows in curves.values() for row in rows]
-    relative = ", ".join(filter(None, dict.fromkeys(map(relative_to, curves.values()))))
-    for axes, quantity in ((efficiency, "scaling efficiency (%)"), (speedup, "speed-up")):
-        gpu_axis(axes, [row.gpus for row in all_rows], f"{all_rows[0].unit}s")
-        axes.set_ylabel("\n".join(filter(None, [quantity, relative])))
-    efficiency.margins(y=0.1)
-    log_axis(speedup)
-    picture.name_below(efficiency, 2, common)
+    units = " or ".join(f"{name}s" for name in dict.fromkeys(row.unit for row in all_rows))
+    scales = [row.gpus for row in all_rows]
+    gpu_axis(efficiency, scales, units)
+    gpu_axis(throughput, scales, units, is_log=False)
+    # A fixed start, so that one percent looks the same in all figures.
+    lowest = 0 if efficiency.dataLim.ymin < LEAST_PERCENT else LEAST_PERCENT
+    efficiency.set(ylim=(lowest, max(105.0, 1.02 * efficiency.dataLim.ymax)))
+    efficiency.set_ylabel(f"scaling efficiency (%), axis from {lowest}%")
+    throughput.set_ylim(bottom=0)
+    throughput.yaxis.set_major_formatter("{x:,.0f}")
+    throughput.set_ylabel(f"samples/s of all {units}")
+    if len(curves) <= FEW_SERIES:
+        lasts = [max(rows, key=lambda row: row.gpus) for rows in curves.values()]
+        percents = [row.scaling_efficiency_percent or 0.0 for row in lasts]
+        mark_ends(efficiency, lasts, percents, [f"{percent:.1f}%" for percent in percents])
+        rates = [f"{format_cell('samples_per_s_per_gpu', row.rate)}\nper {row.unit}" for row in lasts]
+        mark_ends(throughput, lasts, [total_rate(row) for row in lasts], rates)
+    extent = "–".join(f"{count:,}" for count in sorted({min(scales), max(scales)}))
+    picture.title(", ".join(filter(None, [common, f"{extent} {units}"])))
+    picture.name_below(efficiency, 1, "Shaded: 95% band of the fitted growth" if is_banded else "")
     return picture
+
+
+def shade_fit(axes: Axes, rows: Sequence[Scale], color: str) -> bool:
+    """Shade the 95% band of the law fitted to a series. Return whether it has one, for which it needs three scales."""
+    try:
+        series = series_of(rows)
+    except UserError:
+        return False
+    return shade_band(axes, series, [row.nodes for row in rows], color)
+
+
+def shade_band(axes: Axes, series: Series, node_counts: Sequence[int], color: str) -> bool:
+    bands = series.bands(node_counts)
+    if bands:
+        lows, highs = zip(*bands.values(), strict=True)
+        gpus = [nodes * series.gpus_per_node for nodes in bands]
+        axes.fill_between(gpus, lows, highs, color=color, alpha=0.18, linewidth=0)
+    return bool(bands)
+
+
+def mark_ends(axes: Axes, rows: Sequence[Scale], values: Sequence[float], texts: Sequence[str]) -> None:
+    """Write a text beside the last point of each curve that reaches the largest scale, the highest curve's above its point.
+
+    `rows`, `values` and `texts` are those of the points.
+    """
+    largest = max(row.gpus for row in rows)
+    side = "bottom"
+    ends = sorted(zip(values, rows, texts, SERIES_STYLES, strict=False), key=lambda end: -end[0])
+    for value, row, text, style in ends:
+        if row.gpus == largest:
+            place = (row.gpus, value)
+            color = style["color"]
+            axes.annotate(text, place, (5, 0), textcoords="offset points", va=side, color=color, fontsize=7)
+            side = "top"
 
 
 @styled()
@@ -95,11 +173,9 @@ def draw_projection(found: Sequence[Series]) -> Picture:
         axes.plot(gpus[:last], points, **{**style, "linestyle": "none", "label": f"{name}, measured"})
         fitted = [series.percent_by(law, nodes) for nodes in counts]
         axes.plot(gpus[:last], fitted[:last], color=color)
-        label = fill(f"{name} by {law}: {fitted[-1]:.1f}% on {gpus[-1]} GPUs", 60)
+        label = fill(f"{name} by {law}: {fitted[-1]:.1f}% on {gpus[-1]:,} GPUs", 60)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
-        if bands := series.bands(counts[last - 1 :]):
-            low, high = zip(*bands.values(), strict=True)
-            axes.fill_between(gpus[last - 1 :], low, high, color=color, alpha=0.18, linewidth=0)
+        shade_band(axes, series, counts[last - 1 :], color)
     gpu_axis(axes, all_gpus, f"{unit(found[0].title)}s")
     axes.set_ylabel("scaling efficiency (%)")
     picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band"])))

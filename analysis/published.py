@@ -12,6 +12,7 @@ from typing import Any
 
 from clap_ds.config.model_names import preset_names
 
+PUBLISHED_BY = "LAION's published runs"
 PUBLISHED_DIR = Path(__file__).with_name("published")
 FORWARD_GFLOPS: Mapping[str, float] = {"htsat_tiny_roberta_base": 111.20, "htsat_base_roberta_base": 130.09}
 GH200_PEAK_TFLOPS = 989.0

@@ -30,7 +30,7 @@ from tests.weights.fake_checkpoints import checkpoint_of
 
 NAMES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
-SECTIONS = re.findall(r"^## `([\w.]+)`\n([^#]*)", reference(), re.MULTILINE)
+SECTIONS = re.findall(r"^## `([\w.]+)`.*\n([^#]*)", reference(), re.MULTILINE)
 FIELDS = {path for path, _ in SECTIONS} | {
     f"{path}.{field}" for path, table in SECTIONS for field in re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
 }

@@ -90,7 +90,9 @@ def _deepspeed_section(title: str, fields: Schema, prefix: str = "") -> Iterator
 
 
 def _section(path: str, section: dict[str, Any], others: dict[str, Any]) -> Iterator[str]:
-    yield f"\n## `{path}`\n\n{_plain(section)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
+    kind = section["properties"].get("source", {}).get("const")
+    heading = f"`{path}` ({kind})" if kind else f"`{path}`"
+    yield f"\n## {heading}\n\n{_plain(section)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
     inner = []
     for name, field in section["properties"].items():
         sections = dict.fromkeys(re.findall(r"\$defs/(\w+(?:Settings|Data))\b", json.dumps(field)))

@@ -9,7 +9,7 @@ from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_cu
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Row, Run, Scale, by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import series_of
-from tests.analysis.samples import DATA, TINY, command, given, run
+from tests.analysis.samples import BASE, DATA, TINY, command, given, run
 
 MICRO = [
     Row(nodes, 4 * nodes, rate, rate * 4 * nodes, samples_per_s_per_gpu_2sigma=8.0, uncertainty_from="2σ of 3", repeats=3,
@@ -26,32 +26,68 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")])
     found = read_curves(given(inputs=[tmp_path / "t.csv"]))
     picture = draw(found)
-    efficiency, speedup = picture.panels
+    efficiency, throughput = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert [answer(rows) for rows in found.values()] == [
         f"92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
     ]
-    (drawn,) = [container.lines[0].get_xydata().tolist() for container in speedup.containers]
-    assert drawn == [[4.0, 1.0], [8.0, pytest.approx(5440 / 2800)], [16.0, pytest.approx(10400 / 2800)]]
-    assert (speedup.get_xscale(), speedup.get_yscale()) == ("log", "log")
-    assert speedup.lines[0].get_xydata().tolist() == [[4, 1], [8, 2], [16, 4]]  # ideal
-    spread = [bar[1][1] - bar[0][1] for bar in speedup.containers[0].lines[2][0].get_segments()]
-    assert spread[-1] == pytest.approx(2 * error / 100 * 4)
+    (drawn,) = [container.lines[0].get_xydata().tolist() for container in throughput.containers]
+    assert drawn == [[4, 2800], [8, 5440], [16, 10400]]
+    assert throughput.lines[-1].get_xydata().tolist() == [[0, 0], [16, 11200]]  # ideal
+    spread = [bar[1][1] - bar[0][1] for bar in throughput.containers[0].lines[2][0].get_segments()]
+    assert spread == pytest.approx([2 * 8 * gpus for gpus in (4, 8, 16)])
     bars = efficiency.containers[0].lines[2][0].get_segments()
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
+    assert [text.get_text() for text in efficiency.texts] == ["92.9%"]
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert named == ["ideal", "micro: 92.9%, 3.71× of 4×"]
+    assert named == ["ideal (linear)", f"micro, 92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"]
+
+
+def test_published_tables_are_drawn_with_source_band_and_measured_scales() -> None:
+    picture = draw(curves(*read_table_runs(TINY), *read_table_runs(BASE)))
+    efficiency, throughput = picture.panels
+    assert picture.figure.get_suptitle() == "LAION's published runs, GH200, amp_bf16, weak scaling, 4–512 GPUs"
+    counts = [2**power for power in range(2, 10)]
+    assert sorted(efficiency.get_xticks()) == counts
+    labeled = set(throughput.get_xticks())
+    assert {4, 512} < labeled
+    assert sorted(labeled | set(throughput.get_xticks(minor=True))) == counts
+    band = efficiency.collections[0].get_paths()[0].get_extents()
+    series = series_of(scaling_table(read_table_runs(TINY)))
+    assert (band.x0, band.x1) == (4, 512)
+    assert (band.y0, band.y1) == pytest.approx((series.bands([128])[128][0], series.bands([1])[1][1]))
+    assert [text.get_text() for panel in picture.panels for text in panel.texts] == [
+        "87.3%", "84.5%", "544.6\nper GPU", "454.8\nper GPU"
+    ]  # fmt: skip
+
+
+def test_an_axis_names_all_units_and_starts_at_0_or_50_percent() -> None:
+    on_cpu = run(1, 3.0, gpus=2, device="Intel(R) Xeon(R) Processor")
+    slow = [run(nodes, 600.0 / nodes, device="NVIDIA H100") for nodes in (1, 4)]
+    (efficiency, throughput), (lone, _) = draw(curves(on_cpu, *slow)).panels, draw(curves(on_cpu)).panels
+    assert [efficiency.get_ylim()[0], lone.get_ylim()[0], throughput.get_xlim()[0]] == [0, 50, 0]
+    assert [efficiency.get_xlabel(), lone.get_xlabel()] == ["ranks or GPUs", "ranks"]
+    assert [text.get_text() for text in efficiency.texts] == ["25.0%"]
+
+
+def test_an_ideal_is_the_smallest_scales_also_if_more_nodes_have_fewer_gpus() -> None:
+    _, throughput = draw(curves(run(1, 600.0, gpus=8), run(2, 500.0, gpus=4))).panels
+    assert throughput.containers[0].lines[0].get_xydata().tolist() == [[4, 2000], [8, 4800]]
+    assert throughput.lines[-1].get_xydata().tolist() == [[0, 0], [8, 4800]]
 
 
 def test_a_legend_has_what_distinguishes_series() -> None:
     names = ("gradient_sync=deepspeed", "compile=off")
-    picture = draw(curves(*(run(2**place, 600.0, variant=name) for name in names for place in range(1, 10))))
-    assert ["relative to 2 nodes" in panel.get_ylabel() for panel in picture.panels] == [True, True]
+    first_nodes = {"gradient_sync=deepspeed": 1, "compile=off": 2}
+    runs = [run(2**place, 600.0, variant=name) for name in names for place in range(first_nodes[name], 10)]
+    picture = draw(curves(*runs))
     picture.figure.draw_without_rendering()
     (legend,) = picture.figure.legends
-    assert legend.get_title().get_text() == "htsat-tiny-roberta-base, weak scaling"
-    assert [text.get_text().partition(":")[0] for text in legend.get_texts()] == ["ideal", *names]
+    assert picture.figure.get_suptitle() == "htsat-tiny-roberta-base, weak scaling, 8–2,048 GPUs"
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert [label.partition(",")[0] for label in labels] == ["ideal (linear)", *names]
+    assert ["relative to 2 nodes" in label for label in labels] == [False, True, False]
 
 
 def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Submission of one job: its folder, its record, and what is rejected before it is queued."""
 
 import json
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from clap_ds.launch.submit import main
-from tests.conftest import micro_run
+from tests.conftest import ROOT, micro_run
 from tests.launch.conftest import FakeSlurm
 
 Call = Callable[..., int]
@@ -54,6 +56,16 @@ def test_everything_of_the_site_is_in_the_script(
     shown = capsys.readouterr().out
     assert "Requested node configuration is not available" in shown
     assert all(how in shown for how in ("submitted job 101", f"tail -F '{job}/tiny-101.out'", "scancel 101"))
+
+
+def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(call: Call, folder: Path) -> None:
+    assert call() == 0
+    (job,) = _jobs(folder)
+    (job / "tiny-101.out").write_text("loading\nstep 1/2\n")
+    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"`(tail -F runs/jobs.*?)`", page)
+    command = line.replace("\\|", "|").replace("ID", "101").replace("tail -F", "tail -n +1")
+    assert subprocess.check_output(["bash", "-c", command], cwd=folder, text=True) == "step 1/2\n"
 
 
 @pytest.mark.parametrize(

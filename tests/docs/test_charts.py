@@ -1,0 +1,39 @@
+"""Charts show their records' numbers."""
+
+import pytest
+from charts import bars_of, draw_flops, draw_gpu_step, draw_peers, draw_plan, ratios
+from redraw import ROOT
+
+RESULTS = ROOT / "results"
+PEERS = RESULTS / "cpu" / "peers"
+
+
+def test_bars_are_ratios_as_published_of_the_faster_mode_with_hardware() -> None:
+    medians = ratios(PEERS / "amx_padded.json")["speed.median"].round(2).to_dict()
+    assert medians == {"clap-ds": 1.0, "transformers": 1.71, "open_clip": 2.15, "LAION-CLAP": 2.22}
+    picture = draw_peers([PEERS / "amx_padded.json", PEERS / "amx_packed.json"])
+    title = picture.figure.get_suptitle()
+    assert all(part in title for part in ("Xeon", "AMX", "2 cores", "bf16", "micro-batch 8"))
+
+
+def test_flops_are_all_components_and_equal_the_published_at_514_tokens() -> None:
+    picture = draw_flops([RESULTS / "flops" / f"htsat_tiny_{tokens}.json" for tokens in (77, 514)])
+    (axes,) = picture.panels
+    tops = [bar.get_y() + bar.get_height() for bar in bars_of(axes)[-1]]
+    assert tops == pytest.approx([27.44, 111.20], abs=0.01)
+
+
+def test_parts_of_a_gpus_step_add_up_to_its_time() -> None:
+    names = ("efficiencies.md", "step.md", "call1.tar.xz", "step.tar.xz")
+    (axes,) = draw_gpu_step([RESULTS / "h200" / name for name in names]).panels
+    parts = {bars.get_label(): bars.datavalues for bars in bars_of(axes)}
+    assert sum(parts.values()) == pytest.approx([251.56, 193.30, 184.38], abs=0.01)
+    assert parts["matrix products"][2] == pytest.approx(53.200 + 11.455 + 6.360 + 2.182)
+    assert min(map(min, parts.values())) >= 0
+
+
+def test_predictions_are_drawn_over_published_rates() -> None:
+    (axes,) = draw_plan([RESULTS / "plan" / "validation.json"]).panels
+    points = [tuple(point) for group in axes.containers for point in group.lines[0].get_xydata().round(1)]
+    assert len(points) == 25
+    assert (623.7, 771.5) in points
