@@ -112,6 +112,8 @@ def _by_engine(run: Run) -> Run:
     run = replace(run, samples_per_s_per_gpu=engine)
     if run.kind == "record":
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
+    if run.kind == "log" and engine:  # its notes state the timer
+        return run
     return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 

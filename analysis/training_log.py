@@ -100,8 +100,10 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
     total, is_warm = log.rate()
     rate = total and total / gpus
     by_timer = bool(log.dialect and not log.dialect.counts_data_wait)
+    # This project's timer runs from step to step.
+    of_timer = BY_TIMER if "directory" in facts else f"{BY_TIMER}, which excludes data loading and time between steps"
     noted = {
-        BY_TIMER: by_timer,
+        of_timer: by_timer,
         "too short to drop the warm-up: using the running average": rate and not is_warm,
         "no rate, because the log doesn't state its batch": log.points and not rate,
     }

@@ -85,7 +85,7 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
                 for left in reversed(range(num_steps)):
                     losses.append(engine.step(loader, waits=left == 0))
                     engine.timer.mark()
-                report.add(number, engine.timer.stop(), losses)
+                report.add(number, engine.stop_timers(), losses)
             phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
             gc.enable()
             gc.unfreeze()

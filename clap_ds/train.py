@@ -95,7 +95,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                     skip_batches(loader, state, options, engine.deepspeed.gradient_accumulation_steps())
                     signals.ask(checkpointer.is_late())
                     logger.begin_step()
-                    loss = engine.step(loader)
+                    loss = engine.step(loader, waits=(state.step + 1) % plan.log_every == 0)
                     plan.advance(state)
                     logger.end_step(loss)
                     with engine.timer.peer_wait():
