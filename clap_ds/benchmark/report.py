@@ -14,6 +14,7 @@ from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.metric_logger import Scalars
 from clap_ds.engine.throughput import Throughput, Window, gather_window
 from clap_ds.flop_count.device_specs import utilization
 from clap_ds.run_records import environment
@@ -27,18 +28,19 @@ MOST_MFU_PERCENT = 90.0  # matrix products alone reach about 80%
 
 
 class BenchReport:
-    """Records on rank 0; other ranks take part in collectives. Samples/s include data wait. DeepSpeed's own figure, next to
-    them, excludes it and the time between steps."""
+    """Records on rank 0; other ranks take part in collectives. Samples/s and DeepSpeed's own figure include data wait."""
 
     def __init__(
         self,
         record: RunDirectory,
         engine: ClapEngine,
         loader: BatchSource,
+        scalars: Scalars,
         ranks: Ranks,
         num_steps: int,
     ) -> None:
         self._record, self._engine, self._loader = record, engine, loader
+        self._scalars = scalars
         self._samples, self._ranks = engine.deepspeed.train_batch_size(), ranks
         self._throughput, self._begin_joules = Throughput(ranks.world_size), math.nan
         self._stragglers = Stragglers(gather(ranks.host))
@@ -65,9 +67,19 @@ class BenchReport:
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
                 energy = environment.energy(window.joules - self._begin_joules, number * len(losses) * self._samples)
                 self._record.update_summary(slow, energy, self._throughput.summary())
+                self._write_scalars(window, rate)
                 shown = f"window {number}: {rate:,.1f} samples/s"
             self._progress.advance(len(losses), shown)
         self._engine.check_loss()
+
+    def _write_scalars(self, window: Window, rate: float) -> None:
+        scalars = {
+            "bench/samples_per_s": rate,
+            "bench/loss": float(window.figures.mean()),
+            "bench/memory_bytes": environment.peak_memory_bytes(self._engine.device),
+        }
+        samples = self._engine.steps * self._samples
+        self._scalars.write((tag, value, samples) for tag, value in scalars.items())
 
     def _write_steps(self, number: int | None, window: Window) -> None:
         of_window = StepLine(
