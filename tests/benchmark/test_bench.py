@@ -80,7 +80,7 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     directory, summary = _run_directory(config), _summary(config)
     log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
     assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
-    assert f"published convention {published_flops(load_preset('micro')) / 1e9:.2f}" in log
+    assert f"published convention: profiled {published_flops(load_preset('micro')) / 1e9:.2f}" in log
     for text in (result.stdout, log):
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
         assert text.count("time (ms) | fwd: ") == 5  # every step
