@@ -147,4 +147,4 @@ class StepToStepTimer(ThroughputTimer):
             now = time.time()
             self.total_elapsed_time += now - self.start_time
             self._unprinted_s += now - self.start_time
-            self.start_time = now
+            self.start_time = now  # type: ignore[assignment]  # starts as 0 in DeepSpeed

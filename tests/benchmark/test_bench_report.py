@@ -53,7 +53,9 @@ def _measured(folder: str) -> dict[str, Any]:
     ):
         record = RunDirectory(Path(folder))
         if rank == 0:
-            record.update_summary(device_name="H200")
+            record.update_summary(
+                device_name="H200", preset="micro", world_size=2, num_nodes=2, precision="bf16", context_length=16
+            )
         scalars = Scalars(engine, Path(folder))
         found = report.BenchReport(record, engine, loader, scalars, ranks, 34)  # type: ignore[arg-type]
         for number, num_steps in ((None, 1), (None, 1), (1, 10), (2, 10), (3, 10)):
