@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from clap_ds.config.model_names import preset_names
+
 NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
 
 
@@ -70,7 +72,7 @@ _DOTS = r" [ .]*"
 _COUNT = r"(\d{1,15})\b"
 _LINES: dict[str, dict[str, str]] = {
     "run directory: ": {"directory": r"run directory: ([^\n\r\x1b]{1,300})"},
-    "ranks: ": {"gpus": r"^ranks: (\d{1,15}), nodes: \d", "nodes": r"^ranks: \d{1,15}, nodes: (\d{1,15})$"},
+    "ranks: ": {"gpus": r"\branks: (\d{1,15}), nodes: \d", "nodes": r"\branks: \d{1,15}, nodes: (\d{1,15})\b"},
     "num_local_procs=": {"nodes": r"nnodes=(\d{1,15}), num_local_procs=\d+"},
     "dist_world_size=": {"gpus": r"dist_world_size=" + _COUNT},
     " ...": {
@@ -97,6 +99,27 @@ _LINES: dict[str, dict[str, str]] = {
 }
 """Patterns by a text that the line must contain: searching for the text first is much faster."""
 _PATTERNS = [(gate, [(kind, re.compile(pattern)) for kind, pattern in lines.items()]) for gate, lines in _LINES.items()]
+
+
+_TITLE = re.compile(
+    r"(?P<model>[\w:.-]{1,80}) on (?P<gpus>\d{1,15}) × (?P<device>.{1,200}?), (?P<nodes>\d{1,15}) nodes?,"
+    r" (?P<precision>\w{1,40}), micro-batch (?P<micro_batch>\d{1,15})(?:, accumulation (?P<accumulation>\d{1,15}))?,"
+    r" (?P<context_length>\d{1,15}) text tokens"
+)
+"""`run_title` in `clap_ds/run_records/terminal.py`."""
+
+
+def title_in(line: str) -> dict[str, str]:
+    """Return what this project's title states, by kind. It stands before a run's steps and above its results, so unlike other
+    facts it begins no new start."""
+    match = _TITLE.search(line) if " text tokens" in line else None
+    if match is None:
+        return {}
+    facts = match.groupdict(default="1")
+    # In merged lines, another line's end may stand before the name.
+    presets = [name for name in preset_names() if facts["model"].endswith(name)]
+    facts["model"] = max(presets, key=len, default=facts["model"])
+    return facts
 
 
 def facts_in(line: str) -> Iterator[tuple[str, str]]:

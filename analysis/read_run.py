@@ -16,7 +16,7 @@ from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
 
-BY_TIMER = "DeepSpeed's timer: excludes data loading and time between steps"
+BY_TIMER = "by DeepSpeed's timer"
 
 
 def is_record(path: Path) -> bool:

@@ -87,13 +87,16 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
         told = "pass --nodes and --gpus, or --gpus_per_node, for inputs that don't state them"
         raise UserError(f"{run.source}: {found}; {told}")
     batch = run.batch_per_gpu
+    peak_tflops = run.peak_tflops or given.peak_tflops
+    if peak_tflops is None and run.kind == "log" and (gpu := peak_for(run.device)):
+        peak_tflops = gpu.bf16_tflops
     of_log = batch / run.rate if run.kind == "log" and run.rate and batch else None
     run = replace(
         run, nodes=int(nodes), gpus=gpus, micro_batch=run.micro_batch or (batch and batch // run.accumulation),
         step_time_s=run.step_time_s or of_log, model=preset_of(run.model or given.model or ""),
-        peak_tflops=run.peak_tflops or given.peak_tflops,
+        peak_tflops=peak_tflops,
     )  # fmt: skip
-    run = _with_mfu(run, given.context_length) if run.kind == "log" else run
+    run = _with_mfu(run, run.context_length or given.context_length) if run.kind == "log" else run
     return _by_engine(run) if given.rate == "engine" else run
 
 
@@ -112,6 +115,8 @@ def _by_engine(run: Run) -> Run:
     run = replace(run, samples_per_s_per_gpu=engine)
     if run.kind == "record":
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
+    if run.kind == "log" and engine:  # its notes state the timer
+        return run
     return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 

@@ -6,17 +6,19 @@ The rate is total samples over total time after the warm-up, independent of the 
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clap_ds.analysis.log_formats import DIALECTS, Dialect, facts_in
+from clap_ds.analysis.log_formats import DIALECTS, Dialect, facts_in, title_in
 from clap_ds.analysis.read_run import BY_TIMER
 from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
 WARMUP_STEPS = 10
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """Later ones take precedence: an out-of-memory error also prints a traceback and a nonzero exit code."""
 
@@ -36,6 +38,9 @@ class Log:
         return of_parts or self.facts.get("global_batch", 0)
 
     def read(self, line: str) -> None:
+        line = _COLORS.sub("", line)
+        for kind, word in title_in(line).items():
+            self.facts[kind] = int(word) if word.isdigit() else word
         for kind, word in facts_in(line):
             if kind in STATES:
                 self.state = max(self.state, kind, key=STATES.index)
@@ -100,13 +105,15 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
     total, is_warm = log.rate()
     rate = total and total / gpus
     by_timer = bool(log.dialect and not log.dialect.counts_data_wait)
+    # This project's timer runs from step to step.
+    of_timer = BY_TIMER if "directory" in facts else f"{BY_TIMER}, which excludes data loading and time between steps"
     noted = {
-        BY_TIMER: by_timer,
+        of_timer: by_timer,
         "too short to drop the warm-up: using the running average": rate and not is_warm,
         "no rate, because the log doesn't state its batch": log.points and not rate,
     }
     micro_batch = facts.get("micro_batch") or batch // gpus // accumulation
-    names = ("model", "precision", "directory", "nodes", "gpus")
+    names = ("model", "precision", "directory", "nodes", "gpus", "device", "context_length")
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,

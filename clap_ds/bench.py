@@ -68,12 +68,12 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
         if protocol.find_micro_batch:
             find_micro_batch(engine, run)
         loader = loader_of(run, ranks, engine)
-        with loader, Scalars(engine, record.path):
+        with loader, Scalars(engine, record.path) as scalars:
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             if ranks.is_main_process:
                 record.update_summary(chosen)
             total = sum(num_steps for _, num_steps in windows) + protocol.breakdown_steps
-            report = BenchReport(record, engine, loader, ranks, total)
+            report = BenchReport(record, engine, loader, scalars, ranks, total)
             gc.collect()
             gc.freeze()  # later collections, between windows, only scan new objects
             gc.disable()
@@ -85,7 +85,7 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
                 for left in reversed(range(num_steps)):
                     losses.append(engine.step(loader, waits=left == 0))
                     engine.timer.mark()
-                report.add(number, engine.timer.stop(), losses)
+                report.add(number, engine.stop_timers(), losses)
             phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
             gc.enable()
             gc.unfreeze()

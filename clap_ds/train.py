@@ -64,6 +64,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     from clap_ds.engine.metric_logger import Scalars
     from clap_ds.engine.open_run import open_run_dir
     from clap_ds.run_parts import engine_of, loader_of, model_of
+    from clap_ds.run_records.terminal import run_title
     from clap_ds.run_records.timers import StepTimer
     from clap_ds.training.evaluate import evaluate
     from clap_ds.training.log import TrainLogger
@@ -87,7 +88,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             scalars = Scalars(engine, checkpointer.path, clap.train.histogram_every_steps)
             logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
-                record.update_summary(chosen)
+                print(run_title(record.update_summary(chosen)), flush=True)
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
@@ -95,7 +96,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                     skip_batches(loader, state, options, engine.deepspeed.gradient_accumulation_steps())
                     signals.ask(checkpointer.is_late())
                     logger.begin_step()
-                    loss = engine.step(loader)
+                    loss = engine.step(loader, waits=(state.step + 1) % plan.log_every == 0)
                     plan.advance(state)
                     logger.end_step(loss)
                     with engine.timer.peer_wait():

@@ -14,38 +14,42 @@ from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.metric_logger import Scalars
 from clap_ds.engine.throughput import Throughput, Window, gather_window
 from clap_ds.flop_count.device_specs import utilization
 from clap_ds.run_records import environment
 from clap_ds.run_records.metrics_schema import StepLine
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
-from clap_ds.run_records.terminal import Progress, print_summary
+from clap_ds.run_records.terminal import Progress, print_summary, run_title
 from clap_ds.run_records.timers import StepTimes
 
 MOST_MFU_PERCENT = 90.0  # matrix products alone reach about 80%
 
 
 class BenchReport:
-    """Records on rank 0; other ranks take part in collectives. Samples/s include data wait. DeepSpeed's own figure, next to
-    them, excludes it and the time between steps."""
+    """Records on rank 0; other ranks take part in collectives. Samples/s and DeepSpeed's own figure include data wait."""
 
     def __init__(
         self,
         record: RunDirectory,
         engine: ClapEngine,
         loader: BatchSource,
+        scalars: Scalars,
         ranks: Ranks,
         num_steps: int,
     ) -> None:
         self._record, self._engine, self._loader = record, engine, loader
+        self._scalars = scalars
         self._samples, self._ranks = engine.deepspeed.train_batch_size(), ranks
         self._throughput, self._begin_joules = Throughput(ranks.world_size), math.nan
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
         if ranks.is_main_process:
             micro_batch = engine.deepspeed.train_micro_batch_size_per_gpu()
-            record.update_summary(micro_batch_per_gpu=micro_batch, global_batch=self._samples)  # it may have been found
+            # The micro-batch may have been found.
+            summary = record.update_summary(micro_batch_per_gpu=micro_batch, global_batch=self._samples)
+            print(run_title(summary), flush=True)
 
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
         """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks if a loss isn't finite."""
@@ -55,7 +59,8 @@ class BenchReport:
             rates = (self._samples / self._ranks.world_size / own_s).tolist()
             self._loader.report_throughput(rates, self._ranks.local_world_size)
         if self._ranks.is_main_process:
-            self._write_steps(number, window)
+            memory_bytes = environment.peak_memory_bytes(self._engine.device)
+            self._write_steps(number, window, memory_bytes)
             if number is None:
                 self._begin_joules = window.joules
             else:
@@ -65,17 +70,27 @@ class BenchReport:
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
                 energy = environment.energy(window.joules - self._begin_joules, number * len(losses) * self._samples)
                 self._record.update_summary(slow, energy, self._throughput.summary())
+                self._write_scalars(window, rate, memory_bytes)
                 shown = f"window {number}: {rate:,.1f} samples/s"
             self._progress.advance(len(losses), shown)
         self._engine.check_loss()
 
-    def _write_steps(self, number: int | None, window: Window) -> None:
+    def _write_scalars(self, window: Window, rate: float, memory_bytes: int) -> None:
+        scalars = {
+            "bench/samples_per_s": rate,
+            "bench/loss": float(window.figures.mean()),
+            "bench/memory_bytes": memory_bytes,
+        }
+        samples = self._engine.steps * self._samples
+        self._scalars.write((tag, value, samples) for tag, value in scalars.items())
+
+    def _write_steps(self, number: int | None, window: Window, memory_bytes: int) -> None:
         of_window = StepLine(
             phase="warmup" if number is None else "timed",
             window=number,
             window_s=window.slowest_s,
             window_data_wait_s=window.waited_s,
-            memory_bytes=environment.peak_memory_bytes(self._engine.device),
+            memory_bytes=memory_bytes,
         )
         losses = window.figures[..., 0].astype(np.float32).mean(axis=1)
         step_s, wait_s = window.step_s, window.data_wait_s[:, 0]

@@ -30,7 +30,7 @@ from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.metrics_schema import Summary
 from clap_ds.run_records.run_dir import quiet_deepspeed
-from clap_ds.run_records.timers import StepTimer
+from clap_ds.run_records.timers import StepTimer, StepTimes
 
 NEVER = torch.iinfo(torch.long).max
 MOST_SKIPPED = 40
@@ -74,8 +74,6 @@ class ClapEngine:
             loss.gather_early(model)
         with quiet_deepspeed():
             self.deepspeed = wrap(model, deepspeed, settings, train)
-        if self.cached:  # the timer restarts with every forward pass, so it would omit half of them
-            self.deepspeed.tput_timer.config.enabled = False
         optimizer, decay = self.deepspeed.optimizer, train.ema_decay
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
         self.masters = master_weights(model, optimizer)
@@ -113,6 +111,7 @@ class ClapEngine:
     def step(self, batches: Iterator[Batch], *, waits: bool = False) -> Tensor:
         """Take one optimizer step: call `accumulate`, update, and return its loss. With `waits`, DeepSpeed's throughput timer
         waits for the device at its end, as the caller will."""
+        self.deepspeed.tput_timer.start()  # before waiting for data
         skipped_before = self.deepspeed.skipped_steps
         statistics = [buffer.clone() for buffer in self.model.running_statistics()]
         loss_mean = self.accumulate(batches)
@@ -124,6 +123,12 @@ class ClapEngine:
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
         watch.step(self.steps)
         return loss_mean
+
+    def stop_timers(self) -> StepTimes:
+        """End a window of timed steps, also for DeepSpeed's throughput timer. Wait for the device and return the times."""
+        times = self.timer.stop()
+        self.deepspeed.tput_timer.pause()
+        return times
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step, and name it to the watchdog."""

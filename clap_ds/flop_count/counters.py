@@ -48,13 +48,16 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
     return {"audio": total - text - 1, "text": text, "total": total, "trainable": trainable}
 
 
-def count_by_deepspeed(model: ClapModel, context_length: int) -> Count:
-    """Count the FLOPs of one waveform and a caption of `context_length`, at most the position table's rows."""
-    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.ones(1, context_length, dtype=torch.long)
+def count_by_deepspeed(model: ClapModel, context_length: int, audio: Tensor | None = None) -> Count:
+    """Count the FLOPs of one clip (by default a waveform) and a caption of `context_length`, at most the position table's
+    rows."""
+    if audio is None:
+        audio = torch.zeros(1, model.config.audio.num_samples)
+    caption = torch.ones(1, context_length, dtype=torch.long)
     profiler = FlopsProfiler(model)
     with counted_ffts() as ffts:
         profiler.start_profile()
-        model(waveform, caption, None)
+        model(audio, caption, None)
         profiler.stop_profile()
         macs = profiler.get_total_macs()
         profiler.end_profile()

@@ -96,7 +96,7 @@ class Summary(TypedDict, total=False):
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
-    """Measured by DeepSpeed's timer, from each forward pass to the end of its update, without the time between."""
+    """Measured by DeepSpeed's timer on rank 0 in all windows after the second step, warm-up included."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
@@ -116,7 +116,8 @@ class Summary(TypedDict, total=False):
     warnings: list[str]
     # FLOPs
     flops: dict[str, Any]
-    """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
+    """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`). Forward by
+    DeepSpeed's profiler, if enabled: `deepspeed_published_gflops`, `deepspeed_gflops`."""
     mfu_published_percent: float | None
     """None for an open_clip model, too."""
     mfu_model_percent: float | None

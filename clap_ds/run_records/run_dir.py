@@ -1,7 +1,7 @@
 """The run directory: a run's configuration, progress and results, written while it runs.
 
 It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state and results, for
-analysis), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
+analysis), `tensorboard/` and `rank0.log`.
 """
 
 from __future__ import annotations

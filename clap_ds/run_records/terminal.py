@@ -26,17 +26,31 @@ class Progress:
             print(f"step {self._done}/{self._num_steps}  {text}  {left_s:.0f} s left", flush=True)
 
 
+def run_title(summary: Summary) -> str:
+    """Return what a run computes, and where. `analysis/log_formats.py` reads it from logs; with packed captions it doesn't,
+    as their number of tokens is unknown."""
+    nodes = summary["num_nodes"]
+    accumulation = summary.get("gradient_accumulation_steps", 1)
+    parts = [
+        f"{summary['preset']} on {summary['world_size']} × {summary['device_name']}",
+        f"{nodes} node" if nodes == 1 else f"{nodes} nodes",
+        summary["precision"],
+        f"micro-batch {summary['micro_batch_per_gpu']}",
+    ]
+    if accumulation > 1:
+        parts.append(f"accumulation {accumulation}")
+    packed = "packed captions of up to " if summary.get("text_packing") else ""
+    parts.append(f"{packed}{summary['context_length']} text tokens")
+    return printable(", ".join(parts))
+
+
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
-    nodes, cells = summary["num_nodes"], [*rows(summary)]
-    title = (
-        f"{summary['preset']} on {summary['world_size']} × {summary['device_name']}, {nodes} node{'s' * (nodes > 1)},"
-        f" {summary['precision']}, micro-batch {summary['micro_batch_per_gpu']}, {summary['context_length']} text tokens"
-    )
+    cells = [*rows(summary)]
     notes = [summary["peak_source"]] if "flops" in summary and summary["peak_tflops"] is None else []
     notes += [f"warning: {text}" for text in summary.get("warnings", [])]
     left, right = (max(map(len, column)) for column in zip(*cells, strict=True))
-    lines = [title, *(f"  {name:{left}}  {value:>{right}}" for name, value in cells), *notes]
+    lines = [run_title(summary), *(f"  {name:{left}}  {value:>{right}}" for name, value in cells), *notes]
     print(printable("\n".join(lines), "\n"), flush=True)
 
 

@@ -89,7 +89,7 @@ class TrainLogger:
         """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if any loss isn't finite."""
         if not self._lines:
             return
-        times = self._engine.timer.stop()
+        times = self._engine.stop_timers()
         self._engine.count_skipped()
         lines, figures = zip(*self._lines, strict=True)
         self._lines = []

@@ -4,11 +4,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clap_ds.analysis.published import training_gflops
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.config.errors import UserError
+from clap_ds.config.model_names import preset_names
+from clap_ds.run_records.terminal import run_title
 from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
 
 LOG = DATA / "deepspeed_2ranks.log"
@@ -36,10 +40,57 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     assert (run.gpus, "log's name" in run.notes) == (16, False)
 
 
-def test_this_projects_log_states_its_scale(tmp_path: Path) -> None:
-    copy = write(tmp_path / "moved.log", "ranks: 16, nodes: 4\n" + running_log([1.0] * 20, batch=64))
+@pytest.mark.parametrize("prefix", ["", "node1: "])
+def test_this_projects_log_states_its_scale(tmp_path: Path, prefix: str) -> None:
+    copy = write(tmp_path / "moved.log", f"{prefix}ranks: 16, nodes: 4\n" + running_log([1.0] * 20, batch=64))
     (run,) = read_runs([copy], given())
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
+
+
+TITLED: Any = {
+    "preset": "htsat_tiny_roberta_base", "world_size": 8, "device_name": "NVIDIA H200", "num_nodes": 2, "precision": "bf16",
+    "micro_batch_per_gpu": 4, "gradient_accumulation_steps": 1, "context_length": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "before", ["", "node1: ", "step 2/40  loss 1.5", "[2026-11-28] MaxMemAllocated=0.3GB", "\x1b[32m"]
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "precision": "torch_autocast_bfloat16"},
+        {"preset": "micro", "device_name": "AMD EPYC 9B14, 96-Core Processor", "num_nodes": 1},
+        {"preset": "open_clip:CLAP-NaFlex"},
+    ],
+)
+def test_this_projects_titles_state_model_batch_and_tokens(
+    tmp_path: Path, before: str, changes: dict[str, Any]
+) -> None:
+    """A benchmark prints its title before the first step and above its results, which begin no new start."""
+    summary = TITLED | changes
+    title = before + run_title(summary) + "\n"
+    steps = running_log([1.0] * 20, batch=64)
+    (run,) = read_runs([write(tmp_path / "x.log", title + steps + title)], given(model="htsat_base_roberta_base"))
+    batch = 4 * summary["gradient_accumulation_steps"]
+    assert (run.gpus, run.nodes, run.rate) == (8, summary["num_nodes"], 8.0)
+    assert (run.batch_per_gpu, run.micro_batch, run.context_length) == (batch, 4, 64)
+    assert (run.device, run.precision) == (summary["device_name"], summary["precision"])
+    gflops = training_gflops(summary["preset"], 64)
+    assert run.peak_tflops == (989 if "H200" in run.device else None)
+    assert run.achieved_tflops == (gflops and pytest.approx(8 * gflops / 1000))
+    known = gflops is not None and run.peak_tflops is not None
+    assert (run.mfu_model_percent is not None) == known
+    if summary["preset"] in preset_names() or not before:
+        assert run.model == summary["preset"]
+
+
+def test_a_title_with_packed_captions_gives_no_tflops(tmp_path: Path) -> None:
+    title = run_title({**TITLED, "text_packing": True})
+    log = write(tmp_path / "x.log", f"ranks: 8, nodes: 2\n{title}\n" + running_log([1.0] * 20))
+    (run,) = read_runs([log], given())
+    assert (run.rate, run.achieved_tflops) == (8.0, None)
 
 
 def test_the_input_is_believed_before_the_options() -> None:

@@ -7,7 +7,6 @@ from statistics import fmean
 import pytest
 
 from clap_ds.analysis.log_formats import DIALECTS, Dialect
-from clap_ds.analysis.read_run import BY_TIMER
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.errors import UserError
@@ -31,7 +30,8 @@ def test_a_rate_agrees_with_deepspeeds_own_rates_of_steps() -> None:
     run = read_log(TWO_RANKS)
     assert run.rate == pytest.approx(30 / sum(2 / rate for rate in current[-30:]), rel=1e-3)
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
-    assert (run.state, run.notes, run.memory_peak_gib) == ("completed", BY_TIMER, 0.33)
+    assert (run.state, run.memory_peak_gib) == ("completed", 0.33)
+    assert "excludes data loading" in run.notes, "another program's"
     run = read_log(DATA / "deepspeed_1rank_accumulating.log")
     assert (run.accumulation, run.batch_per_gpu) == (2, 128)
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clap_ds.analysis.runs import read_runs
 from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import published_flops
+from tests.analysis.samples import given, write
 from tests.processes import ROOT, TIMEOUT_S, run
 from tests.rank_pool import free_port
 from tests.training.training_commands import deepspeed_launcher, environment
@@ -60,7 +62,10 @@ def test_torchrun_leaves_the_steps_that_it_prints(write_run: WriteRun) -> None:
     assert summary["samples_per_s"] == pytest.approx(32 / sum(line["window_s"] for line in lines[1:5:2]))
     parts = summary["breakdown_s"].values()
     assert all(f"{1000 * part_s:,.1f} ms  {100 * part_s / sum(parts):5.1f}%" in result.stdout for part_s in parts)
-    assert "RunningAvgSamplesPerSec=" in (directory / "rank0.log").read_text()
+    (run,) = read_runs([write(config.parent / "terminal.log", result.stdout)], given(rate="engine"))
+    assert (run.model, run.gpus, run.batch_per_gpu, run.context_length) == ("micro", 2, 4, 16)
+    tflop = summary["achieved_tflops"] / summary["samples_per_s_per_gpu"]["mean"]
+    assert run.achieved_tflops == pytest.approx(tflop * (run.rate or 0))
     assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [2]
 
 
@@ -80,7 +85,7 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     directory, summary = _run_directory(config), _summary(config)
     log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
     assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
-    assert f"published convention {published_flops(load_preset('micro')) / 1e9:.2f}" in log
+    assert f"published convention: profiled {published_flops(load_preset('micro')) / 1e9:.2f}" in log
     for text in (result.stdout, log):
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
         assert text.count("time (ms) | fwd: ") == 5  # every step

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.benchmark import report
 from clap_ds.data.dataloader import BatchSource
+from clap_ds.engine.metric_logger import Scalars
 from clap_ds.run_records import environment
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 from clap_ds.run_records.run_dir import RunDirectory
@@ -35,7 +38,8 @@ def _measured(folder: str) -> dict[str, Any]:
     timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
     deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0, tput_timer=timer, train_batch_size=lambda: 16)
     deepspeed.train_micro_batch_size_per_gpu = lambda: 4
-    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu)
+    deepspeed.monitor = SimpleNamespace(enabled=False, write_events=lambda events: None)
+    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu, config={})
     engine.timer = StepTimer(cpu)
     pieces: Any = SimpleNamespace(throughput=lambda: None, state=dict, statistics=dict)
     loader = BatchSource(pieces, cpu, copy_ahead=False)
@@ -49,8 +53,11 @@ def _measured(folder: str) -> dict[str, Any]:
     ):
         record = RunDirectory(Path(folder))
         if rank == 0:
-            record.update_summary(device_name="H200")
-        found = report.BenchReport(record, engine, loader, ranks, 34)  # type: ignore[arg-type]
+            record.update_summary(
+                device_name="H200", preset="micro", world_size=2, num_nodes=2, precision="bf16", context_length=16
+            )
+        scalars = Scalars(engine, Path(folder))
+        found = report.BenchReport(record, engine, loader, scalars, ranks, 34)  # type: ignore[arg-type]
         for number, num_steps in ((None, 1), (None, 1), (1, 10), (2, 10), (3, 10)):
             engine.timer.start()
             losses = []
@@ -95,3 +102,16 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
     assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
     assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    written = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    windows = [lines[start : start + 10] for start in range(2, 32, 10)]
+    samples = [16 * window[-1]["step"] for window in windows]
+    expected = {
+        "bench/samples_per_s": [160 / window[0]["window_s"] for window in windows],
+        "bench/loss": [fmean(line["loss"] for line in window) for window in windows],
+        "bench/memory_bytes": [window[0]["memory_bytes"] for window in windows],
+    }
+    assert written == {
+        tag: [*zip(samples, map(pytest.approx, values), strict=True)] for tag, values in expected.items()
+    }

@@ -4,15 +4,19 @@ import contextlib
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.benchmark import flops_profile
 from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
 from clap_ds.flop_count.analytic import published_flops
+from clap_ds.flop_count.counters import build
+from clap_ds.flop_count.published_model import published_model
 from clap_ds.run_parts import loader_of
 from tests.engine.test_engine import model_of, settings
 from tests.rank_pool import RankPool
@@ -22,8 +26,8 @@ LENGTHS = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
 
 
 def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
-    """Profile a run with Triton kernels and a compiled front end. Returns findings, output, mean caption length and graphs
-    of a later step."""
+    """Profile a run with Triton kernels and a compiled front end; if `packed`, without the published convention's operations.
+    Returns findings, output, mean caption length and graphs of a later step."""
     torch.compiler.reset()
     rank, calls = dist.get_rank(), list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
@@ -36,7 +40,12 @@ def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
     engine = engine_of(run, model_of(run))
     engine.model.mel.compile(backend=counting)
     attentions = [block.attention for block in engine.model.audio.blocks()]
-    with contextlib.redirect_stdout(io.StringIO()) as said, loader_of(run, ranks, engine) as loader:
+    profiled_model = build if text == "packed" else published_model
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        mock.patch.object(flops_profile, "published_model", profiled_model),
+        loader_of(run, ranks, engine) as loader,
+    ):
         engine.step(loader)
         for each in attentions:
             each.kernel = "triton"
@@ -58,6 +67,12 @@ def test_profiled_figures_stand_beside_the_published_convention(two_ranks: RankP
     assert f"profiled {found['deepspeed_gflops']:.2f}, closed form {found['deepspeed_gflops']:.2f}" in said
     if text == "padded":
         assert found["deepspeed_gflops"] == pytest.approx(found["model_gflops"], rel=1e-9)
-    assert f"published convention {published_flops(settings('fp32', 2).clap.preset()) / 1e9:.2f}" in said
+    published = published_flops(settings("fp32", 2).clap.preset()) / 1e9
+    profiled = found["deepspeed_published_gflops"]
+    assert f"published convention: profiled {profiled:.2f}, closed form {published:.2f}" in said
+    if text == "padded":
+        assert profiled == pytest.approx(published, rel=1e-9)
+    else:  # the profiled model was another one
+        assert profiled < 0.99 * published
     assert graphs > 0, "compiled code runs again afterwards"
     assert found["mean_text_tokens"] == pytest.approx(mean if text == "packed" else 16)

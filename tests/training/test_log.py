@@ -46,6 +46,7 @@ def _logged(folder: str) -> dict[str, Any]:
     engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale), device=cpu)
     engine.count_skipped = engine.check_loss = lambda: None
     engine.timer, plan = StepTimer(cpu), TrainPlan(120, 20, 160)
+    engine.stop_timers = engine.timer.stop
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
     record = RunDirectory(Path(folder))

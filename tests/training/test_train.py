@@ -34,7 +34,8 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     clap = {"train": train, "checkpoint": {"every_steps": 4}}
     config = write_training(tmp_path, gradient_accumulation_steps=2, clap=clap)
     output = commands.train(config)
-    said = ("checkpoints: ", "logit scale", "s left", "total_num_steps is 24, but the run ends after 10 steps")
+    title = "micro on 2 × ", "micro-batch 4, accumulation 2, 16 text tokens"
+    said = (*title, "checkpoints: ", "logit scale", "s left", "total_num_steps is 24, but the run ends after 10 steps")
     assert all(part in output for part in said)
     (summary,), (directory,) = commands.summaries(config), commands.run_directories(config)
     assert (summary["state"], summary["step"], summary["samples"]) == ("completed", 10, 160)
