@@ -136,6 +136,10 @@ def explain(details: Any, root: Any) -> str:
     message, value, about = details["msg"], details["input"], details.get("ctx", {})
     if kind in ("model_type", "dict_type"):
         message = "expected an object"
+    if kind == "too_short":
+        message = f"expected at least {about['min_length']} items"
+    if kind == "too_long":
+        message = f"expected at most {about['max_length']} items"
     if kind == "union_tag_invalid":
         field, value = f"{field}." + about["discriminator"].strip("'"), about["tag"]
         message = f"expected {about['expected_tags'].replace(', ', ' or ')}"

@@ -159,8 +159,8 @@ def _check_deepspeed(content: dict[str, Any]) -> list[str]:
     dtype = find("torch_autocast", "dtype", "bfloat16") if find("torch_autocast", "enabled") else "bfloat16"
     problems = {
         f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}": stage != 0,
-        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}: DeepSpeed doesn\'t checkpoint the loss scale'
-        " that float16 needs here; use fp16.enabled": str(dtype).removeprefix("torch.") != "bfloat16",
+        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)} (float16 needs a loss scale, which DeepSpeed'
+        " doesn't checkpoint here; use fp16.enabled)": str(dtype).removeprefix("torch.") != "bfloat16",
         "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW": find("optimizer", "type") is None,
         "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR": find("scheduler", "params") is not None
         and find("scheduler", "type") is None,
