@@ -25,7 +25,7 @@ from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, how_to_install, printable
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
-from clap_ds.distributed.accelerator import choose_device
+from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
 from clap_ds.distributed.error_file import write_error_file
 from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
 from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
@@ -43,7 +43,9 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SI
 RANK_VARIABLES = (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK",
 )  # fmt: skip
-SPECIAL_STEPS = 2**32 - 16  # SLURM's first number of batch shells and interactive steps, whose SLURM_NTASKS is the job's
+SPECIAL_STEPS = (
+    2**32 - 16
+)  # SLURM's first number of batch shells and interactive steps, whose SLURM_NTASKS is the job's
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def _read_number(name: str, largest: int | None = None) -> int:
 
 def _reject_other_launchers(*size_variables: str, num_ranks: int = 1) -> None:
     """Raise CollectiveUserError if another launcher's variables contradict this number of ranks: each rank would run alone."""
-    expected = dict.fromkeys(size_variables, ("1", str(num_ranks)))
+    expected: dict[str, tuple[str, ...]] = dict.fromkeys(size_variables, ("1", str(num_ranks)))
     if num_ranks == 1:
         expected |= dict.fromkeys(RANK_VARIABLES, ("0",))
     for name, values in expected.items():
@@ -182,6 +184,13 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
     deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
     return device
+
+
+def announce_accelerator(ranks: Ranks) -> None:
+    """Choose GPUs or CPUs before DeepSpeed is imported. Rank 0 prints if CPUs run because there is no GPU."""
+    is_cpu_requested = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if choose_accelerator() == "cpu" and ranks.is_main_process and not is_cpu_requested:
+        print(f"no GPU: {ranks.world_size} CPU ranks ({explain_no_gpu()})", flush=True)
 
 
 def prepare_debugging(settings: DebugSettings) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
-from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed import init
+from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
 from tests import processes
 from tests.rank_pool import RankPool
