@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 
 from clap_ds.config.schema import SyntheticData
-from clap_ds.config.settings import ClapSettings, RunSettings
+from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
+from clap_ds.engine.compile import what_to_compile
 from clap_ds.engine.exit_handling import TooLittleMemoryError, advise_on_memory
 from clap_ds.engine.factory import ADAMS, build_model
-from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
+from clap_ds.flop_count.analytic import TextLengths, forward_flops
 from clap_ds.run_records.environment import MemoryLimit, memory_limits
 
 TFLOPS_PER_CORE = 0.15
@@ -34,17 +35,16 @@ class LeastMemory(NamedTuple):
 
     state: int  # weights, fp32 master weights, moments, moving average
     gradients: int
-    batches: float  # per sample of the micro-batch, like activations
-    activations: float
+    per_sample: int  # of the micro-batch: batches and activations
 
-    def total(self, micro_batch: int) -> float:
-        return self.state + max(self.gradients, micro_batch * (self.batches + self.activations))
+    def total(self, micro_batch: int) -> int:
+        return self.state + max(self.gradients, micro_batch * self.per_sample)
 
     def largest_micro_batch(self, available: float) -> int:
         """Return the largest micro-batch that the bound admits; 0 if none."""
-        if self.state + self.gradients > available:
+        if self.total(1) > available:
             return 0
-        return int((available - self.state) / (self.batches + self.activations))
+        return int((available - self.state) / self.per_sample)
 
 
 def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
@@ -70,11 +70,10 @@ def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
     num_batches = run.gradient_accumulation_steps if clap.train.accumulation == "gradcache" else 1
     if device.type == "cpu" and isinstance(clap.data, SyntheticData):
         num_batches += clap.data.num_batches
+    batch_bytes = num_batches * 2 * math.prod(preset.audio.clip_shape)
+    activation_bytes = 0 if preset.open_clip else least_activations(run, device)
     return LeastMemory(
-        state=weight_bytes * weights + bytes_per_trained * trained,
-        gradients=weight_bytes * trained,
-        batches=num_batches * 2 * math.prod(preset.audio.clip_shape),
-        activations=0 if preset.open_clip else least_activations(run, device),
+        weight_bytes * weights + bytes_per_trained * trained, weight_bytes * trained, batch_bytes + activation_bytes
     )
 
 
@@ -83,36 +82,29 @@ def least_activations(run: RunSettings, device: torch.device) -> int:
     checkpointing, in the backward pass of the largest block.
 
     Of C channels, a block keeps the input of attention (C), queries, keys and values (3C), the mixed values (C), the input of
-    the MLP (C) and its hidden units twice, before and after GELU. On CPUs it also keeps both normalized inputs (2C). Compiled
-    for CUDA it recomputes those and GELU, and Triton's kernel also the audio tower's hidden units.
+    the MLP (C), both normalized inputs (2C), and the MLP's hidden units before and after GELU. Compiled, or with Triton, it
+    may recompute normalized inputs and GELU, and in the audio tower all hidden units.
     """
     clap = run.clap
     audio = clap.preset().audio
     text = clap.preset().text
     stages = zip(audio.depths, audio.stage_grids, audio.stage_dims, strict=True)
+    num_tokens = 2 if clap.text_packing else clap.context_length  # packed captions have at least a start and an end
     # Elements of each block's input. The last text layer may compute only the first token.
     blocks = {
         "audio": [grid**2 * dim for depth, grid, dim in stages for _ in range(depth)],
-        "text": [fewest_tokens(clap) * text.hidden_size] * (text.num_layers - text.ends_with_first_token),
+        "text": [num_tokens * text.hidden_size] * (text.num_layers - text.ends_with_first_token),
     }
     mlp_ratios = {"audio": audio.mlp_ratio, "text": text.intermediate_size // text.hidden_size}
     at_start = in_largest = 0
     for tower in blocks.keys() - set(clap.train.freeze):
         width = 8 + 2 * mlp_ratios[tower]
-        if device.type == "cuda":
+        if device.type == "cuda" or what_to_compile(clap.compile, device) != "off":
             width = 6 if tower == "audio" else 6 + mlp_ratios[tower]
         kept_width = 1 if tower in clap.model.activation_checkpointing else width
         at_start += kept_width * sum(blocks[tower])
         in_largest = max([in_largest, *(width * elements for elements in blocks[tower])])
     return (4 if run.precision == "fp32" else 2) * max(at_start, in_largest)
-
-
-def fewest_tokens(clap: ClapSettings) -> int:
-    """Return the least tokens per caption that the text tower processes."""
-    lengths = getattr(clap.data, "caption_lengths", 2)
-    if not clap.text_packing or lengths is None:
-        return clap.context_length
-    return 2 if isinstance(lengths, dict) else lengths  # start and end token
 
 
 def require_memory(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
@@ -125,8 +117,8 @@ def require_memory(run: RunSettings, ranks: Ranks, device: torch.device) -> None
     describe = partial(describe_shortage, least, micro_batch, device.type)
     if shortage := reduce_on_rank0(limits, describe):
         raise TooLittleMemoryError(shortage)
-    if device.type == "cpu" and ranks.is_main_process:
-        warn_of_slow_steps(run, torch.get_num_threads())
+    if device.type == "cpu" and ranks.is_main_process and not run.clap.preset().open_clip:
+        warn_of_slow_steps(run)
 
 
 def describe_shortage(
@@ -142,31 +134,21 @@ def describe_shortage(
     if least.total(micro_batch) <= available:
         return ""
 
-    parts = {
-        "weights and optimizer state": least.state,
-        "batches": micro_batch * least.batches,
-        "activations": micro_batch * least.activations,
-        "gradients": least.gradients,
-    }
-    listed = ", ".join(f"{name} {num_bytes / 1e9:.1f}" for name, num_bytes in parts.items())
     largest = least.largest_micro_batch(available)
     fitting = f"at most {largest} may fit" if largest else "not even 1 fits"
     return (
-        f"micro-batch {micro_batch} needs at least {least.total(micro_batch) / 1e9:.1f} GB per rank ({listed}; gradients"
-        f" exist after activations), but {host} has {limit.free / 1e9:.1f} GB for {num_ranks} rank(s): {limit.name}."
-        f" Of micro-batches, {fitting}: {advise_on_memory(device_type)}"
+        f"micro-batch {micro_batch} needs at least {least.total(micro_batch) / 1e9:.1f} GB per rank,"
+        f" {least.per_sample / 1e6:.0f} MB per sample and {least.state / 1e9:.1f} GB of weights and optimizer state, but"
+        f" {host} has {limit.free / 1e9:.1f} GB for {num_ranks} rank(s): {limit.name}. Of micro-batches, {fitting}: {advise_on_memory(device_type)}"
     )
 
 
-def warn_of_slow_steps(run: RunSettings, num_cores: int) -> None:
-    preset = run.clap.preset()
-    if preset.open_clip:
-        return
-    lengths = TextLengths.fixed(fewest_tokens(run.clap))
-    trained = {"audio", "text"} - set(run.clap.train.freeze)
-    flops = forward_flops(preset, lengths, "model") + backward_flops(preset, lengths, trained=trained)
+def warn_of_slow_steps(run: RunSettings) -> None:
+    """Warn if a step takes minutes on this rank's cores."""
     num_samples = run.micro_batch * run.gradient_accumulation_steps
-    step_tflop = num_samples * flops / 1e12
+    forward = forward_flops(run.clap.preset(), TextLengths.fixed(run.clap.context_length), "model")
+    step_tflop = 3 * num_samples * forward / 1e12  # a backward pass is two forward passes
+    num_cores = torch.get_num_threads()
     step_s = step_tflop / (TFLOPS_PER_CORE * num_cores)
     if step_s > SLOW_STEP_S:
         print(

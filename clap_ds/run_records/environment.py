@@ -73,6 +73,13 @@ def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
     return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""Files of a cgroup by the controllers of its hierarchy, in version 2 and 1, and the prefix of totals in `memory.stat`."""
+
+
 class MemoryLimit(NamedTuple):
     """Memory that is still free under a limit. All processes of a host that are under a limit of this name share it."""
 
@@ -81,12 +88,14 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limits(device: torch.device) -> list[MemoryLimit]:
-    """Return what limits this process's memory: its GPU, or the host's available memory, cgroups and `ulimit -v`.
-    Of a GPU all memory counts, as an earlier run's may not have been freed yet."""
+    """Return what limits this process's memory: its GPU, or the host's available memory and cgroups, both with swap, and
+    `ulimit -v`. Of a GPU all memory counts, as an earlier run's may not have been freed yet."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return [MemoryLimit(f"memory of {properties.name} of process {os.getpid()}", properties.total_memory)]
-    limits = [MemoryLimit("available memory", psutil.virtual_memory().available), *cgroup_limits()]
+    swap = psutil.swap_memory().free
+    limits = [MemoryLimit("available memory", psutil.virtual_memory().available + swap)]
+    limits += [MemoryLimit(name, free + swap) for name, free in cgroup_limits()]
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
         limits.append(MemoryLimit(f"ulimit -v of process {os.getpid()}", most - psutil.Process().memory_info().vms))
@@ -98,13 +107,10 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
     File caches count as free: the kernel drops them."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, limit, use, prefix = "", "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            mount, limit, use, prefix = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
+        if controllers not in CGROUP_FILES:
             continue
-        top = root / "sys/fs/cgroup" / mount
+        limit, use, prefix = CGROUP_FILES[controllers]
+        top = root / "sys/fs/cgroup" / controllers
         group = top / path.strip("/")
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError, KeyError):  # not limited or, in a container, not visible
