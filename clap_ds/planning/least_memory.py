@@ -139,7 +139,8 @@ def describe_shortage(
     return (
         f"micro-batch {micro_batch} needs at least {least.total(micro_batch) / 1e9:.1f} GB per rank,"
         f" {least.per_sample / 1e6:.0f} MB per sample and {least.state / 1e9:.1f} GB of weights and optimizer state, but"
-        f" {host} has {limit.free / 1e9:.1f} GB for {num_ranks} rank(s): {limit.name}. Of micro-batches, {fitting}: {advise_on_memory(device_type)}"
+        f" {host} has {limit.free / 1e9:.1f} GB for {num_ranks} rank(s): {limit.name}."
+        f" Of micro-batches, {fitting}: {advise_on_memory(device_type)}"
     )
 
 
