@@ -43,9 +43,8 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SI
 RANK_VARIABLES = (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK",
 )  # fmt: skip
-SPECIAL_STEPS = (
-    2**32 - 16
-)  # SLURM's first number of batch shells and interactive steps, whose SLURM_NTASKS is the job's
+SPECIAL_STEPS = 2**32 - 16
+"""SLURM's lowest number of batch shells and interactive steps, whose SLURM_NTASKS is the job's."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from clap_ds.flop_count.analytic import TextLengths, forward_flops
 from clap_ds.run_records.environment import MemoryLimit, memory_limits
 
 TFLOPS_PER_CORE = 0.15
-"""Of this project's bf16 kernels with AVX-512 (`results/cpu`); AMX is faster, fp32 slower."""
+"""Of this project's bf16 kernels with AVX-512. AMX is twice as fast (`results/cpu`), torch's operations slower."""
 SLOW_STEP_S = 60.0
 SMALLEST_TRIED = 8  # by `clap.bench.find_micro_batch`
 
