@@ -21,7 +21,7 @@ if __package__ in (None, ""):
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
-    choose_accelerator,
+    announce_accelerator,
     prepare_debugging,
     run_arguments,
     run_command,
@@ -35,7 +35,7 @@ def main(ranks: Ranks) -> None:
     arguments = run_arguments("clap_ds/bench.py", __doc__).parse_args()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     prepare_debugging(run.clap.debug)
-    choose_accelerator()
+    announce_accelerator(ranks)
     from clap_ds.run_parts import joined_ranks
 
     with joined_ranks(run, ranks) as device:

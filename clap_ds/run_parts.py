@@ -20,6 +20,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model, fetch_from_hub
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.contrastive import ContrastiveModel
+from clap_ds.planning.least_memory import require_memory
 from clap_ds.run_records.timers import StepTimer
 
 
@@ -34,8 +35,9 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
 
 
 def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
-    """Build a run's model on a device, with the same weights on every rank."""
+    """Build a run's model on a device, with the same weights on every rank, if a training step can fit in memory."""
     clap = run.clap
+    require_memory(run, ranks, device)
     with raise_on_all_ranks():
         fetch_from_hub(clap.model, clap.data, ranks)
     with raise_on_all_ranks():

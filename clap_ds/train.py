@@ -24,7 +24,7 @@ from clap_ds.config.metrics import best_metric, names
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
-    choose_accelerator,
+    announce_accelerator,
     prepare_debugging,
     run_arguments,
     run_command,
@@ -49,7 +49,7 @@ def main(ranks: Ranks) -> None:
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
     prepare_debugging(run.clap.debug)
-    choose_accelerator()
+    announce_accelerator(ranks)
     from clap_ds.run_parts import joined_ranks
 
     options = {name: getattr(arguments, name) for name in ResumeOptions.__annotations__}

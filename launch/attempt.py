@@ -89,9 +89,10 @@ def outcome_of(
         if _IMPORT_ERROR.search(found.message):  # a host's fault unless all have it
             lacking = {each.host for each in read_errors(folder) if _IMPORT_ERROR.search(each.message)}
             return AttemptOutcome("failed", found.message, code, sorted(lacking) if {*hosts} - lacking else [], IMPORT)
-        ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
+        ended: State = "out_of_memory" if "out_of_memory" in (found.kind, state) else "failed"
         return AttemptOutcome(ended, found.message, code, found.hosts, found.kind)
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
-    unsaid = f"the launcher exited with code {code}, and no rank reported an error; see the launcher's output above"
+    cause = "no rank reported an error (killed, out of memory?)"
+    unsaid = f"the launcher exited with code {code}, and {cause}; see the launcher's output above"
     return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unsaid, code or 1)

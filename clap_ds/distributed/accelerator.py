@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
+HIDING = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 CORES = len(os.sched_getaffinity(0))  # available to this process
 
 
@@ -76,10 +78,24 @@ def set_up_cuda() -> None:
 def find_gpu() -> str:
     """Return the evidence that this process has a GPU, a usable device file or SLURM's variable, or an empty string."""
     files = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
-    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1", "NoDevFiles"):
+    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in HIDING:
         return min(files)
     count = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     return f"SLURM_GPUS_ON_NODE={count}" if count != "0" else ""
+
+
+def explain_no_gpu() -> str:
+    """Return why torch has no GPU."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in HIDING:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # torch without CUDA, no driver, or one that is too old
+        return first_line(error)
+    return "torch lists none"
 
 
 def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:

@@ -25,7 +25,7 @@ from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, how_to_install, printable
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
-from clap_ds.distributed.accelerator import choose_device
+from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
 from clap_ds.distributed.error_file import write_error_file
 from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
 from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 COLLECTIVE_TIMEOUT_S = 1800.0  # must cover one rank's slow start (compiling, downloading)
 FAILED = 1
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to report a mistake that other ranks found, too
+LAUNCHERS = "start ranks with deepspeed, torchrun or srun (docs/clusters.md), or one rank with plain python"
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE")
+RANK_VARIABLES = (
+    "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK",
+)  # fmt: skip
+SPECIAL_STEPS = 2**32 - 16
+"""SLURM's lowest number of batch shells and interactive steps, whose SLURM_NTASKS is the job's."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +61,26 @@ class Ranks:
     @classmethod
     def from_environment(cls) -> Ranks:
         """Read the launcher's variables; without any there is one rank. Raises UserError if one is missing."""
-        hosts = _adopt_slurm_step()
+        try:
+            hosts = _adopt_slurm_step()
+        except KeyError as error:
+            raise UserError(f"{error.args[0]} isn't set, but SLURM_STEP_NUM_TASKS is: {LAUNCHERS}") from None
         words = sys.argv  # read here as commands may fail before parsing
         folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
         if not os.environ.get("RANK"):
+            step = os.environ.get("SLURM_STEP_ID", "")
+            is_srun = step.isdecimal() and int(step) < SPECIAL_STEPS
+            _reject_other_launchers("WORLD_SIZE", *MPI_SIZES, *(["SLURM_NTASKS"] if is_srun else []))
             return cls(0, 1, 0, 1, job_folder=folder)
-        try:
-            rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        except (KeyError, ValueError) as error:
-            raise UserError(f"expected integers in RANK, WORLD_SIZE and LOCAL_RANK: {error}") from None
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        world_size = _read_number("WORLD_SIZE")
+        rank = _read_number("RANK", world_size - 1)
+        local_size = next(filter(os.environ.get, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")), None)
+        local_world_size = _read_number(local_size) if local_size else 1
+        local_rank = _read_number("LOCAL_RANK", local_world_size - 1 if local_size else None)
+        if world_size > 1:
+            _read_number("MASTER_PORT", 65535)
+            if not os.environ.get("MASTER_ADDR"):
+                raise UserError(f"MASTER_ADDR isn't set, but RANK is: expected rank 0's host; {LAUNCHERS}")
         return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
 
     @property
@@ -82,15 +99,39 @@ class Ranks:
         return " ".join([str(self.job_folder), *(os.environ.get(name, "") for name in ids)])
 
 
+def _read_number(name: str, largest: int | None = None) -> int:
+    """Return a launcher's variable. Raises UserError if it is missing, no whole number or too large."""
+    text = os.environ.get(name, "")
+    if text.isdecimal() and (largest is None or int(text) <= largest):
+        return int(text)
+    limit = "" if largest is None else f", at most {largest}"
+    found = f"found {text!r}" if text else "but it isn't set"
+    raise UserError(f"{name}: expected a whole number{limit}, {found}; {LAUNCHERS}")
+
+
+def _reject_other_launchers(*size_variables: str, num_ranks: int = 1) -> None:
+    """Raise CollectiveUserError if another launcher's variables contradict this number of ranks: each rank would run alone."""
+    expected: dict[str, tuple[str, ...]] = dict.fromkeys(size_variables, ("1", str(num_ranks)))
+    if num_ranks == 1:
+        expected |= dict.fromkeys(RANK_VARIABLES, ("0",))
+    for name, values in expected.items():
+        value = os.environ.get(name)
+        if value and value not in values:
+            raise CollectiveUserError(f"{name}={value}, but the launcher didn't set RANK: {LAUNCHERS}")
+
+
 def _adopt_slurm_step() -> tuple[str, ...]:
     """Set launcher variables from this process's srun step if RANK isn't set, and return every rank's host."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
     if os.environ.get("RANK") or not tasks:
         return ()
+    # A step of mpirun's daemons, or a shell in a step, passes its variables to all of mpirun's ranks.
+    num_tasks = _read_number("SLURM_STEP_NUM_TASKS")
+    _reject_other_launchers(*MPI_SIZES, num_ranks=num_tasks)
     counts, hosts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]), expand(os.environ["SLURM_STEP_NODELIST"])
     os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"])
     os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
-    if int(tasks) > 1:  # single ranks need no rendezvous, and an interactive step may hold several
+    if num_tasks > 1:  # single ranks need no rendezvous, and an interactive step may hold several
         os.environ.setdefault("MASTER_ADDR", hosts[0])
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         os.environ.setdefault("MASTER_PORT", str(port_of(step)))
@@ -119,7 +160,8 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     import deepspeed
     import torch
 
-    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    # A job's script may have set an address for other steps.
+    if ranks.world_size == 1 and not all(map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -141,6 +183,13 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
     deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
     return device
+
+
+def announce_accelerator(ranks: Ranks) -> None:
+    """Choose GPUs or CPUs before DeepSpeed is imported. Rank 0 prints if CPUs run because there is no GPU."""
+    is_cpu_requested = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if choose_accelerator() == "cpu" and ranks.is_main_process and not is_cpu_requested:
+        print(f"no GPU: {ranks.world_size} CPU ranks ({explain_no_gpu()})", flush=True)
 
 
 def prepare_debugging(settings: DebugSettings) -> None:
@@ -181,7 +230,8 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
-        if (rank := os.environ.get("RANK") or "0") == "0":
+        rank = next(filter(None, map(os.environ.get, RANK_VARIABLES)), "0")
+        if rank == "0":
             _say(str(error))
         else:
             time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first

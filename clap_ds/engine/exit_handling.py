@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from clap_ds.config.errors import UserError, printable
+from clap_ds.config.errors import CollectiveUserError, UserError, printable
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.error_file import write_error_file
 from clap_ds.distributed.init import Ranks
@@ -22,10 +22,6 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
-_LESS_MEMORY = (
-    "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits,"
-    " `clap.bench.find_micro_batch` measures it) or set clap.model.activation_checkpointing"
-)
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout",
@@ -35,6 +31,10 @@ _LOST = re.compile(
 
 class NonFiniteError(RuntimeError):
     """The loss, its gradient or the weights became NaN or infinite; raised on all ranks."""
+
+
+class TooLittleMemoryError(CollectiveUserError):
+    """A run can't fit in memory; raised on all ranks."""
 
 
 class StopSignal(BaseException):
@@ -55,13 +55,24 @@ def outcome_of(error: BaseException, what: str) -> tuple[State, str, str, str]:
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        return "out_of_memory", error_file.OUT_OF_MEMORY, at, f"{at}: {first_line}\n{_LESS_MEMORY}"
+        return "out_of_memory", error_file.OUT_OF_MEMORY, at, f"{at}: {first_line}\n{advise_on_memory(device.type)}"
     if is_connection_lost(error):
         said = f"another rank is gone: its connection to this one was lost ({first_line})"
         return "failed", error_file.LOST_PEER, first_line, said
     if isinstance(error, NonFiniteError | ValueError | StopIteration):  # in settings or data
         return "failed", error_file.ERROR, text, text
     return "failed", error_file.ERROR, f"{type(error).__name__}: {text}", traceback.format_exc()
+
+
+def advise_on_memory(device_type: str) -> str:
+    """Return what to do if a device's memory is too small, `cuda` or `cpu`."""
+    advice = "reduce train_micro_batch_size_per_gpu, or set clap.model.activation_checkpointing"
+    if device_type == "cuda":
+        return (
+            f"{advice} (`clap-plan --find_micro_batch` calculates the largest micro-batch that fits,"
+            " `clap.bench.find_micro_batch` measures it)"
+        )
+    return f"{advice}, or run a packaged configuration for CPUs: htsat_tiny_cpu or, to train, train_demo_cpu"
 
 
 @contextmanager
@@ -83,7 +94,7 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
             record.finish("completed")
     except UserError as error:
         if ranks.is_main_process:
-            record.finish("failed", str(error))
+            record.finish("out_of_memory" if isinstance(error, TooLittleMemoryError) else "failed", str(error))
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended

@@ -6,17 +6,19 @@ import math
 import os
 import platform
 import re
+import resource
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import psutil
 import torch
 
 from clap_ds.config import paths
+from clap_ds.run_records.lock import identify_process
 from clap_ds.run_records.metrics_schema import Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
@@ -71,6 +73,54 @@ def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
     return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""Files of a cgroup by the controllers of its hierarchy, in version 2 and 1, and the prefix of totals in `memory.stat`."""
+
+
+class MemoryLimit(NamedTuple):
+    """Memory that is still free under a limit. All processes of a host that are under a limit of this name share it."""
+
+    name: str
+    free: int
+
+
+def memory_limits(device: torch.device) -> list[MemoryLimit]:
+    """Return what limits this process's memory: its GPU, or the host's available memory and cgroups, both with swap, and
+    `ulimit -v`. Of a GPU all memory counts, as an earlier run's may not have been freed yet."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return [MemoryLimit(f"memory of {properties.name} of process {os.getpid()}", properties.total_memory)]
+    swap = psutil.swap_memory().free
+    limits = [MemoryLimit("available memory", psutil.virtual_memory().available + swap)]
+    limits += [MemoryLimit(name, free + swap) for name, free in cgroup_limits()]
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(MemoryLimit(f"ulimit -v of process {os.getpid()}", most - psutil.Process().memory_info().vms))
+    return limits
+
+
+def cgroup_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
+    """Yield the limits of this process's cgroup and its ancestors, of version 1 or 2, such as those of containers and SLURM.
+    File caches count as free: the kernel drops them."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in CGROUP_FILES:
+            continue
+        limit, use, prefix = CGROUP_FILES[controllers]
+        top = root / "sys/fs/cgroup" / controllers
+        group = top / path.strip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError, KeyError):  # not limited or, in a container, not visible
+                most = int((folder / limit).read_text())
+                statistics = dict(text.split() for text in (folder / "memory.stat").read_text().splitlines())
+                cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+                used = int((folder / use).read_text()) - cached
+                yield MemoryLimit(f"memory limit of cgroup /{folder.relative_to(top)}", most - used)
+
+
 def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
     """Return the content of `environment.json`."""
     on_gpu = device.type == "cuda"
@@ -83,6 +133,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
         "device_name": device_name(device),
         "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
         "host": socket.gethostname(),
+        "process": identify_process(),
         "host_memory_bytes": psutil.virtual_memory().total,
         "infiniband": infiniband_rates(),
         "cpu_count": os.cpu_count(),

@@ -1,6 +1,7 @@
-"""Lock a shared folder, such as a run's checkpoints, for one writer by `writer.json`.
+"""Identify processes in files: the one that writes a shared folder, such as a run's checkpoints, and the one of a run's rank 0.
 
-A killed process leaves the file. It is replaced if that process was on this host and is gone, or was of the same job.
+A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if that process was on this host and
+is gone, or was of the same job.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,25 +21,35 @@ from clap_ds.config.files import read_json, write_atomically
 FILE = "writer.json"
 
 
+def identify_process(job: Path | None = None) -> dict[str, Any]:
+    """Return what identifies this process, in a job identified by its folder or by SLURM."""
+    return {
+        "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _kernel(),
+        "user": os.environ.get("USER", ""), "job": str(job or os.environ.get("SLURM_JOB_ID", "")),
+    }  # fmt: skip
+
+
+def has_ended(process: Mapping[str, Any]) -> bool | None:
+    """Return whether an identified process has ended; None if it isn't of this host, container and boot."""
+    kernel = _kernel()
+    if not kernel or process.get("kernel") != kernel:
+        return None
+    return _start_time(process.get("pid")) != process.get("started")
+
+
 class FolderLock:
-    """This process's lock on a folder, in a job identified by its folder `job` or by SLURM."""
+    """This process's lock on a folder."""
 
     def __init__(self, folder: Path, job: Path | None = None) -> None:
         self._path = folder / FILE
-        # Process ids are unique within a boot of a machine and a container.
-        kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-        self._own: dict[str, Any] = {
-            "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": kernel,
-            "user": os.environ.get("USER", ""), "job": str(job or os.environ.get("SLURM_JOB_ID", "")),
-        }  # fmt: skip
+        self._own = identify_process(job)
 
     def acquire(self) -> None:
         """Lock the folder, creating it if needed. Raises ValueError if it is locked, OSError if it can't be written."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if found := self._read():
-            if found.get("kernel") == self._own["kernel"]:
-                is_over = _start_time(found.get("pid")) != found.get("started")
-            else:
+            is_over = has_ended(found)
+            if is_over is None:
                 is_over = self._own["job"] != "" and found.get("job") == self._own["job"]
             if not is_over:
                 raise ValueError(f"{self._said('is locked by')}. If that job is over, delete {self._path}")
@@ -64,6 +76,13 @@ class FolderLock:
     def _said(self, what: str) -> str:
         host, pid, user, job = (self._read().get(name, "?") for name in ("host", "pid", "user", "job"))
         return printable(f"{self._path.parent} {what} host {host}, pid {pid}, user {user}, job {job or 'none'}")
+
+
+def _kernel() -> str:
+    """Return this boot and container, within which process ids are unique; empty on other systems than Linux."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _start_time(pid: Any) -> int | None:

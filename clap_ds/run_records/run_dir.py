@@ -17,9 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
 
-from clap_ds.config.files import open_own, read_json, write_object
+from clap_ds.config.files import open_own, read_json, read_object, write_object
 from clap_ds.config.redaction import redacted, redacted_all
 from clap_ds.run_records.jsonl import JsonlWriter, warn_on_disk_full
+from clap_ds.run_records.lock import has_ended
 from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
 
 if TYPE_CHECKING:
@@ -106,6 +107,27 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
         device_type="cpu" if here["device_memory_bytes"] is None else "cuda",
     )
     return record.path
+
+
+def with_liveness(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's summary with the state `killed` if it is `running` without its process. If that isn't known, as on another
+    host, `error` has the time at which the run last wrote a file."""
+    environment = path / "environment.json"
+    if summary.get("state") != "running" or not environment.is_file():
+        return summary
+    process = read_object(environment).get("process")
+    if not isinstance(process, dict):  # an older record
+        process = {}
+    is_killed = has_ended(process)
+    if is_killed is False:
+        return summary
+    files = [environment, *path.glob("*.jsonl"), *path.glob("stacks/*")]  # ranks write stacks/ every few seconds
+    last = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
+    last_write = f"last wrote a file at {last.isoformat(timespec='seconds')}"
+    if not is_killed:
+        return {**summary, "error": last_write}
+    gone = f"process {process.get('pid')} on {process.get('host')} is gone without a report (killed, out of memory?)"
+    return {**summary, "state": "killed", "error": f"{gone}; {last_write}"}
 
 
 class Tee:

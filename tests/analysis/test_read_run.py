@@ -11,6 +11,8 @@ from clap_ds.analysis.read_run import read_json, read_record, read_steps
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, write
+from tests.processes import Command
+from tests.training.training_commands import wait_until
 
 RECORD = DATA / "record_2ranks"
 SUMMARY = json.loads((RECORD / "summary.json").read_text())
@@ -75,6 +77,36 @@ def test_a_run_that_ended_early_tells_what_it_had_measured(record: Path) -> None
     run = read_record(record)
     assert (run.state, run.error, run.rate, run.batch_per_gpu) == ("out_of_memory", "CUDA out of memory", None, 4)
     assert run.notes == "no complete window was measured"
+
+
+RUNNING = """
+import json, sys, time
+from pathlib import Path
+from clap_ds.run_records.lock import identify_process
+record = Path(sys.argv[1])
+(record / "environment.json").write_text(json.dumps({"process": identify_process()}))
+(record / "summary.json").write_text(json.dumps({"state": "running"}))
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_killed_without_a_report_is_not_shown_as_running(tmp_path: Path) -> None:
+    process = Command(["-c", RUNNING, tmp_path])
+    wait_until(lambda: process.stdout)
+    assert (read_record(tmp_path).state, read_record(tmp_path).error) == ("running", "")
+    process.kill()
+    process.wait()
+    run = read_record(tmp_path)
+    assert run.state == "killed"
+    assert "out of memory" in run.error
+
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    environment["process"]["kernel"] = "another host's"
+    write(tmp_path / "environment.json", json.dumps(environment))
+    run = read_record(tmp_path)
+    assert run.state == "running"
+    assert run.error.startswith("last wrote a file at 20")
 
 
 @pytest.mark.parametrize(

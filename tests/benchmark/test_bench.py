@@ -103,6 +103,30 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
 
 def test_exhausted_memory_is_recorded_with_the_micro_batch(write_run: WriteRun) -> None:
     config = write_run(train_micro_batch_size_per_gpu=10**12)
-    assert _bench(config).returncode == 1
+    assert _bench(config).returncode == 2
     assert _summary(config)["state"] == "out_of_memory"
     assert f"micro-batch {10**12}" in _summary(config)["error"]
+
+
+LIMITED = f"""
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_AS, (16 * 10**9, -1))
+sys.argv = ["{BENCH}", *sys.argv[1:]]
+runpy.run_path("{BENCH}", run_name="__main__")
+"""
+
+
+def test_the_benchmark_of_a_gpu_is_refused_where_there_is_none_before_it_allocates(tmp_path: Path) -> None:
+    content = json.loads((ROOT / "ds_configs" / "htsat_tiny.json").read_text())
+    content["clap"]["output"] = {"dir": str(tmp_path / "runs")}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    without_gpu = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
+    done = run(
+        ["-c", LIMITED, "--deepspeed_config", tmp_path / "run.json"], env={**without_gpu, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert (done.returncode, done.stderr.count("error:")) == (2, 1), done.stderr
+    assert "no GPU: 1 CPU ranks (CUDA_VISIBLE_DEVICES" in done.stdout
+    for part in ("micro-batch 616", "htsat_tiny_cpu"):
+        assert part in done.stderr
+    assert "find_micro_batch" not in done.stderr
+    assert _summary(tmp_path / "run.json")["state"] == "out_of_memory"

@@ -14,6 +14,7 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.engine.exit_handling import (
     NonFiniteError,
     StopSignal,
+    TooLittleMemoryError,
     is_connection_lost,
     is_out_of_memory,
     record_outcome,
@@ -49,6 +50,7 @@ GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOS
 ENDS: list[tuple[Any, ...]] = [
     (None, None, "completed", None, None, ""),
     (CollectiveUserError("no such field"), None, "failed", "no such field", None, ""),
+    (TooLittleMemoryError("needs 9 GB"), None, "out_of_memory", "needs 9 GB", None, ""),
     (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
     (StopSignal(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
     (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: rank 0: NaN at step 2"),

@@ -54,6 +54,7 @@ def ended(tmp_path: Path) -> Ended:
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
         (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # it was requested
         (137, {"state": "running"}, {}, "failed", 137),
+        (2, {"state": "out_of_memory"}, {"errors": {0: ("user", "needs 9 GB")}}, "out_of_memory", 2),
     ],
 )
 def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:

@@ -2,19 +2,24 @@
 
 import json
 import math
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from clap_ds.run_records.environment import (
+    MemoryLimit,
+    cgroup_limits,
     energy,
     energy_joules,
     environment,
     infiniband_rates,
     largest_memory,
+    memory_limits,
     peak_memory,
     peak_memory_bytes,
 )
@@ -61,3 +66,32 @@ def test_energy_is_by_nvmls_counter_and_absent_without_a_gpu(monkeypatch: pytest
     assert energy(7200.0, 100) == {"energy_kwh": 0.002, "joules_per_sample": 72.0}
     assert math.isnan(energy_joules(torch.device("cuda", 2)))  # without a counter
     assert energy(energy_joules(CPU), 100) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files", "cache"),
+    [
+        ("0::/job_1/step_0", "", ("memory.max", "memory.current"), ""),
+        ("4:memory:/job_1/step_0", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)
+def test_limits_of_a_cgroup_and_its_ancestors_count_without_file_caches(
+    tmp_path: Path, line: str, folder: str, files: tuple[str, str], cache: str
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    for name, limit, use in (("job_1", "1000", "700"), ("job_1/step_0", "max", "300")):
+        group = tmp_path / "sys" / "fs" / "cgroup" / folder / name
+        group.mkdir(parents=True)
+        (group / files[0]).write_text(f"{limit}\n")
+        (group / files[1]).write_text(f"{use}\n")
+        (group / "memory.stat").write_text(f"anon 9\n{cache}inactive_file 60\n{cache}active_file 40\n")
+    assert [*cgroup_limits(tmp_path)] == [MemoryLimit("memory limit of cgroup /job_1", 400)]
+
+
+def test_the_address_space_is_this_processs_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < memory_limits(CPU)[0].free < psutil.virtual_memory().total + psutil.swap_memory().total
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, 10**15))
+    limit = memory_limits(CPU)[-1]
+    assert "ulimit -v" in limit.name
+    assert 10**15 - limit.free == pytest.approx(psutil.Process().memory_info().vms, rel=0.1)
