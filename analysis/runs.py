@@ -14,7 +14,7 @@ from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
 from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted, read_table_runs
 from clap_ds.analysis.training_log import read_log
-from clap_ds.config.arguments import positive, whole_number
+from clap_ds.config.arguments import make_parser, positive, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
 from clap_ds.flop_count.device_specs import peak_for
@@ -115,9 +115,9 @@ def _by_engine(run: Run) -> Run:
     return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 
-def input_parser(description: str) -> argparse.ArgumentParser:
+def input_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that reads runs: `inputs`, and values for what they don't state."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = make_parser(doc)
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, help="run directories, logs, folders of them, sweeps, tables")
     add("--nodes", type=whole_number(), help="number of nodes, for inputs that don't state it")

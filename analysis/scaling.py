@@ -1,6 +1,9 @@
 """Compute the scaling table of runs: one row per model and scale, with efficiency, MFU, uncertainty and causes of loss.
 
-    python analysis/scaling.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
+Examples:
+    clap-ds scaling runs/sweeps/htsat_tiny-… --csv table.csv
+    clap-ds scaling n1.log n2.log n4.log --gpus_per_node 4 --rate deepspeed
+    clap-ds scaling runs/my_run-… --time_to zero_shot_top1=0.9
 
 Scaling efficiency is samples/s/GPU relative to the smallest measured scale (nodes, then GPUs).
 """
@@ -10,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -88,12 +90,12 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
     yield from (f"[{number}] {note}" for note, number in notes.items())
 
 
-def main() -> None:
-    parser = input_parser("Compute scaling efficiency and MFU of runs, logs or tables.")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = input_parser(__doc__)
     parser.add_argument("--csv", type=Path, help="CSV file to write the table to")
     told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
     parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     runs = read_runs(options.inputs, options)
     if options.time_to:
         print(time_to_target.render(runs, *options.time_to), end="")
@@ -104,7 +106,5 @@ def main() -> None:
         write_csv(options.csv, rows)
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

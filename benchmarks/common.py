@@ -24,9 +24,9 @@ from clap_ds.config.paths import commit, work_folder
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
 
-def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of `python -m benchmarks.NAME`, described by the first line of `doc`, with `--output` for `show`."""
-    parser = arguments.make_parser(f"python -m benchmarks.{name}", doc)
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, with `--output` for `show`."""
+    parser = arguments.make_parser(doc)
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="file to write the tables to, next to a JSON")
     return parser
 

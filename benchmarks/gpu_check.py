@@ -133,7 +133,7 @@ def archive(folder: Path, target: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a call's steps; save the table after each, archives at the end. Return 1 if one isn't complete; UserError without
     a GPU."""
-    parser = make_parser("python -m benchmarks.gpu_check", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)")

@@ -1,6 +1,6 @@
 """Find the fastest settings of a run on this machine with a short run of each combination.
 
-    python -m benchmarks.tune ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
+    python -m benchmarks.tune --config ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
 Writes a table of samples/s/GPU with range and ratio to the first. A failed combination becomes a row, too. The folder keeps the
 output, settings and run directory of each, and the rows so far in `variants.json`. Imports neither torch nor DeepSpeed.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import changed, exit_on_sigterm, make_parser, run_config, show, table
+from clap_ds.config.arguments import add_config
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import PACKAGE, work_folder
@@ -44,8 +45,8 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run every combination, the last field changing fastest, and save rows and table after each. Return 1 if no run completed;
     UserError if the configuration or an option is wrong."""
-    parser = make_parser("tune", __doc__)
-    parser.add_argument("config", type=Path, help="base run's JSON")
+    parser = make_parser(__doc__)
+    add_config(parser)
     vary = "values to try of a field; repeatable"
     parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field in all runs")

@@ -1,7 +1,8 @@
 """Evaluate a checkpoint by audio–text retrieval and zero-shot classification.
 
-python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
-deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
+Examples:
+    clap-ds evaluate CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
+    deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
-from clap_ds.config.arguments import make_parser, whole_number
+from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
 from clap_ds.config.files import write_atomically
 from clap_ds.config.metrics import LOSS
@@ -46,8 +47,8 @@ MICRO_BATCH = 32
 NUM_BROKEN_SHOWN = 5
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("clap_ds/evaluate.py", __doc__)
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")
@@ -62,15 +63,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
     add("--json", help="also write the results to this file", type=Path, metavar="FILE")
-    more = "read clap.evaluation from this run: a JSON file or packaged name"
-    add("--deepspeed_config", help=more, type=Path, metavar="FILE")
+    add_config(parser, required=False)
     add_rank_options(parser)
     return parser.parse_args(argv)
 
 
-def main(ranks: Ranks) -> None:
-    arguments = parse_arguments()
-    run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
+def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
+    arguments = parse_arguments(argv)
+    run = load_run(arguments.config) if arguments.config else None
     settings = evaluation_settings(arguments, run)
     options.check_output(arguments.json, "--json")
     choose_accelerator()  # imports torch
@@ -171,7 +171,10 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         print(f"skipped {len(broken)} broken clips, first: {examples}")
 
 
-command = partial(run_command, main)
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run this rank of the command and exit."""
+    run_command(lambda ranks: run_rank(ranks, argv))
+
 
 if __name__ == "__main__":
-    command()
+    main()

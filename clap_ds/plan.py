@@ -1,6 +1,8 @@
 """Predict a run's memory, throughput and GPU hours without a GPU.
 
-    clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
+Examples:
+    clap-ds plan --config htsat_tiny --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4
+    clap-ds plan --config my_run.json --gpu a100-80gb --find_micro_batch
 
 docs/estimation.md describes the method and its accuracy.
 """
@@ -14,7 +16,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import USUAL, Law, Series
-from clap_ds.config.arguments import make_parser, positive, whole_number
+from clap_ds.config.arguments import add_config, make_parser, positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
@@ -37,11 +38,11 @@ GROWS_AS = "jupiter_htsat_tiny"
 """Published series whose step-time growth with nodes is assumed."""
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
-    parser = make_parser("clap-plan", __doc__)
+    parser = make_parser(__doc__)
+    add_config(parser)
     add = parser.add_argument
-    add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="read this JSON file or packaged name")
     add("--gpu", required=True, help="name the GPU, e.g. h100-sxm; an unknown name lists all")
     add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="set node counts (default: 1)")
     add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node (default: 4)")
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     gpu = gpu_named(arguments.gpu)
-    run = load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node)
+    run = load_run(arguments.config, min(arguments.nodes) * arguments.gpus_per_node)
     if arguments.ramp:
         print(ramp_table(run, arguments.gpus_per_node))
         return
@@ -202,7 +203,5 @@ def render(report: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

@@ -1,6 +1,8 @@
 """Check the hosts of an allocation before a job, and name hosts on which a run would fail.
 
-    python launch/preflight.py --cluster jupiter [--megabytes 308]
+Examples:
+    salloc --nodes 4 clap-ds preflight --cluster jupiter
+    srun --jobid JOB --overlap --nodes 1 --ntasks 1 clap-ds preflight
 
 Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """
@@ -141,8 +143,8 @@ def check(arguments: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("launch/preflight.py", __doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--cluster", default="generic", help="name under launch/clusters/, or path (default: generic)")
     parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")
     arguments = parser.parse_args(argv)

@@ -1,19 +1,22 @@
 """Check one job, write its batch script, and submit it.
 
-python launch/submit.py --cluster mine --nodes 2 --config ds_configs/htsat_tiny.json
-python launch/submit.py --cluster mine --nodes 8 --config my_run.json --train --auto_requeue [--spare_nodes 1]
+Examples:
+    clap-ds submit --cluster mine --nodes 2 --config htsat_tiny
+    clap-ds submit --cluster mine --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1
+    clap-ds submit --cluster mine --config my_run.json --train -- --restart
 """
 
 import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import make_parser, whole_number
+from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.overrides import read_config, with_output
 from clap_ds.config.paths import find_config
@@ -39,11 +42,11 @@ def start(arguments: argparse.Namespace) -> None:
     print(f"log: {jobs.log(job)}\n\n    tail -F {log}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("launch/submit.py", __doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
     add = parser.add_argument
+    add_config(parser)
     add_request(parser)
-    add("--config", type=Path, required=True, help="the run's JSON: a path, or the name of a packaged one")
     add("--nodes", type=whole_number(), default=1, help="number of nodes (default: 1)")
     add("--label", help="prefix of the job's folder and the run's name; training with the same label resumes")
     arguments = parser.parse_args(argv)

@@ -1,5 +1,6 @@
 """Supervise a run inside an allocation and retry it after host failures. The last line of a job script.
 
+Examples:
     python -m clap_ds.launch.supervisor --folder F -- clap_ds/bench.py --deepspeed_config C
 
 If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that host. `job.json` in the
@@ -220,7 +221,7 @@ def _now() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("launch/supervisor.py", __doc__)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     folder = "job folder with site.json and hostfile; records and attempts are written there"
     add("--folder", type=Path, required=True, help=folder)

@@ -1,9 +1,10 @@
 """Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
 
-python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 [--array]
-python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
+Examples:
+    clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run
+    clap-ds sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
+    clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states
+    clap-ds sweep resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
 """
 
 import argparse
@@ -11,12 +12,13 @@ import itertools
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import make_parser, whole_number
+from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.overrides import parse_varied
@@ -93,22 +95,20 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     submit(sweep, missing, *(f"--{name}={value}" for name, value in limits.items() if value))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     what, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if what in ("status", "resume"):
-        parser = make_parser(f"launch/sweep.py {what}", __doc__)
+        parser = make_parser(__doc__, what)
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
         options = parser.parse_args(rest)
         read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
         return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))
-    parser = make_parser("launch/sweep.py", __doc__)
-    parser.epilog = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
+    parser = make_parser(__doc__)
     add = parser.add_argument
+    add_config(parser, action="append")
     add_request(parser)
-    run = "a run's JSON: a path, or the name of a packaged one; repeatable"
-    add("--config", type=Path, action="append", required=True, metavar="FILE", help=run)
     add("--nodes", type=whole_number(), nargs="+", default=[1], help="numbers of nodes, one job each (default: 1)")
     add("--global_batch", type=whole_number(), metavar="N", help="samples per step at every scale, by accumulation")
     add("--repeats", type=whole_number(), default=1, help="jobs per configuration (default: 1)")

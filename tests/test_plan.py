@@ -1,4 +1,4 @@
-"""Test `clap-plan`: consistent numbers, output and errors."""
+"""Test `clap-ds plan`: consistent numbers, output and errors."""
 
 import argparse
 import json

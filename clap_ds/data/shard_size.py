@@ -1,4 +1,9 @@
-"""Implement `clap-shards size`: estimate disk space, copy time and read rate of shards. Runs without torch."""
+"""Estimate disk space, copy time and read rate of shards, before building any.
+
+Examples:
+    clap-ds shards size --clips 1000000 --seconds 10 --link 100
+    clap-ds shards size --clips 1000000 --gpus 64 --samples_per_s 3341
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) 
     """
     if not (nodelist := environment.get("SLURM_JOB_NODELIST")):
         raise ValueError(
-            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-hostfile"
+            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-ds hostfile"
         )
     hosts = expand(nodelist)
     gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")  # `4`, `h100:4`

@@ -23,7 +23,7 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 _LESS_MEMORY = (
-    "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits,"
+    "reduce train_micro_batch_size_per_gpu (`clap-ds plan --find_micro_batch` calculates the largest that fits,"
     " `clap.bench.find_micro_batch` measures it) or set clap.model.activation_checkpointing"
 )
 _LOST = re.compile(

@@ -35,7 +35,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}}))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(tune, "BENCH", [sys.executable, str(tmp_path / "stand_in.py")])
-    return lambda *options: tune.main([str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options])
+    return lambda *options: tune.main(
+        ["--config", str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options]
+    )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

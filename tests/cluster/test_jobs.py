@@ -92,7 +92,7 @@ def _type_line(
     `of_hosts` is a `sed` expression for the hostfile, and `without` is left out of deepspeed's line."""
     page = (ROOT / "docs" / "clusters.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
-    (hostfile,) = (line for line in lines if line.startswith("clap-hostfile"))
+    (hostfile,) = (line for line in lines if line.startswith("clap-ds hostfile"))
     starts = (line for line in lines if line.startswith("deepspeed"))
     (start,) = (line for line in starts if ("--launcher slurm" in line) == (launcher == "slurm"))
     cluster.wait_until_idle()

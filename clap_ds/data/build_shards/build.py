@@ -1,6 +1,8 @@
-"""`clap-shards build`: pack audio files with captions into tars for training.
+"""Pack audio files with captions into tars for training.
 
-    clap-shards build clips.csv shards --held_out 0.05
+Examples:
+    clap-ds shards build clips.csv shards --held_out 0.05
+    clap-ds shards build sounds/ shards --kind mel --preset htsat_tiny_roberta_base
 
 SOURCE is a CSV or JSONL with a column of paths and columns of captions. Or it is a folder in which each audio file has a
 .txt (one caption per line) or .json (field caption) of the same name. Rows of the same file become one item with several

@@ -1,6 +1,7 @@
-"""`clap-shards prepare`: preprocess the audio of shards for a model, so that runs needn't decode it.
+"""Preprocess the audio of shards for a model, so that runs needn't decode it.
 
-    clap-shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
+Examples:
+    clap-ds shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
 Each output tar has the name, items and order of its input; only the audio changes. Unusable items are skipped, counted
 and listed in `broken.jsonl`.
