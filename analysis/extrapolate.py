@@ -77,7 +77,7 @@ def _hold_outs(series: Series) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
-    parser.add_argument("--output", type=Path, help="picture to write; also written as .pdf and .svg")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also draw this picture, as .pdf and .svg, too")
     options = parser.parse_args(argv)
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.

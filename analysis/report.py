@@ -107,7 +107,7 @@ def stragglers(runs: Sequence[Run]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
-    told = "output folder of report.html, report.md, table.csv and pictures (default: report)"
+    told = "write report.html, report.md, table.csv and pictures to this folder"
     parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
     options = parser.parse_args(argv)
     runs, folder = read_runs(options.inputs, options), options.output

@@ -119,20 +119,19 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that reads runs: `inputs`, and values for what they don't state."""
     parser = make_parser(doc)
     add = parser.add_argument
-    add("inputs", nargs="+", type=Path, help="run directories, logs, folders of them, sweeps, tables")
-    add("--nodes", type=whole_number(), help="number of nodes, for inputs that don't state it")
-    add("--gpus", type=whole_number(), help="total number of GPUs, for inputs that don't state it")
-    add("--gpus_per_node", type=whole_number(), help="GPUs per node, for inputs that don't state nodes or GPUs")
-    told = "samples/s measured by this project (default) or DeepSpeed's timer"
-    add("--rate", choices=("measured", "engine"), default="measured", help=told)
-    add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
-    told = f"caption length of logs, for TFLOPS and MFU (default: {PUBLISHED_CONTEXT_LENGTH})"
-    add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, help=told)
-    add(
-        "--peak_tflops",
-        type=peak_argument,
-        help="dense peak of one GPU or its name, such as H200, if not stated, for MFU",
-    )
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help="run directories, logs, folders of them, sweeps, tables")
+    rate = "use the throughput that this project measured, or that of DeepSpeed's timer"
+    add("--rate", choices=("measured", "engine"), default="measured", help=rate)
+    add = parser.add_argument_group("for inputs that don't state it").add_argument
+    add("--nodes", type=whole_number(), metavar="N", help="set the number of nodes")
+    add("--gpus", type=whole_number(), metavar="N", help="set the total number of GPUs")
+    add("--gpus_per_node", type=whole_number(), metavar="N", help="set GPUs per node, instead of nodes or GPUs")
+    model = "set the model of logs: a preset or a published name, such as HTSAT-tiny-Roberta-base"
+    add("--model", type=preset_of, metavar="NAME", help=model)
+    tokens = "set the caption length of logs in tokens, for TFLOPS and MFU"
+    add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, metavar="N", help=tokens)
+    peak = "set the dense peak of one GPU in TFLOPS, or its name, such as H200, for MFU"
+    add("--peak_tflops", type=peak_argument, metavar="TFLOPS", help=peak)
     return parser
 
 

@@ -92,7 +92,7 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
-    parser.add_argument("--csv", type=Path, help="CSV file to write the table to")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table to this CSV file")
     told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
     parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
     options = parser.parse_args(argv)

@@ -56,10 +56,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_ema", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="evaluate retrieval on tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="classify clips of tars that have a class in their json")
-    more = "the captions' txt or json field, or several, separated by semicolons (default: txt;caption;text)"
+    more = "read captions from this txt or json field, or the first of several (default: txt;caption;text)"
     add("--caption_key", metavar="NAME", help=more)
-    add("--class_key", metavar="FIELD", help="json field that holds the class (default: kind)")
-    add("--template", action="append", metavar="TEXT", help="set a caption with {} for the class; repeatable")
+    add("--class_key", metavar="FIELD", help="read the class from this json field (default: kind)")
+    add("--template", action="append", metavar="TEXT", help="add a caption with {} for the class; repeatable")
     add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
     add("--json", help="also write the results to this file", type=Path, metavar="FILE")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-ds shards build"
-    options.add_audio_inputs(parser, kinds, pooling="mean center")
+    options.add_audio_inputs(parser, kinds, pooling=("mean", "center"))
     add_columns(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the pairs' scores to this CSV")
     options.add_model_options(parser)

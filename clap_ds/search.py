@@ -41,12 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("table", type=Path, metavar="TABLE", help="embedding table from clap-ds embed")
+    add("table", type=Path, metavar="TABLE", help="embedding table that `clap-ds embed` wrote")
     add("query", nargs="?", metavar="TEXT", help="text to search for")
     add("--sound", metavar="FILE", help="search for this audio file instead of a text")
-    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="return N rows (default: 10)")
+    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="write N rows")
     add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
-    add("--model", metavar="CHECKPOINT", help="load the table's model from here (default: where it was)")
+    add(
+        "--model", metavar="CHECKPOINT", help="embed the query with this model (default: the one recorded in the table)"
+    )
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 

@@ -6,6 +6,7 @@ node's Python may lack, so they run with the ranks' Python.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -114,6 +115,12 @@ def load_site(name: str) -> Site:
     site = typed(Site, read_object(path), path)
     _reject(path, _wrong_values(site))
     return site
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names a cluster profile."""
+    what = "use this cluster profile: a name under launch/clusters/, or a path"
+    parser.add_argument("--cluster", default="generic", metavar="NAME", help=what)
 
 
 def _wrong_values(site: Site) -> Iterator[str]:

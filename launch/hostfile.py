@@ -32,9 +32,11 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation (default: the allocation's)")
-    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: SLURM's)")
-    parser.add_argument("--output", metavar="FILE", help="file to write atomically (default: standard output)")
+    parser.add_argument(
+        "--nodelist", metavar="LIST", help="write these hosts, in SLURM's notation (default: the allocation's)"
+    )
+    parser.add_argument("--slots", type=whole_number(), metavar="N", help="set ranks per host (default: SLURM's)")
+    parser.add_argument("--output", metavar="FILE", help="write this file, atomically (default: standard output)")
     return exit_code_of(lambda: write(**vars(parser.parse_args(argv))))
 
 

@@ -34,7 +34,7 @@ from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
-from clap_ds.launch.cluster_profile import Site, load_site
+from clap_ds.launch.cluster_profile import Site, add_cluster, load_site
 from clap_ds.launch.launchers import environment, launch_command
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
@@ -145,8 +145,9 @@ def check(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--cluster", default="generic", help="name under launch/clusters/, or path (default: generic)")
-    parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")
+    add_cluster(parser)
+    size = "set the size of the all-reduce test in MB"
+    parser.add_argument("--megabytes", type=positive, default=308.0, metavar="MB", help=size)
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no processes on the hosts
     return exit_code_of(lambda: check(arguments))

@@ -14,7 +14,7 @@ from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import Site, load_site
+from clap_ds.launch.cluster_profile import Site, add_cluster, load_site
 
 TRAINING_TIME = "1-00:00:00"
 GUARD = """\
@@ -52,11 +52,10 @@ class Request:
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the options that `request_of` reads."""
     add = parser.add_argument
-    add("--cluster", default="generic", help="name under launch/clusters/, or path of a profile (default: generic)")
+    add_cluster(parser)
     add("--train", action="store_true", help="train instead of running the benchmark")
-    add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
-    spare = "extra nodes to allocate as hot spares (default: 0)"
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
+    add("--gpus", type=whole_number(), metavar="N", help="set ranks per node (default: the cluster profile's)")
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="allocate N more nodes as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
     add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
     add_limits(parser)
@@ -64,8 +63,9 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that a later submission of the same jobs may change."""
-    parser.add_argument("--time", help="SLURM time limit (default: the site's; for training a day)")
-    parser.add_argument("--exclude", metavar="HOSTS", help="hosts to avoid, in SLURM's notation")
+    time = "set SLURM's time limit (default: the cluster profile's; for training a day)"
+    parser.add_argument("--time", metavar="TIME", help=time)
+    parser.add_argument("--exclude", metavar="HOSTS", help="avoid these hosts, in SLURM's notation")
 
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:

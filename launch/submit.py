@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add_config(parser)
     add_request(parser)
-    add("--nodes", type=whole_number(), default=1, help="number of nodes (default: 1)")
-    add("--label", help="prefix of the job's folder and the run's name; training with the same label resumes")
+    add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
+    label = "name the run, and the job's folder after it; training with the same label resumes"
+    add("--label", metavar="NAME", help=label)
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

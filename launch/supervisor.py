@@ -223,9 +223,9 @@ def _now() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    folder = "job folder with site.json and hostfile; records and attempts are written there"
-    add("--folder", type=Path, required=True, help=folder)
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
+    folder = "read site.json and hostfile in this job folder, and write records and attempts to it"
+    add("--folder", type=Path, required=True, metavar="FOLDER", help=folder)
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="keep N hosts as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
     arguments = parser.parse_args(argv)

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if what in ("status", "resume"):
         parser = make_parser(__doc__, what)
-        parser.add_argument("folder", type=Path, help="the sweep's folder")
+        parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the sweep")
         if what == "resume":
             add_limits(parser)
         options = parser.parse_args(rest)
@@ -109,12 +109,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add_config(parser, action="append")
     add_request(parser)
-    add("--nodes", type=whole_number(), nargs="+", default=[1], help="numbers of nodes, one job each (default: 1)")
-    add("--global_batch", type=whole_number(), metavar="N", help="samples per step at every scale, by accumulation")
-    add("--repeats", type=whole_number(), default=1, help="jobs per configuration (default: 1)")
-    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="values to try of a field; repeatable")
+    add(
+        "--nodes",
+        type=whole_number(),
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="submit a job for each number of nodes",
+    )
+    add(
+        "--global_batch",
+        type=whole_number(),
+        metavar="N",
+        help="keep N samples per step at every scale, by gradient accumulation",
+    )
+    add("--repeats", type=whole_number(), default=1, metavar="N", help="submit N jobs per configuration")
+    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="try these values of a field; repeatable")
     add("--array", action="store_true", help="submit one array job whose tasks are the jobs")
-    add("--folder", type=Path, help="folder of the sweep (default: a new one in the site's run_root)")
+    where = "write the sweep to this new folder (default: one in the cluster profile's run_root)"
+    add("--folder", type=Path, metavar="FOLDER", help=where)
     add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))

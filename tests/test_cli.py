@@ -17,7 +17,7 @@ from clap_ds.config.paths import CONFIGS
 ROOT = Path(__file__).resolve().parents[1]
 SUBCOMMANDS = [f"shards {name}" for name in shards.MODULES] + ["sweep status", "sweep resume"]
 COMMANDS = [*cli.MODULES, *SUBCOMMANDS]
-METAVAR = r"[A-Z][A-Z_.,=…-]*"
+METAVAR = r"(-- )?[A-Z][A-Z_.,=…-]*"
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,21 @@ def test_help_has_a_description_and_an_example(command: str, monkeypatch: pytest
     assert parser.prog == f"clap-ds {command}"
     assert (parser.description or "").endswith(".")
     assert re.search(rf"^    .*\b({command.split()[0]}\b|{command}\.py)", parser.epilog or "", re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_default_and_value(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = helped(command, monkeypatch)
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
+        assert action.help, action.dest
+        takes_a_value = action.nargs != 0
+        if takes_a_value and not action.choices:
+            assert re.fullmatch(METAVAR, str(action.metavar)), f"{action.dest}: {action.metavar}"
+        if takes_a_value and action.option_strings and action.default not in (None, [], argparse.SUPPRESS):
+            assert "(default: " in formatter._expand_help(action), action.dest
 
 
 def test_commands_are_imported_only_if_they_are_chosen() -> None:

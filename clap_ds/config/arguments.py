@@ -81,6 +81,12 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **more
     parser.add_argument(*names, dest="config", type=Path, required=required, metavar="FILE", help=what, **more)
 
 
+def add_preset(parser: Any, purpose: str, default: str | None = None) -> None:
+    """Add the option that names a model preset, to a parser or a group of its options."""
+    what = f"{purpose}: a preset's name, or a path (see `clap-ds presets`)"
+    parser.add_argument("--preset", default=default, metavar="NAME", help=what)
+
+
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
     """Return an argparse `type=` for whole numbers from `low`, up to `high` if given."""
     expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"

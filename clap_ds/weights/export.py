@@ -67,11 +67,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
-    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="target (default: %(default)s)")
+    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="export for this library")
     parser.add_argument("--best", action="store_true", help="export a folder's best by best_metric, not the newest")
     raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
     parser.add_argument("--no_ema", action="store_true", help=raw)
-    parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="captions' tokenizer (default: the checkpoint's)")
+    tokenizer = "use this tokenizer: a Hub name or folder (default: the checkpoint's)"
+    parser.add_argument("--tokenizer", metavar="NAME", help=tokenizer)
     arguments = parser.parse_args(argv)
     from clap_ds.weights.load import load_weights  # imports torch
 
