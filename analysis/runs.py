@@ -94,7 +94,7 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
         peak_tflops=run.peak_tflops or given.peak_tflops,
     )  # fmt: skip
     run = _with_mfu(run, given.context_length) if run.kind == "log" else run
-    return _by_engine(run) if given.rate == "engine" else run
+    return _by_deepspeed(run) if given.rate == "deepspeed" else run
 
 
 def _with_mfu(run: Run, context_length: int) -> Run:
@@ -106,8 +106,8 @@ def _with_mfu(run: Run, context_length: int) -> Run:
     return replace(run, achieved_tflops=tflops, mfu_model_percent=mfu, context_length=context_length)
 
 
-def _by_engine(run: Run) -> Run:
-    """Replace the measured rate by the engine's. TFLOPS and MFU are then known for logs only."""
+def _by_deepspeed(run: Run) -> Run:
+    """Replace the measured rate by DeepSpeed's. TFLOPS and MFU are then known for logs only."""
     engine = run.engine_samples_per_s_per_gpu
     run = replace(run, samples_per_s_per_gpu=engine)
     if run.kind == "record":
@@ -121,7 +121,7 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="run directories, logs, folders of them, sweeps, tables")
     rate = "use the throughput that this project measured, or that of DeepSpeed's timer"
-    add("--rate", choices=("measured", "engine"), default="measured", help=rate)
+    add("--rate", type=_rate, choices=("measured", "deepspeed"), default="measured", help=rate)
     add = parser.add_argument_group("for inputs that don't state it").add_argument
     add("--nodes", type=whole_number(), metavar="N", help="set the number of nodes")
     add("--gpus", type=whole_number(), metavar="N", help="set the total number of GPUs")
@@ -133,6 +133,10 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     peak = "set the dense peak of one GPU in TFLOPS, or its name, such as H200, for MFU"
     add("--peak_tflops", type=peak_argument, metavar="TFLOPS", help=peak)
     return parser
+
+
+def _rate(text: str) -> str:
+    return "deepspeed" if text == "engine" else text  # its former name
 
 
 def peak_argument(text: str) -> float:

@@ -95,7 +95,8 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
     facts, batch = log.facts, log.global_batch
     if not log.points and STATES.index(log.state) < 2:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
-        raise UserError(f"{path}: no usable throughput lines ({printed})")
+        kinds = f"a log of {', '.join(DIALECTS)}, a run directory, or a table whose name ends with .csv"
+        raise UserError(f"{path}: no usable throughput lines; expected {kinds} ({printed})")
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
     total, is_warm = log.rate()
     rate = total and total / gpus

@@ -8,7 +8,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -23,9 +22,9 @@ from pydantic import ValidationError
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
-from clap_ds.config.arguments import add_config, make_parser, whole_number
+from clap_ds.config.arguments import add_config, add_json, make_parser, whole_number
 from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import show_results
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import EvaluationSettings
@@ -43,7 +42,7 @@ from clap_ds.inference.options import DTYPES
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-MICRO_BATCH = 32
+BATCH_SIZE = 32
 NUM_BROKEN_SHOWN = 5
 
 
@@ -60,9 +59,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--caption_key", metavar="NAME", help=more)
     add("--class_key", metavar="FIELD", help="read the class from this json field (default: kind)")
     add("--template", action="append", metavar="TEXT", help="add a caption with {} for the class; repeatable")
-    add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
+    size = f"set clips per rank (default: the configuration's, or {BATCH_SIZE})"
+    add("--batch_size", type=whole_number(), metavar="N", help=size)
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
-    add("--json", help="also write the results to this file", type=Path, metavar="FILE")
+    add_json(parser)
     add_config(parser, required=False)
     add_rank_options(parser)
     return parser.parse_args(argv)
@@ -85,7 +85,7 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     content["zero_shot"] = {**(content.get("zero_shot") or {}), **_given(zero_shot)} or None
     changes = {
         "tokenizer": arguments.tokenizer,
-        "batch_size": arguments.micro_batch,
+        "batch_size": arguments.batch_size,
         "num_workers": arguments.num_workers,
     }
     retrieval = {"shards": arguments.retrieval, "caption_key": arguments.caption_key}
@@ -133,7 +133,7 @@ def evaluate_checkpoint(
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
         context_length=said or checkpoint.context_length or min(CONTEXT_LENGTH, checkpoint.config.text.max_tokens),
-        micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
+        micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or BATCH_SIZE,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
@@ -151,13 +151,12 @@ def evaluate_checkpoint(
             "context_length": evaluator.context_length,
         }
         title = "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format_map(where)
-        print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
-        if arguments.json:
-            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
+        report = render(evaluation, f"{checkpoint.shown}: {title}")
+        show_results(report, {**where, **evaluation.to_dict()}, arguments.json)
 
 
-def print_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Print each metric (percent, except the loss) with its interval, chance level and counts."""
+def render(evaluation: Evaluation, title: str) -> str:
+    """Return a table of each metric (percent, except the loss) with its interval, chance level and counts."""
     rows = []
     for task, result in evaluation.tasks.items():
         rows.append([f"{task} ({', '.join(f'{count:,} {what}' for what, count in result.counts.items())})", "", "", ""])
@@ -165,10 +164,11 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, "%")
             value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
             rows.append([name, value + unit, f"[{low}, {high}]", chance + unit])
-    print(printable(title), markdown_table(["metric", "value", "95% interval", "chance"], rows), sep="\n\n")
+    report = f"{printable(title)}\n\n{markdown_table(['metric', 'value', '95% interval', 'chance'], rows)}"
     if broken := evaluation.broken:
         examples = printable("; ".join(map(str, broken[:NUM_BROKEN_SHOWN])))
-        print(f"skipped {len(broken)} broken clips, first: {examples}")
+        report += f"\nskipped {len(broken)} broken clips, first: {examples}"
+    return report
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

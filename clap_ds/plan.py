@@ -10,7 +10,6 @@ docs/estimation.md describes the method and its accuracy.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections import defaultdict
@@ -23,11 +22,13 @@ import numpy as np
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import USUAL, Law, Series
-from clap_ds.config.arguments import add_config, make_parser, positive, whole_number
+from clap_ds.config.arguments import add_config, add_json, make_parser, positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.files import show_results
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.device_specs import Gpu, gpu_named
+from clap_ds.inference.options import check_output
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
@@ -49,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
     add("--ramp", action="store_true", help="only print how many nodes each batch of clap.train.batch_ramp can use")
     add("--samples", type=positive, metavar="N", help="estimate hours for this many training samples, repeats included")
-    add("--json", action="store_true", help="print JSON")
+    add_json(parser)
     arguments = parser.parse_args(argv)
+    check_output(arguments.json, "--json")
     gpu = gpu_named(arguments.gpu)
     run = load_run(arguments.config, min(arguments.nodes) * arguments.gpus_per_node)
     if arguments.ramp:
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("recording training steps, for about a minute or two", file=sys.stderr, flush=True)
     os.environ["DS_ACCELERATOR"] = "cpu"  # nothing is computed
     report = make_plan(run, gpu, arguments)
-    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+    show_results(render(report), report, arguments.json)
 
 
 def ramp_table(run: RunSettings, gpus_per_node: int) -> str:

@@ -23,6 +23,8 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
     """Write the hostfile to `output`, or print it."""
     if nodelist is not None and slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment does not describe these hosts")
+    if nodelist is None and not os.environ.get("SLURM_JOB_NODELIST"):
+        raise ValueError("SLURM_JOB_NODELIST is not set: run this inside an allocation, or pass --nodelist and --slots")
     hosts = dict.fromkeys(expand(nodelist), slots or 0) if nodelist is not None else slots_from_slurm(os.environ, slots)
     if output:
         write_atomically(output, format_hostfile(hosts))

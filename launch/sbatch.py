@@ -54,7 +54,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_cluster(parser)
     add("--train", action="store_true", help="train instead of running the benchmark")
-    add("--gpus", type=whole_number(), metavar="N", help="set ranks per node (default: the cluster profile's)")
+    ranks = "set ranks per node (default: the cluster profile's, or what `sinfo` shows)"
+    add("--gpus_per_node", type=whole_number(), metavar="N", help=ranks)
     add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="allocate N more nodes as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
     add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
@@ -73,9 +74,9 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     site = load_site(arguments.cluster)
     partitions = slurm.partitions(site.partition)
     shown = max((each.gpus for each in partitions), default=0)
-    gpus = arguments.gpus or site.gpus_per_node or shown
+    gpus = arguments.gpus_per_node or site.gpus_per_node or shown
     if not gpus:
-        raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus")
+        raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node")
     there, wanted = max((each.nodes for each in partitions), default=0), most + arguments.spare_nodes
     if partitions and wanted > there:
         where = site.partition or "the default"

@@ -28,11 +28,11 @@ def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
     request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
     site = request.site
-    content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
+    content = with_output(read_config(config), stem=config.stem, run_name=arguments.job_name, root=site.run_root)
     output = content["clap"]["output"]
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    job = Job(label, arguments.nodes, str(config), {"clap.output.dir": output["dir"]})
-    jobs = Jobs(site.root() / "jobs" / f"{label}-{stamp()}", [job])
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
+    job = Job(name, arguments.nodes, str(config), {"clap.output.dir": output["dir"]})
+    jobs = Jobs(site.root() / "jobs" / f"{name}-{stamp()}", [job])
     jobs.prepare(request)
     (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config(parser)
     add_request(parser)
     add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
-    label = "name the run, and the job's folder after it; training with the same label resumes"
-    add("--label", metavar="NAME", help=label)
+    name = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
+    add("--job_name", metavar="NAME", help=name)
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

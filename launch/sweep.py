@@ -109,20 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add_config(parser, action="append")
     add_request(parser)
-    add(
-        "--nodes",
-        type=whole_number(),
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="submit a job for each number of nodes",
-    )
-    add(
-        "--global_batch",
-        type=whole_number(),
-        metavar="N",
-        help="keep N samples per step at every scale, by gradient accumulation",
-    )
+    scales = "submit a job for each number of nodes"
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=scales)
+    strong = "keep N samples per step at every scale, by gradient accumulation"
+    add("--global_batch", type=whole_number(), metavar="N", help=strong)
     add("--repeats", type=whole_number(), default=1, metavar="N", help="submit N jobs per configuration")
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="try these values of a field; repeatable")
     add("--array", action="store_true", help="submit one array job whose tasks are the jobs")

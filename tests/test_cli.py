@@ -58,6 +58,12 @@ def test_help_shows_every_default_and_value(command: str, monkeypatch: pytest.Mo
             assert "(default: " in formatter._expand_help(action), action.dest
 
 
+@pytest.mark.parametrize("command", ["bench", "train", "plan", "flops", "evaluate", "submit", "sweep"])
+def test_a_run_is_given_by_the_same_option_everywhere(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (action,) = (action for action in helped(command, monkeypatch)._actions if action.dest == "config")
+    assert {"--config", "--deepspeed_config"} <= {*action.option_strings}
+
+
 def test_commands_are_imported_only_if_they_are_chosen() -> None:
     """In a new process: this one has imported everything."""
     program = """

@@ -81,6 +81,12 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **more
     parser.add_argument(*names, dest="config", type=Path, required=required, metavar="FILE", help=what, **more)
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option for `files.show_results`."""
+    what = "also write the results to this file, or with - print them instead"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=what)
+
+
 def add_preset(parser: Any, purpose: str, default: str | None = None) -> None:
     """Add the option that names a model preset, to a parser or a group of its options."""
     what = f"{purpose}: a preset's name, or a path (see `clap-ds presets`)"

@@ -46,9 +46,9 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
 
 
 def with_output(
-    content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
+    content: dict[str, Any], *, stem: str, run_name: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
     given = content.get("clap", {}).get("output", {})
-    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": label} if label else {})
+    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": run_name} if run_name else {})
     return with_field(content, "clap.output", output)

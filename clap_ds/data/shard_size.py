@@ -56,7 +56,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     )
     opened = "set the files per second that storage can create, which limits the copy of small files"
     add("--files_per_s", type=rate, default=1000.0, metavar="N", help=opened)
-    add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="read at these samples/s per GPU")
+    add("--samples_per_s", type=rate, nargs="+", default=RATES, metavar="R", help="read at these samples/s per GPU")
     add("--gpus", type=count, default=4, metavar="N", help="set the total number of GPUs")
     add("--gpus_per_node", type=count, default=4, metavar="N", help="set GPUs per node")
 
@@ -78,7 +78,7 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
         for label, files in ("copied", tars), ("copied as single files", clips):
             seconds = max(8 * size / (options.link * 1e9), files / options.files_per_s)
             found[f"{label} at {digits(options.link)} Gbit/s in"] = f"{digits(seconds / 3600)} h"
-    for rate in options.rate:
+    for rate in options.samples_per_s:
         for where, number_of in ("total", gpus), ("per node", min(options.gpus_per_node, gpus)):
             found[f"at {digits(rate)} samples/s per GPU, {where}"] = (
                 f"{digits(rate * number_of * size / clips / 1e9)} GB/s"

@@ -48,9 +48,7 @@ def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) 
     allocation, or if the number is unknown.
     """
     if not (nodelist := environment.get("SLURM_JOB_NODELIST")):
-        raise ValueError(
-            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-ds hostfile"
-        )
+        raise ValueError("SLURM_JOB_NODELIST is not set: run this inside an allocation, such as `salloc --nodes 2`")
     hosts = expand(nodelist)
     gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")  # `4`, `h100:4`
     asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")

@@ -155,7 +155,7 @@ def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: P
         summary = {"samples_per_s_per_gpu": {"mean": measured}, "state": "completed", "achieved_tflops": 45.0}
         summary |= {"num_nodes": nodes, "world_size": 4 * nodes, "deepspeed_samples_per_s": 4 * nodes * engine}
         folders.append(record(tmp_path / f"n{nodes}", [], **summary))
-    both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "engine"))
+    both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "deepspeed"))
     assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in both] == [(100, 45), (90, 45)]
     assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in alone] == [(100, None), (75, None)]
 

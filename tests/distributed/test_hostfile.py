@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.distributed.hostfile import expand, read_hostfile, slots_from_slurm
+from clap_ds.launch import preflight
 from clap_ds.launch.hostfile import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +68,18 @@ def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
     environment = {**slurm, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
-    with pytest.raises(ValueError, match="inside an allocation"):
-        slots_from_slurm({})
+
+
+def test_outside_an_allocation_only_options_of_the_command_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert main([]) == 2
+    assert "--nodelist" in capsys.readouterr().err
+    assert preflight.main([]) == 2
+    message = capsys.readouterr().err
+    assert "inside an allocation" in message
+    assert "--nodelist" not in message
 
 
 def test_hostfile_that_is_none_is_refused(tmp_path: Path) -> None:

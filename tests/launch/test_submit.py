@@ -62,7 +62,7 @@ def test_everything_of_the_site_is_in_the_script(
         ({"python": "/bin/true"}, "", {}, "/bin/true failed with exit code 0"),
         ({}, "--auto_requeue", {}, "need --train"),
         ({}, "--train", {}, "clap.train: max_samples and epochs are missing"),
-        ({"partition": "cpu"}, "", {}, "pass --gpus"),
+        ({"partition": "cpu"}, "", {}, "pass --gpus_per_node"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "Invalid qos"),
         ({}, "--nodes 5 --spare_nodes 2", {}, "7 nodes, but the partition has 6"),
     ],
