@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpu", type=gpu_named, help="GPU name of clap-ds plan, if the profile's device is unknown")
     options = parser.parse_args(argv)
     if options.config:
-        run_command(lambda ranks: profile(load_run(options.config, 1), ranks))
+        run_command(lambda ranks: profile(load_run(options.config, 1, options.set), ranks))
     if options.profiles:
         show_shares(options.profiles, options.gpu, options.output)
 

@@ -49,7 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     add_config(parser)
     vary = "values to try of a field; repeatable"
     parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field in all runs")
     parser.add_argument("--folder", type=Path, help="output folder (default: runs/variants/<config>-<time>)")
     parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)")
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set overrides this."

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     arguments = run_arguments(__doc__).parse_args(argv)
-    run = load_run(arguments.config, ranks.world_size)
+    run = load_run(arguments.config, ranks.world_size, arguments.set)
     prepare_debugging(run.clap.debug)
     choose_accelerator()
     from clap_ds.run_parts import joined_ranks

@@ -70,7 +70,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     arguments = parse_arguments(argv)
-    run = load_run(arguments.config) if arguments.config else None
+    if arguments.set and not arguments.config:
+        raise UserError("--set changes a configuration: give --config, too")
+    run = load_run(arguments.config, assignments=arguments.set) if arguments.config else None
     settings = evaluation_settings(arguments, run)
     options.check_output(arguments.json, "--json")
     choose_accelerator()  # imports torch

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     what = "set tokens per caption (default: the run's clap.context_length)"
     parser.add_argument("--context_length", type=int, metavar="N", help=what)
     arguments = parser.parse_args(argv)
-    clap = load_run(arguments.config).clap
+    clap = load_run(arguments.config, assignments=arguments.set).clap
     config, tokens = (
         clap.preset(),
         clap.context_length if arguments.context_length is None else arguments.context_length,

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     check_output(arguments.json, "--json")
     gpu = gpu_named(arguments.gpu)
-    run = load_run(arguments.config, min(arguments.nodes) * arguments.gpus_per_node)
+    run = load_run(arguments.config, min(arguments.nodes) * arguments.gpus_per_node, arguments.set)
     if arguments.ramp:
         print(ramp_table(run, arguments.gpus_per_node))
         return

@@ -25,6 +25,7 @@ if __package__ in (None, ""):
 from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import CollectiveUserError, UserError
 from clap_ds.config.metrics import best_metric, names
+from clap_ds.config.overrides import locate
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
@@ -49,9 +50,9 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     parser = run_arguments(__doc__)
     add_checkpoint_choices(parser)
     arguments = parser.parse_args(argv)
-    run = load_run(arguments.config, ranks.world_size)
+    run = load_run(arguments.config, ranks.world_size, arguments.set)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
-        raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
+        raise UserError("\n".join(locate(problem, run.path, run.assignments) for problem in problems))
     prepare_debugging(run.clap.debug)
     choose_accelerator()
     from clap_ds.run_parts import joined_ranks
@@ -184,7 +185,8 @@ def stop_or_fail(
 def next_commands(run: RunSettings) -> list[str]:
     """Return commands that evaluate the trained model and export it, if transformers or open_clip has its sizes."""
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
-    evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
+    changes = "".join(f" --set {shlex.quote(text)}" for text in run.assignments)
+    evaluation = f"--config {path}{changes}" if names(run.clap.evaluation) else "--retrieval SHARDS"
     commands, preset = [f"clap-ds evaluate {folder} {evaluation}"], run.clap.preset()
     if preset.text.pooling == "cls_pooler":
         commands.append(f"clap-ds export {folder} FOLDER")

@@ -17,8 +17,8 @@ if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import add_config, make_parser, whole_number
-from clap_ds.config.errors import exit_code_of
-from clap_ds.config.overrides import read_config, with_output
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.overrides import locate, parse_assignments, read_config, with_assignments, with_output
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
@@ -28,12 +28,22 @@ def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
     request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
     site = request.site
-    content = with_output(read_config(config), stem=config.stem, run_name=arguments.job_name, root=site.run_root)
+    assigned = parse_assignments(arguments.set)
+    content = with_assignments(read_config(config), arguments.set)
+    content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=site.run_root)
     output = content["clap"]["output"]
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    job = Job(name, arguments.nodes, str(config), {"clap.output.dir": output["dir"]})
+    job = Job(name, arguments.nodes, str(config), {**assigned, "clap.output.dir": output["dir"]})
     jobs = Jobs(site.root() / "jobs" / f"{name}-{stamp()}", [job])
-    jobs.prepare(request)
+    try:
+        jobs.prepare(request)
+    except UserError as error:  # about the job's copy of the configuration, which no longer exists
+        copy = f"{jobs.folder / 'run.json'}: "
+        lines = str(error).splitlines()
+        located = [
+            locate(line.removeprefix(copy), config, arguments.set) if line.startswith(copy) else line for line in lines
+        ]
+        raise UserError("\n".join(located)) from None
     (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""

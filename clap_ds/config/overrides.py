@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
-    first, _, rest = name.partition(".")
-    if rest and not isinstance(inner := content.get(first, {}), dict):
-        raise UserError(f"{name}: {first} is {json.dumps(inner)}, not an object")
-    return {**content, first: with_field(inner, rest, value) if rest else value}
+    *sections, field = name.split(".")
+    copy = {**content}
+    section = copy
+    for depth, inner_name in enumerate(sections, start=1):
+        inner = section.get(inner_name, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"{name}: {'.'.join(sections[:depth])} is {json.dumps(inner)}, not an object")
+        section[inner_name] = {**inner}
+        section = section[inner_name]
+    section[field] = value
+    return copy
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -34,6 +42,32 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+
+
+def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse all `--set NAME=VALUE` of a command to values by dotted name. Raises UserError."""
+    try:
+        return dict(map(parse_assignment, texts))
+    except UserError as error:
+        raise UserError(f"--set {error}") from None
+
+
+def with_assignments(content: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
+    """Return a copy with the fields of all `--set NAME=VALUE` set. Raises UserError."""
+    for name, value in parse_assignments(texts).items():
+        try:
+            content = with_field(content, name, value)
+        except UserError as error:
+            raise UserError(f"--set {error}") from None
+    return content
+
+
+def locate(problem: str, path: Path, texts: Iterable[str]) -> str:
+    """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the file."""
+    field = problem.partition(":")[0]
+    names = parse_assignments(texts)
+    is_set = any(field == name or field.startswith(f"{name}.") for name in names)
+    return f"--set {problem}" if is_set else f"{path}: {problem}"
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:

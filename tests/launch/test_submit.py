@@ -76,3 +76,18 @@ def test_refused_before_it_is_queued(
     assert call(*options.split(), site=site) == 2
     assert message in capsys.readouterr().err
     assert (_jobs(folder), slurm.lines("calls")) == ([], [])
+
+
+def test_changed_fields_are_in_the_jobs_folder(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--set", "clap.bench.windows=3", "--set", "clap.output.run_name=other") == 0
+    (job,) = _jobs(folder)
+    run = json.loads((job / "run.json").read_text())
+    assert (run["clap"]["bench"]["windows"], run["clap"]["output"]["run_name"]) == (3, "other")
+    assert job.name.startswith("other-")
+    capsys.readouterr()
+    assert call("--set", "clap.bench.widows=3") == 2
+    assert "--set clap.bench.widows: no such field" in capsys.readouterr().err
+    assert call(clap={"bench": {"widows": 3}}) == 2
+    assert f"{folder / 'tiny.json'}: clap.bench.widows: no such field" in capsys.readouterr().err
