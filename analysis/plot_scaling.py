@@ -64,7 +64,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
         table = pd.DataFrame([vars(row) for row in rows])
         gpus, percents = table["gpus"], table["scaling_efficiency_percent"]
-        errors, ideals = table["scaling_efficiency_2sigma_percent"].astype(float), gpus / gpus[0]
+        errors, ideals = table["scaling_efficiency_percent_ci95"].astype(float), gpus / gpus[0]
         label = f"{name}: {rows[-1].scaling_efficiency_percent:.1f}%, {rows[-1].speedup:.3g}× of {max(ideals):.3g}×"
         speedup.plot(gpus, ideals, **IDEAL)
         for axes, factor in ((efficiency, 1.0), (speedup, ideals / 100)):

@@ -108,11 +108,11 @@ def _with_mfu(run: Run, context_length: int) -> Run:
 
 def _by_deepspeed(run: Run) -> Run:
     """Replace the measured rate by DeepSpeed's. TFLOPS and MFU are then known for logs only."""
-    engine = run.engine_samples_per_s_per_gpu
-    run = replace(run, samples_per_s_per_gpu=engine)
+    rate = run.deepspeed_samples_per_s_per_gpu
+    run = replace(run, samples_per_s_per_gpu=rate)
     if run.kind == "record":
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
-    return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
+    return noted(run, BY_TIMER if rate else "no rate from DeepSpeed's timer")
 
 
 def input_parser(doc: str | None) -> argparse.ArgumentParser:

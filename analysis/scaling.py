@@ -28,8 +28,8 @@ from clap_ds.config.errors import run_alone
 _COLUMNS = {
     "nodes": "nodes", "GPUs": "gpus", "runs": "repeats", "samples/s/GPU ±": "samples_per_s_per_gpu",
     "samples/s": "samples_per_s", "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup",
-    "engine's": "engine_samples_per_s_per_gpu",
-    "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_percent",
+    "DeepSpeed's": "deepspeed_samples_per_s_per_gpu",
+    "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_published_percent",
     "MFU % model": "mfu_model_percent", "s/step": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
     "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
@@ -60,7 +60,7 @@ def _with_efficiency(row: Scale, baseline: Scale, share: float) -> Scale:
         error = 100 * share * math.hypot(*filter(None, halves)) * (row.scale != baseline.scale)
     row = replace(
         row, scaling_efficiency_percent=100 * share, speedup=share * row.gpus / baseline.gpus,
-        scaling_efficiency_2sigma_percent=error, baseline_nodes=baseline.nodes,
+        scaling_efficiency_percent_ci95=error, baseline_nodes=baseline.nodes,
     )  # fmt: skip
     # Without a ±, up to two points are attributed to chance.
     if row.gpus > baseline.gpus and 100 * share - 100 > (error or 2.0):

@@ -111,6 +111,6 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
-        memory_peak_gib=facts.get("memory_gib") or None, engine_samples_per_s_per_gpu=rate if by_timer else None,
+        memory_peak_gib=facts.get("memory_gib") or None, deepspeed_samples_per_s_per_gpu=rate if by_timer else None,
         samples_per_s_per_gpu=rate, notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

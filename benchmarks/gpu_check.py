@@ -98,7 +98,7 @@ FEWEST_S = 20.0
 BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
-    " | range {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {peak_gb:.1f}"
+    " | range {samples_per_s_per_gpu[min]:,.1f}–{samples_per_s_per_gpu[max]:,.1f} | peak memory, GB {peak_gb:.1f}"
     " | reserved, GB {reserved_peak_gb:.1f} | context, GB {context_gb:.2f}"
     " | compiling, s {compile_s:.0f} | losses off by {loss_difference:.1e} | note {note}"
 )

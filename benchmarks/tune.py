@@ -29,7 +29,7 @@ BENCH = [*LAUNCHER, str(PACKAGE / "bench.py"), "--deepspeed_config"]
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
     "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
-    " | range of windows {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f} | ratio {ratio:.3f}"
+    " | range of windows {samples_per_s_per_gpu[min]:,.2f}–{samples_per_s_per_gpu[max]:,.2f} | ratio {ratio:.3f}"
     " | s/step {step_time_s[median]:.3f} | memory, GB {peak_gb:.2f} | TFLOPS, factor 3 {achieved_tflops:.3f}"
     " | TFLOPS with recomputation, up to 4 {hardware_tflops:.3f} | seconds {seconds:.0f} | state {state} | note {note}"
 )

@@ -21,7 +21,7 @@ if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()
 rate = {"off": 100.0, "step": 150.0}.get(kind, 0.0) + run["train_micro_batch_size_per_gpu"]
-rates = {"mean": rate, "low": rate - 1, "high": rate + 1}
+rates = {"mean": rate, "min": rate - 1, "max": rate + 1}
 summary = {"state": "completed", "samples_per_s_per_gpu": rates, "achieved_tflops": 3.0, "hardware_tflops": 4.0}
 ends = {"slow": {"state": "running"}, "memory": {"state": "out_of_memory", "error": "out of memory at micro-batch 4"}}
 (folder / "summary.json").write_text(json.dumps(ends.get(kind, {**summary, "memory_peak_bytes": 2e9})))
