@@ -34,7 +34,7 @@ from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
-from clap_ds.launch.cluster_profile import Site, add_cluster, load_site
+from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 from clap_ds.launch.launchers import environment, launch_command
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
@@ -82,13 +82,13 @@ def lines(kind: str, findings: Findings) -> list[str]:
     return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
 
 
-def start_ranks(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
+def start_ranks(slots: dict[str, int], profile: ClusterProfile, megabytes: float, folder: Path) -> int:
     """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
-    os.environ.update(site.environment)
+    os.environ.update(profile.environment)
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = str(PACKAGE / "benchmark" / "preflight_rank.py")
     words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
-    command = launch_command(site, site.interpreter(), slots, folder / "hostfile", words)
+    command = launch_command(profile, profile.interpreter(), slots, folder / "hostfile", words)
     own: dict[str, Any] = {"env": environment(), "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with (folder / "output").open("wb") as file:
         # A new session: the launcher must receive the signal first and then end the ranks.
@@ -132,11 +132,11 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
 
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
-    site = load_site(arguments.cluster)
-    slots = slots_from_slurm(os.environ, site.gpus_per_node)
-    site.root().mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root()))
-    problems, shown = evaluate(slots, start_ranks(slots, site, arguments.megabytes, folder), folder)
+    profile = load_profile(arguments.cluster)
+    slots = slots_from_slurm(os.environ, profile.gpus_per_node)
+    profile.root().mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=profile.root()))
+    problems, shown = evaluate(slots, start_ranks(slots, profile, arguments.megabytes, folder), folder)
     print("\n".join([*shown, *problems, f"the ranks' output is in {folder}" if problems else "no problems found"]))
     if not problems:
         shutil.rmtree(folder, ignore_errors=True)

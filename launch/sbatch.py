@@ -14,7 +14,7 @@ from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import Site, add_cluster, load_site
+from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 
 TRAINING_TIME = "1-00:00:00"
 GUARD = """\
@@ -30,7 +30,7 @@ srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bas
 class Request:
     """What jobs request of their cluster, beyond its profile."""
 
-    site: Site
+    profile: ClusterProfile
     gpus: int
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
@@ -41,7 +41,7 @@ class Request:
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
     def time_limit(self, nodes: int) -> str:
-        return self.time or self.site.walltime(nodes)
+        return self.time or self.profile.walltime(nodes)
 
     def warning_s(self, nodes: int) -> int:
         """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
@@ -71,15 +71,15 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
-    site = load_site(arguments.cluster)
-    partitions = slurm.partitions(site.partition)
+    profile = load_profile(arguments.cluster)
+    partitions = slurm.partitions(profile.partition)
     shown = max((each.gpus for each in partitions), default=0)
-    gpus = arguments.gpus_per_node or site.gpus_per_node or shown
+    gpus = arguments.gpus_per_node or profile.gpus_per_node or shown
     if not gpus:
         raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node")
     there, wanted = max((each.nodes for each in partitions), default=0), most + arguments.spare_nodes
     if partitions and wanted > there:
-        where = site.partition or "the default"
+        where = profile.partition or "the default"
         raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({where})")
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
@@ -91,7 +91,7 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
         time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
     gres = f"gpu:{gpus}" if shown or not partitions else None
     return Request(
-        site, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
+        profile, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
         arguments.train_options,
     )  # fmt: skip
 
@@ -101,11 +101,11 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
 
     Args:
         log: its path in SLURM's notation.
-        folders: of each job, with its `run.json` and `site.json`.
+        folders: of each job, with its `run.json` and `cluster.json`.
     """
-    site = request.site
-    python = shlex.quote(sys.executable if site.container() else site.interpreter())
-    threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
+    profile = request.profile
+    python = shlex.quote(sys.executable if profile.container() else profile.interpreter())
+    threads = profile.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
     words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
     options = f"--spare_nodes={request.spare_nodes}" + " --auto_requeue" * request.auto_requeue
@@ -116,7 +116,7 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
         "",
         "set -euo pipefail",
         f"cd {shlex.quote(str(work_folder()))}",
-        *site.setup_lines(),
+        *profile.setup_lines(),
         f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
         f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
         f"folders=({shlex.join(map(str, folders))})",
@@ -130,23 +130,23 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
 
 
 def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
-    site = request.site
-    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)
+    profile = request.profile
+    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in profile.sbatch)
     options = {
         "job-name": name,
         "output": log,
         "nodes": nodes + request.spare_nodes,
         "ntasks-per-node": request.gpus,
         "gres": None if asks_for_gpus else request.gres,
-        "cpus-per-task": site.cpus_per_task,
+        "cpus-per-task": profile.cpus_per_task,
         "time": request.time_limit(nodes),
-        "account": site.account,
-        "partition": site.partition,
+        "account": profile.account,
+        "partition": profile.partition,
         "exclude": request.exclude,
         "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
     }
-    flags = [*site.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
+    flags = [*profile.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {flag}" for flag in flags]
 

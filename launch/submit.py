@@ -27,14 +27,14 @@ from clap_ds.launch.sbatch import add_request, request_of
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
     request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
-    site = request.site
+    profile = request.profile
     assigned = parse_assignments(arguments.set)
     content = with_assignments(read_config(config), arguments.set)
-    content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=site.run_root)
+    content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=profile.run_root)
     output = content["clap"]["output"]
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
     job = Job(name, arguments.nodes, str(config), {**assigned, "clap.output.dir": output["dir"]})
-    jobs = Jobs(site.root() / "jobs" / f"{name}-{stamp()}", [job])
+    jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
     try:
         jobs.prepare(request)
     except UserError as error:  # about the job's copy of the configuration, which no longer exists

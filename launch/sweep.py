@@ -52,7 +52,7 @@ def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep, write and check its jobs, then submit them."""
     request = request_of(arguments, max(arguments.nodes))
     name = f"{arguments.config[0].stem}-{stamp()}"
-    folder = (arguments.folder or request.site.root() / "sweeps" / name).resolve()
+    folder = (arguments.folder or request.profile.root() / "sweeps" / name).resolve()
     if folder.exists():
         raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
     if arguments.array and len(arguments.nodes) > 1:

@@ -20,7 +20,7 @@ import torch
 from clap_ds.config.model import load_preset
 from clap_ds.config.reference import reference
 from clap_ds.config.settings import load_run
-from clap_ds.launch.cluster_profile import load_site
+from clap_ds.launch.cluster_profile import load_profile
 from clap_ds.model.clap import ClapModel
 from clap_ds.training.checks import problems_for_training
 from clap_ds.weights.tokenizer import train_tokenizer
@@ -87,8 +87,8 @@ def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")
     for block in sites:
-        (tmp_path / "site.json").write_text(block)
-        load_site(str(tmp_path / "site.json"))
+        (tmp_path / "cluster.json").write_text(block)
+        load_profile(str(tmp_path / "cluster.json"))
     assert runs
     assert sites
 

@@ -27,8 +27,8 @@ def call(folder: Path, slurm: FakeSlurm) -> Call:
     def submit(*options: str, site: dict[str, Any] | None = None, **changes: Any) -> int:
         fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
         (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
-        (folder / "site.json").write_text(json.dumps(fields))
-        return main(["--cluster", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
+        (folder / "cluster.json").write_text(json.dumps(fields))
+        return main(["--cluster", str(folder / "cluster.json"), "--config", str(folder / "tiny.json"), *options])
 
     return submit
 
@@ -48,7 +48,7 @@ def test_everything_of_the_site_is_in_the_script(
     expected = {"--account=mine", "--partition=gpu", "--exclusive", "--nodes=2", "--gres=gpu:2", "--exclude=n[1-2]"}
     assert expected <= {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")}
     assert slurm.lines("calls") == [f"--parsable {job}/tiny.sbatch"]
-    assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
+    assert json.loads((job / "submission.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
     assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "tiny"}
     shown = capsys.readouterr().out
