@@ -250,7 +250,7 @@ class ZeroShotSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """Evaluation during training and by `clap_ds/evaluate.py`."""
+    """Evaluation during training and by `clap-ds evaluate`."""
 
     every_steps: PositiveInt | None = None
     """Optimizer steps between evaluations in training; null: only at the end."""
