@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a file
@@ -18,7 +19,7 @@ if not __package__:  # run as a file
 
 from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.overrides import locate, parse_assignments, read_config, with_assignments, with_output
+from clap_ds.config.overrides import locate, parse_assignment, read_config, with_assignments, with_output
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
@@ -28,22 +29,20 @@ def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
     request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
     profile = request.profile
-    assigned = parse_assignments(arguments.set)
     content = with_assignments(read_config(config), arguments.set)
     content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=profile.run_root)
     output = content["clap"]["output"]
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    job = Job(name, arguments.nodes, str(config), {**assigned, "clap.output.dir": output["dir"]})
+    changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output["dir"]}
+    job = Job(name, arguments.nodes, str(config), changes)
     jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
     try:
         jobs.prepare(request)
-    except UserError as error:  # about the job's copy of the configuration, which no longer exists
-        copy = f"{jobs.folder / 'run.json'}: "
-        lines = str(error).splitlines()
-        located = [
-            locate(line.removeprefix(copy), config, arguments.set) if line.startswith(copy) else line for line in lines
-        ]
-        raise UserError("\n".join(located)) from None
+    except UserError as error:
+        # Problems of the job's copy, which no longer exists, are those of the configuration or of --set.
+        copy = re.escape(str(jobs.folder / "run.json"))
+        located = partial(re.sub, rf"^{copy}: (.*)", lambda match: locate(match[1], config, arguments.set))
+        raise UserError("\n".join(map(located, str(error).splitlines()))) from None
     (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""

@@ -21,7 +21,7 @@ if not __package__:  # run as a file
 from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
-from clap_ds.config.overrides import parse_assignments, parse_varied
+from clap_ds.config.overrides import parse_assignment, parse_varied
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_limits, add_request, request_of
@@ -42,7 +42,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
             raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
-        changes = {**parse_assignments(arguments.set), "clap.output.dir": str(root), **dict(values)}
+        changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": str(root), **dict(values)}
         changes |= {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None} if arguments.global_batch else {}
         jobs[name] = Job(name, nodes, str(config), changes, folder=name)
     return list(jobs.values())

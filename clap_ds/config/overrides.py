@@ -44,29 +44,20 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse all `--set NAME=VALUE` of a command to values by dotted name. Raises UserError."""
-    try:
-        return dict(map(parse_assignment, texts))
-    except UserError as error:
-        raise UserError(f"--set {error}") from None
-
-
 def with_assignments(content: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
     """Return a copy with the fields of all `--set NAME=VALUE` set. Raises UserError."""
-    for name, value in parse_assignments(texts).items():
-        try:
+    try:
+        for name, value in map(parse_assignment, texts):
             content = with_field(content, name, value)
-        except UserError as error:
-            raise UserError(f"--set {error}") from None
+    except UserError as error:
+        raise UserError(f"--set {error}") from None
     return content
 
 
 def locate(problem: str, path: Path, texts: Iterable[str]) -> str:
     """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the file."""
     field = problem.partition(":")[0]
-    names = parse_assignments(texts)
-    is_set = any(field == name or field.startswith(f"{name}.") for name in names)
+    is_set = any(f"{field}.".startswith(f"{parse_assignment(text)[0]}.") for text in texts)
     return f"--set {problem}" if is_set else f"{path}: {problem}"
 
 

@@ -154,7 +154,7 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
     tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^\$ python launch/sweep\.py (--cluster jupiter .*)$", manual, re.MULTILINE)
+    (line,) = re.findall(r"^\$ clap-ds sweep (--cluster jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)
     assert main([*line.split(), "--folder", str(tmp_path / "sweep"), "--dry_run"]) == 0
     scales = {1: "15", 2: "15", 4: "15", 8: "15", 16: "25", 32: "25", 64: "30", 128: "30"}
