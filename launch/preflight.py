@@ -2,7 +2,7 @@
 
 Examples:
     salloc --nodes 4 clap-ds preflight --cluster jupiter
-    srun --jobid JOB --overlap --nodes 1 --ntasks 1 clap-ds preflight
+    clap-ds preflight --cluster jupiter --megabytes 8            in the shell of an allocation
 
 Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clap_ds.config.arguments import add_checkpoint_choices, whole_number
+from clap_ds.config.arguments import CommandParser, add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
@@ -83,7 +83,7 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
         raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({where})")
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
-    parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
+    parser = CommandParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
     parser.parse_args(arguments.train_options)
     time = arguments.time

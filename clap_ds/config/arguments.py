@@ -77,7 +77,7 @@ def command_name() -> str:
 def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **more: Any) -> None:
     """Add the options that name a run's configuration (`config`) and change fields of it (`set`)."""
     what = "read this configuration: a JSON file, or a packaged one by name (`clap-ds presets` lists them)"
-    names = ("--deepspeed_config", "--config")
+    names = ("--config", "--deepspeed_config")
     parser.add_argument(*names, dest="config", type=Path, required=required, metavar="FILE", help=what, **more)
     field = "change a field of the configuration, such as clap.bench.windows=3; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=field)
