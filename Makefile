@@ -55,7 +55,7 @@ train-demo: $(READY)
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 4800 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
 	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 480 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
 ifneq ($(KIND),encoded)
-	for side in train held_out; do "$(PYTHON)" -m clap_ds.shards prepare "$(DEMO)/$$side/*.tar" "$(DEMO)/$(KIND)/$$side" --kind $(KIND) --preset demo; done
+	for side in train held_out; do "$(PYTHON)" -m clap_ds shards prepare "$(DEMO)/$$side/*.tar" "$(DEMO)/$(KIND)/$$side" --kind $(KIND) --preset demo; done
 	sed 's#$(DEMO)/\([a-z_]*\)/\*#$(DEMO)/$(KIND)/\1/*#' ds_configs/train_demo_cpu.json > $(DEMO)/$(KIND).json
 endif
 	DS_ACCELERATOR=cpu $(LAUNCH) --num_gpus 2 clap_ds/train.py --deepspeed_config $(if $(filter encoded,$(KIND)),ds_configs/train_demo_cpu.json,$(DEMO)/$(KIND).json)
@@ -93,7 +93,7 @@ pictures: $(READY)
 
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'RUNS is not set: pass RUNS="run directories, logs or tables"' >&2; exit 2; }
-	"$(PYTHON)" analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
+	"$(PYTHON)" -m clap_ds report $(RUNS) --output $(or $(OUTPUT),report)
 
 # With PYTHON=…, packages of a local wheelhouse that it lacks are installed to runs/packages.
 gpu-check: export PYTHONPATH := $(CURDIR)/runs/packages$(addprefix :,$(PYTHONPATH))

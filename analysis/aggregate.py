@@ -29,7 +29,7 @@ GOOD_STATES = ("completed", "published", "unknown")
 _IDENTITY = (
     "nodes", "gpus", "model", "scaling", "device", "precision", "context_length", "variant", "micro_batch", "batch_per_gpu",
 )  # fmt: skip
-_AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
+_AVERAGED = ("samples_per_s_per_gpu", "deepspeed_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
              "slowest_rank_step_time_s", "data_wait_percent", *ENERGY, *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
 
 
@@ -85,13 +85,14 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
         known[name] = fmean(values) if values else None
     rate, exposed = known["samples_per_s_per_gpu"], known["exposed_communication_s"]
     peak = next((run.peak_tflops for run in used if run.peak_tflops), None)
-    half, half_from = (used[0].samples_per_s_per_gpu_2sigma, used[0].uncertainty_from) if used else (None, "")
+    half, half_from = (used[0].samples_per_s_per_gpu_ci95, used[0].uncertainty_from) if used else (None, "")
     if rate and spread and len(used) > 1:
         half, half_from = rate * spread.half_width(len(used)), spread.label()
     states = Counter(run.state for run in runs)
     return Scale(
-        runs=tuple(used), **known, mfu_percent=rate and published_mfu_percent(first.model, rate, peak), peak_tflops=peak,
-        samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_2sigma=half,
+        runs=tuple(used), **known, peak_tflops=peak,
+        mfu_published_percent=rate and published_mfu_percent(first.model, rate, peak),
+        samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_ci95=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=exposed and 100 * exposed / sum(known[f"{part}_s"] or 0 for part in STEP_PHASES),
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),

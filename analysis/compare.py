@@ -1,6 +1,7 @@
 """Compare the throughput of two sets of runs: their ratio with its interval, and whether the difference is significant.
 
-    python analysis/compare.py A B
+Examples:
+    clap-ds compare runs/before runs/after
 
 A and B are each a folder of runs, a run directory, a log or a table. Rows of the same model, variant and scale are paired.
 Significance follows from the spread of repeats, pooled over all scales of both; single runs don't suffice.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 
 from clap_ds.analysis.aggregate import RunSpread, pooled_spread
@@ -55,8 +55,8 @@ def verdict(a: Scale, b: Scale, spread: RunSpread | None) -> str:
     return f"{ratio} ({low:.5g}–{high:.5g}, {of}): {found}"
 
 
-def main() -> None:
-    options = input_parser("Compare the throughput of two sets of runs, A and B.").parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = input_parser(__doc__).parse_args(argv)
     if len(options.inputs) != 2:
         raise UserError(f"expected two inputs, A and B; found {len(options.inputs)}")
     for a, b, spread in pairs(*(read_runs([path], options) for path in options.inputs)):
@@ -66,7 +66,5 @@ def main() -> None:
         print(f"### {' and '.join(titles)}\n\n{told}\n")
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

@@ -1,13 +1,14 @@
 """Extrapolate the scaling of runs and tables to more GPUs, with a 95% band.
 
-    python analysis/extrapolate.py RUN_OR_TABLE… [--output projection.png|svg|pdf]
+Examples:
+    clap-ds extrapolate runs/sweeps/htsat_tiny-… --output projection.png
 
 Uses the one of three laws (`weak_scaling.py`) that best predicts the measured scales from smaller ones.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from clap_ds.analysis import plot_scaling
@@ -74,10 +75,10 @@ def _hold_outs(series: Series) -> list[str]:
     return [title, markdown_table(header, rows), text]
 
 
-def main() -> None:
-    parser = input_parser("Extrapolate the scaling of runs and tables to more GPUs.")
-    parser.add_argument("--output", type=Path, help="picture to write; also written as .pdf and .svg")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = input_parser(__doc__)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also draw this picture, as .pdf and .svg, too")
+    options = parser.parse_args(argv)
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
@@ -87,7 +88,5 @@ def main() -> None:
         plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

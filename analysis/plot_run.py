@@ -1,6 +1,8 @@
 """Plot a benchmark run, or one or more training runs.
 
-    python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf
+Examples:
+    clap-ds plot --curves runs/my_run-… --output run.png
+    python analysis/plot_run.py runs/first-… runs/second-… --output both.svg
 
 For a benchmark: throughput, step times and their breakdown. For training: curves, which include the steps before a resume;
 several runs share the axes.
@@ -8,7 +10,6 @@ several runs share the axes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
 from clap_ds.analysis.read_run import read_json, read_record, read_steps
 from clap_ds.analysis.table import Row
+from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
@@ -132,11 +134,12 @@ def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: Map
             axes.axhline(chance, color=look["color"], linewidth=0.8, linestyle=":")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Plot a benchmark run, or one or more training runs.")
-    parser.add_argument("directories", nargs="+", type=Path, metavar="RUN_DIRECTORY", help="run directories")
-    parser.add_argument("--output", type=Path, required=True, help="picture to write: .png, .svg or .pdf")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("directories", nargs="+", type=Path, metavar="RUN", help="run directories")
+    add("--output", type=Path, required=True, metavar="FILE", help="write this picture: .png, .svg or .pdf")
+    options = parser.parse_args(argv)
     draw_runs(options.directories, options.output)
     print(f"wrote {options.output}")
 

@@ -1,8 +1,9 @@
 """Plot scaling efficiency and samples/s of runs and tables against the number of GPUs, with the ideal line.
 
-    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png
-
-Also draws the projection of `extrapolate.py`.
+Examples:
+    clap-ds plot runs/sweeps/htsat_tiny-… --output scaling.png
+    clap-ds plot analysis/published/*.csv --output published.png
+    clap-ds plot --curves runs/my_run-… --output curves.png      losses and speed of a run, not its scaling
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, styled
+from clap_ds.analysis.plot_run import draw_runs
 from clap_ds.analysis.published import PUBLISHED_BY, PUBLISHED_TABLES
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
@@ -87,7 +89,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         rows = sorted(rows, key=lambda row: row.gpus)
         gpus = [row.gpus for row in rows]
         percents = [row.scaling_efficiency_percent or 0.0 for row in rows]
-        percent_errors = [row.scaling_efficiency_2sigma_percent or 0.0 for row in rows]
+        percent_errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in rows]
         totals = [total_rate(row) for row in rows]
         relative_errors = [row.relative_half or 0.0 for row in rows]
         total_errors = [share * total for share, total in zip(relative_errors, totals, strict=True)]
@@ -182,10 +184,20 @@ def draw_projection(found: Sequence[Series]) -> Picture:
     return picture
 
 
-def main() -> None:
-    parser = input_parser("Plot the scaling of runs, logs or tables.")
-    parser.add_argument("--output", type=Path, required=True, help="picture to write; also written as .pdf and .svg")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = input_parser(__doc__)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FILE", help="write this picture, also as .pdf and .svg")
+    add(
+        "--curves",
+        action="store_true",
+        help="draw instead the steps of a benchmark run, or the curves of training runs",
+    )
+    options = parser.parse_args(argv)
+    if options.curves:
+        draw_runs(options.inputs, options.output)
+        print(f"wrote {options.output}")
+        return
     curves = read_curves(options)
     draw(curves).save(options.output, ".pdf", ".svg")
     print("\n".join(f"{title}: {answer(rows)}" for title, rows in curves.items()))

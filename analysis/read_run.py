@@ -44,7 +44,9 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
     batch = micro_batch and micro_batch * accumulation
     rate = rates.get("mean")
-    gpus, engine, memory = (known.get(name) for name in ("world_size", "deepspeed_samples_per_s", "memory_peak_bytes"))
+    gpus, by_deepspeed, memory = (
+        known.get(name) for name in ("world_size", "deepspeed_samples_per_s", "memory_peak_bytes")
+    )
     name = known.get("preset") or ""
     name = FORMER_PRESETS.get(name, name) if summary and summary.get("schema", 0) < 4 else name
     fields: dict[str, Any] = {f"{part}_s": parts.get(part) for part in STEP_PHASES}
@@ -57,7 +59,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
         device=known.get("device_name", ""), context_length=known.get("context_length"),
         nodes=known.get("num_nodes", 0), gpus=gpus or 0, batch_per_gpu=batch, accumulation=accumulation,
         samples_per_s_per_gpu=rate, windows=tuple(rates.get("windows", ())), **fields,
-        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step.get("median"),
+        deepspeed_samples_per_s_per_gpu=by_deepspeed and by_deepspeed / gpus, step_time_s=step.get("median"),
         slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
         notes="" if rate else "no complete window was measured", config=config, environment=environment,
     )  # fmt: skip

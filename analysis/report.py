@@ -1,6 +1,7 @@
 """Write a report about runs, as one HTML page and as Markdown, with the results of the other commands in this folder.
 
-python analysis/report.py RUN_OR_LOG… --output report
+Examples:
+    clap-ds report runs/sweeps/htsat_tiny-… --output report
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from clap_ds.analysis import extrapolate, plot_run, plot_scaling, scaling
@@ -107,11 +107,11 @@ def stragglers(runs: Sequence[Run]) -> str:
     return markdown_table(["run", *names], rows)
 
 
-def main() -> None:
-    parser = input_parser("Write a report about runs: efficiency, causes of loss, projection and provenance.")
-    told = "output folder of report.html, report.md, table.csv and pictures (default: report)"
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = input_parser(__doc__)
+    told = "write report.html, report.md, table.csv and pictures to this folder"
     parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     runs, folder = read_runs(options.inputs, options), options.output
     rows = scaling.scaling_table(runs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,5 @@ def main() -> None:
     print(f"wrote {folder / 'report.html'}, with report.md and table.csv")
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

@@ -14,7 +14,7 @@ from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
 from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted, read_table_runs
 from clap_ds.analysis.training_log import read_log
-from clap_ds.config.arguments import positive, whole_number
+from clap_ds.config.arguments import make_parser, positive, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
 from clap_ds.flop_count.device_specs import peak_for
@@ -97,7 +97,7 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
         peak_tflops=peak_tflops,
     )  # fmt: skip
     run = _with_mfu(run, run.context_length or given.context_length) if run.kind == "log" else run
-    return _by_engine(run) if given.rate == "engine" else run
+    return _by_deepspeed(run) if given.rate == "deepspeed" else run
 
 
 def _with_mfu(run: Run, context_length: int) -> Run:
@@ -109,36 +109,39 @@ def _with_mfu(run: Run, context_length: int) -> Run:
     return replace(run, achieved_tflops=tflops, mfu_model_percent=mfu, context_length=context_length)
 
 
-def _by_engine(run: Run) -> Run:
-    """Replace the measured rate by the engine's. TFLOPS and MFU are then known for logs only."""
-    engine = run.engine_samples_per_s_per_gpu
-    run = replace(run, samples_per_s_per_gpu=engine)
+def _by_deepspeed(run: Run) -> Run:
+    """Replace the measured rate by DeepSpeed's. TFLOPS and MFU are then known for logs only."""
+    rate = run.deepspeed_samples_per_s_per_gpu
+    run = replace(run, samples_per_s_per_gpu=rate)
     if run.kind == "record":
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
-    if run.kind == "log" and engine:  # its notes state the timer
+    if run.kind == "log" and rate:  # its notes state the timer
         return run
-    return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
+    return noted(run, BY_TIMER if rate else "no rate from DeepSpeed's timer")
 
 
-def input_parser(description: str) -> argparse.ArgumentParser:
+def input_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that reads runs: `inputs`, and values for what they don't state."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = make_parser(doc)
     add = parser.add_argument
-    add("inputs", nargs="+", type=Path, help="run directories, logs, folders of them, sweeps, tables")
-    add("--nodes", type=whole_number(), help="number of nodes, for inputs that don't state it")
-    add("--gpus", type=whole_number(), help="total number of GPUs, for inputs that don't state it")
-    add("--gpus_per_node", type=whole_number(), help="GPUs per node, for inputs that don't state nodes or GPUs")
-    told = "samples/s measured by this project (default) or DeepSpeed's timer"
-    add("--rate", choices=("measured", "engine"), default="measured", help=told)
-    add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
-    told = f"caption length of logs, for TFLOPS and MFU (default: {PUBLISHED_CONTEXT_LENGTH})"
-    add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, help=told)
-    add(
-        "--peak_tflops",
-        type=peak_argument,
-        help="dense peak of one GPU or its name, such as H200, if not stated, for MFU",
-    )
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help="run directories, logs, folders of them, sweeps, tables")
+    rate = "use the throughput that this project measured, or that of DeepSpeed's timer"
+    add("--rate", type=_rate, choices=("measured", "deepspeed"), default="measured", help=rate)
+    add = parser.add_argument_group("for inputs that don't state it").add_argument
+    add("--nodes", type=whole_number(), metavar="N", help="set the number of nodes")
+    add("--gpus", type=whole_number(), metavar="N", help="set the total number of GPUs")
+    add("--gpus_per_node", type=whole_number(), metavar="N", help="set GPUs per node, instead of nodes or GPUs")
+    model = "set the model of logs: a preset or a published name, such as HTSAT-tiny-Roberta-base"
+    add("--model", type=preset_of, metavar="NAME", help=model)
+    tokens = "set the caption length of logs in tokens, for TFLOPS and MFU"
+    add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, metavar="N", help=tokens)
+    peak = "set the dense peak of one GPU in TFLOPS, or its name, such as H200, for MFU"
+    add("--peak_tflops", type=peak_argument, metavar="TFLOPS", help=peak)
     return parser
+
+
+def _rate(text: str) -> str:
+    return "deepspeed" if text == "engine" else text  # its former name
 
 
 def peak_argument(text: str) -> float:

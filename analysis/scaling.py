@@ -1,6 +1,9 @@
 """Compute the scaling table of runs: one row per model and scale, with efficiency, MFU, uncertainty and causes of loss.
 
-    python analysis/scaling.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
+Examples:
+    clap-ds scaling runs/sweeps/htsat_tiny-… --csv table.csv
+    clap-ds scaling n1.log n2.log n4.log --gpus_per_node 4 --rate deepspeed
+    clap-ds scaling runs/my_run-… --time_to zero_shot_top1=0.9
 
 Scaling efficiency is samples/s/GPU relative to the smallest measured scale (nodes, then GPUs).
 """
@@ -10,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -26,8 +28,8 @@ from clap_ds.config.errors import run_alone
 _COLUMNS = {
     "nodes": "nodes", "GPUs": "gpus", "runs": "repeats", "samples/s/GPU ±": "samples_per_s_per_gpu",
     "samples/s": "samples_per_s", "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup",
-    "engine's": "engine_samples_per_s_per_gpu",
-    "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_percent",
+    "DeepSpeed's": "deepspeed_samples_per_s_per_gpu",
+    "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_published_percent",
     "MFU % model": "mfu_model_percent", "s/step": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
     "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
@@ -58,7 +60,7 @@ def _with_efficiency(row: Scale, baseline: Scale, share: float) -> Scale:
         error = 100 * share * math.hypot(*filter(None, halves)) * (row.scale != baseline.scale)
     row = replace(
         row, scaling_efficiency_percent=100 * share, speedup=share * row.gpus / baseline.gpus,
-        scaling_efficiency_2sigma_percent=error, baseline_nodes=baseline.nodes,
+        scaling_efficiency_percent_ci95=error, baseline_nodes=baseline.nodes,
     )  # fmt: skip
     # Without a ±, up to two points are attributed to chance.
     if row.gpus > baseline.gpus and 100 * share - 100 > (error or 2.0):
@@ -88,12 +90,12 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
     yield from (f"[{number}] {note}" for note, number in notes.items())
 
 
-def main() -> None:
-    parser = input_parser("Compute scaling efficiency and MFU of runs, logs or tables.")
-    parser.add_argument("--csv", type=Path, help="CSV file to write the table to")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = input_parser(__doc__)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table to this CSV file")
     told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
     parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     runs = read_runs(options.inputs, options)
     if options.time_to:
         print(time_to_target.render(runs, *options.time_to), end="")
@@ -104,7 +106,5 @@ def main() -> None:
         write_csv(options.csv, rows)
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

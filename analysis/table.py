@@ -1,6 +1,7 @@
 """Measured runs and rows of the scaling table, written as CSV and Markdown, and read from CSV, this project's or published.
 
-The first columns are those of `published/*.csv`. A missing value is an empty cell (CSV) or a dash (Markdown).
+The first columns are those of `published/*.csv`, under `FORMER_COLUMNS`. A missing value is an empty cell (CSV) or a dash
+(Markdown).
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ class Row:
     gpus: int = 0
     samples_per_s_per_gpu: float | None = None
     samples_per_s: float | None = None
-    mfu_percent: float | None = None
+    mfu_published_percent: float | None = None
     scaling_efficiency_percent: float | None = None
-    samples_per_s_per_gpu_2sigma: float | None = None
-    scaling_efficiency_2sigma_percent: float | None = None
+    samples_per_s_per_gpu_ci95: float | None = None
+    """Half the 95% interval by Student's t, like all columns of this ending."""
+    scaling_efficiency_percent_ci95: float | None = None
     """Set if both scales of the ratio were repeated."""
     uncertainty_from: str = ""
     repeats: int = 0
     baseline_nodes: int | None = None
     """Nodes of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
-    engine_samples_per_s_per_gpu: float | None = None
+    deepspeed_samples_per_s_per_gpu: float | None = None
     achieved_tflops: float | None = None
     mfu_model_percent: float | None = None
     """MFU by executed FLOPs."""
@@ -76,7 +78,7 @@ class Row:
     @property
     def relative_half(self) -> float | None:
         """The ± of the rate relative to it."""
-        half = self.samples_per_s_per_gpu_2sigma
+        half = self.samples_per_s_per_gpu_ci95
         return None if half is None or not self.rate else half / self.rate
 
     @property
@@ -110,7 +112,8 @@ class Row:
 
     def cell(self, column: str) -> str:
         """Return a column's text, with its ± to as many decimals; empty for None."""
-        text, error = format_cell(column, getattr(self, column)), getattr(self, SPREADS.get(column, ""), None)
+        text = format_cell(column, getattr(self, column))
+        error = getattr(self, f"{column}_ci95", None)
         decimals = max(len(text.partition(".")[2]), 2 * column.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
@@ -141,11 +144,13 @@ class Scale(Row):
     """The runs that count: those with a rate, and if any completed, only completed ones."""
 
 
-SPREADS = {
-    "samples_per_s_per_gpu": "samples_per_s_per_gpu_2sigma",
-    "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
+FORMER_COLUMNS = {
+    "mfu_percent": "mfu_published_percent",
+    "samples_per_s_per_gpu_2sigma": "samples_per_s_per_gpu_ci95",
+    "scaling_efficiency_2sigma_percent": "scaling_efficiency_percent_ci95",
+    "engine_samples_per_s_per_gpu": "deepspeed_samples_per_s_per_gpu",
 }
-"""Columns with the ± of others."""
+"""Columns of published and former tables → their names here."""
 ENERGY = ("joules_per_sample", "energy_kwh")
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
@@ -243,6 +248,7 @@ def read_table_runs(path: Path) -> list[Run]:
             )
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
+    frame = frame.rename(columns=FORMER_COLUMNS)
     if missing := [name for name in COLUMNS[:3] if name not in frame]:
         raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):

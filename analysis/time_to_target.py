@@ -1,7 +1,7 @@
 """Compute what training runs need until an evaluation reaches a target, by scale and global batch.
 
-`clap-scaling RUN… --time_to zero_shot_top1=0.9` prints it. Times are of training over all starts. ± is half the 95% interval of
-repeats by Student's t.
+`clap-ds scaling RUN… --time_to zero_shot_top1=0.9` prints it. Times are of training over all starts. ± is half the 95%
+interval of repeats by Student's t.
 """
 
 from __future__ import annotations

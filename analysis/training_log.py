@@ -100,7 +100,8 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
     facts, batch = log.facts, log.global_batch
     if not log.points and STATES.index(log.state) < 2:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
-        raise UserError(f"{path}: no usable throughput lines ({printed})")
+        kinds = f"a log of {', '.join(DIALECTS)}, a run directory, or a table whose name ends with .csv"
+        raise UserError(f"{path}: no usable throughput lines; expected {kinds} ({printed})")
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
     total, is_warm = log.rate()
     rate = total and total / gpus
@@ -117,6 +118,6 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
-        memory_peak_gib=facts.get("memory_gib") or None, engine_samples_per_s_per_gpu=rate if by_timer else None,
+        memory_peak_gib=facts.get("memory_gib") or None, deepspeed_samples_per_s_per_gpu=rate if by_timer else None,
         samples_per_s_per_gpu=rate, notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -18,15 +17,15 @@ from typing import Any
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import arguments
 from clap_ds.config.files import read_json, write_atomically, write_object
-from clap_ds.config.overrides import parse_assignment, read_config, with_field
+from clap_ds.config.overrides import read_config, with_assignments, with_field
 from clap_ds.config.paths import commit, work_folder
 
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
 
-def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of `python -m benchmarks.NAME`, described by the first line of `doc`, with `--output` for `show`."""
-    parser = arguments.make_parser(f"python -m benchmarks.{name}", doc)
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, with `--output` for `show`."""
+    parser = arguments.make_parser(doc)
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="file to write the tables to, next to a JSON")
     return parser
 
@@ -56,9 +55,7 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
     """Read a run's JSON and set fields given as `NAME=VALUE`."""
-    return functools.reduce(
-        lambda run, text: with_field(run, *parse_assignment(text)), assignments, read_config(config)
-    )
+    return with_assignments(read_config(config), assignments)
 
 
 def exit_on_sigterm() -> None:

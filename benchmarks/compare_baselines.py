@@ -80,7 +80,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparisons and return 1 if losses disagree."""
-    parser = make_parser("compare_baselines", __doc__)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--against", nargs="+", choices=KINDS, default=[*KINDS], help="baselines to compare with (default: all)")
     add("--preset", default="htsat_tiny_roberta_base", help="model (default: HTSAT-tiny's)")

@@ -98,7 +98,7 @@ FEWEST_S = 20.0
 BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
-    " | range {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {peak_gb:.1f}"
+    " | range {samples_per_s_per_gpu[min]:,.1f}–{samples_per_s_per_gpu[max]:,.1f} | peak memory, GB {peak_gb:.1f}"
     " | reserved, GB {reserved_peak_gb:.1f} | context, GB {context_gb:.2f}"
     " | compiling, s {compile_s:.0f} | losses off by {loss_difference:.1e} | note {note}"
 )
@@ -133,7 +133,7 @@ def archive(folder: Path, target: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a call's steps; save the table after each, archives at the end. Return 1 if one isn't complete; UserError without
     a GPU."""
-    parser = make_parser("python -m benchmarks.gpu_check", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)")

@@ -89,7 +89,7 @@ def compare(run: RunSettings, device: torch.device, clips: int, backend: Any = "
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("gradient_check", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="RUN", help="the run's JSON")
     parser.add_argument("--clips", type=int, default=64, help="batch size in clips (default: 64)")
     options = parser.parse_args(argv)

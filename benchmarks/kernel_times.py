@@ -160,7 +160,7 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("kernel_times", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--clips", type=int, default=616, help="clips of HTSAT-tiny's micro-batch (default: 616)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

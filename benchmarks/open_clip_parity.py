@@ -3,7 +3,7 @@
     PYTHONPATH=/path/to/open_clip/src python -m benchmarks.open_clip_parity --commit HASH [--output FILE.md]
 
 open_clip's weights, saved as by its training, embed sounds of 3 and 10 s, with feature fusion also the features of one of 14 s,
-and captions of 12 to 77 tokens. Then open_clip loads what `clap-export --format open_clip` writes, and embeds the same. Its
+and captions of 12 to 77 tokens. Then open_clip loads what `clap-ds export --format open_clip` writes, and embeds the same. Its
 encoder under HTSAT's names must give an equal audio tower. Needs no network.
 """
 
@@ -84,7 +84,7 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("open_clip_parity", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--commit", default="unknown", metavar="HASH", help="open_clip's, to record (default: unknown)")
     arguments = parser.parse_args(argv)
     try:

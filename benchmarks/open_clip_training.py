@@ -129,7 +129,7 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("open_clip_training", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--commit", default="unknown", metavar="HASH", help="open_clip's, to record (default: unknown)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="to compare (default: all)")
     arguments = parser.parse_args(argv)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import make_parser, show, table
+from clap_ds.config.arguments import add_config
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_json
 from clap_ds.config.paths import commit
@@ -132,7 +133,7 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
         run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
         device, is_compiled = summary["device_name"], "compiled" in summary
         if not (known := gpu or peak_for(device)) or not known.memory_tbytes_per_s:
-            raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-plan")
+            raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-ds plan")
         kernels = {f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()}
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
         fused = compiled_kernels(run, run.micro_batch) if is_compiled else []
@@ -152,13 +153,13 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("plan_validation", __doc__)
-    parser.add_argument("--deepspeed_config", type=Path, metavar="RUN", help="run's JSON to profile")
+    parser = make_parser(__doc__)
+    add_config(parser, required=False)
     parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="folder of profiles to join to their plans")
-    parser.add_argument("--gpu", type=gpu_named, help="GPU name of clap-plan, if the profile's device is unknown")
+    parser.add_argument("--gpu", type=gpu_named, help="GPU name of clap-ds plan, if the profile's device is unknown")
     options = parser.parse_args(argv)
-    if options.deepspeed_config:
-        run_command(lambda ranks: profile(load_run(options.deepspeed_config, 1), ranks))
+    if options.config:
+        run_command(lambda ranks: profile(load_run(options.config, 1, options.set), ranks))
     if options.profiles:
         show_shares(options.profiles, options.gpu, options.output)
 

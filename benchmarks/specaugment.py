@@ -61,7 +61,7 @@ def compare(clips: int, rounds: int, device: torch.device) -> list[dict[str, Any
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("specaugment", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--clips", type=int, nargs="+", default=[4, 16, 64], help="batch sizes (default: 4 16 64)")
     parser.add_argument("--rounds", type=int, default=5, help="timed passes of each way, in turn (default: 5)")
     options = parser.parse_args(argv)

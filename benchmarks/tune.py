@@ -1,6 +1,6 @@
 """Find the fastest settings of a run on this machine with a short run of each combination.
 
-    python -m benchmarks.tune ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
+    python -m benchmarks.tune --config ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
 Writes a table of samples/s/GPU with range and ratio to the first. A failed combination becomes a row, too. The folder keeps the
 output, settings and run directory of each, and the rows so far in `variants.json`. Imports neither torch nor DeepSpeed.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import changed, exit_on_sigterm, make_parser, run_config, show, table
+from clap_ds.config.arguments import add_config
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import PACKAGE, work_folder
@@ -28,7 +29,7 @@ BENCH = [*LAUNCHER, str(PACKAGE / "bench.py"), "--deepspeed_config"]
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
     "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
-    " | range of windows {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f} | ratio {ratio:.3f}"
+    " | range of windows {samples_per_s_per_gpu[min]:,.2f}–{samples_per_s_per_gpu[max]:,.2f} | ratio {ratio:.3f}"
     " | s/step {step_time_s[median]:.3f} | memory, GB {peak_gb:.2f} | TFLOPS, factor 3 {achieved_tflops:.3f}"
     " | TFLOPS with recomputation, up to 4 {hardware_tflops:.3f} | seconds {seconds:.0f} | state {state} | note {note}"
 )
@@ -44,11 +45,10 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run every combination, the last field changing fastest, and save rows and table after each. Return 1 if no run completed;
     UserError if the configuration or an option is wrong."""
-    parser = make_parser("tune", __doc__)
-    parser.add_argument("config", type=Path, help="base run's JSON")
+    parser = make_parser(__doc__)
+    add_config(parser)
     vary = "values to try of a field; repeatable"
     parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field in all runs")
     parser.add_argument("--folder", type=Path, help="output folder (default: runs/variants/<config>-<time>)")
     parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)")
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set overrides this."

@@ -1,18 +1,23 @@
 """Measure CLAP training throughput for a run configuration.
 
-    deepspeed [--hostfile H] clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json
+Examples:
+    clap-ds bench --config htsat_tiny                                                                one rank
+    deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json                         all GPUs of this host
+    deepspeed --hostfile H clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json            several hosts
+    deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json --set clap.bench.windows=3
 
-Runs warm-up steps, timed windows, then an instrumented pass that breaks down a step's time. torchrun also works, as
-does plain python with one rank.
+Runs warm-up steps, timed windows, then an instrumented pass that breaks down a step's time. The results are in a new folder
+of clap.output.dir (default: runs). Several ranks need `deepspeed` or torchrun.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -31,9 +36,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def main(ranks: Ranks) -> None:
-    arguments = run_arguments("clap_ds/bench.py", __doc__).parse_args()
-    run = load_run(arguments.deepspeed_config, ranks.world_size)
+def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
+    arguments = run_arguments(__doc__).parse_args(argv)
+    run = load_run(arguments.config, ranks.world_size, arguments.set)
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
     from clap_ds.run_parts import joined_ranks
@@ -94,10 +99,10 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
             report.finish(phases_s, flops, clap.hardware.peak_tflops)
 
 
-def command() -> None:
-    """Run the console command `clap-bench`."""
-    run_command(main)
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run this rank of the command and exit."""
+    run_command(lambda ranks: run_rank(ranks, argv))
 
 
 if __name__ == "__main__":
-    command()
+    main()

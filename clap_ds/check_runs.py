@@ -1,6 +1,7 @@
 """Validate run configurations before they are queued.
 
-    python -m clap_ds.check_runs [--train] FILE…
+Examples:
+    python -m clap_ds.check_runs --train my_run.json
 
 Prints the versions of the packages a run needs, importing only pydantic of them. Prints one line per problem and exits
 with code 2 if there are any.
@@ -56,7 +57,7 @@ def check(paths: list[Path], *, train: bool) -> None:
 
 
 def main() -> None:
-    parser = make_parser("python -m clap_ds.check_runs", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--train", action="store_true", help="also check what training requires")
     arguments = parser.parse_args()

@@ -1,13 +1,14 @@
 """Write the most likely of given labels for each audio file, with probabilities, as CSV.
 
-clap-classify CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
-clap-classify CHECKPOINT sounds/ --labels_file labels.txt --template 'the sound of {}'
+Examples:
+    clap-ds classify CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
+    clap-ds classify CHECKPOINT sounds/ --labels_file labels.txt --template 'the sound of {}'
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clap_ds.inference.vectors import text_of
 from clap_ds.run_records.csv_text import write_csv
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     file = arguments.labels_file
     told = read_bytes(file).decode("utf-8-sig").splitlines() if file else arguments.labels.split(",")
@@ -50,21 +51,19 @@ def main(argv: list[str] | None = None) -> int:
     return options.left_out(len(sources), reasons)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("clap-classify", __doc__)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     options.add_audio_inputs(parser)
     add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
     labels.add_argument("--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line")
-    told = "set a caption with {} for the label; repeatable (default: evaluation's templates)"
+    told = "add a caption with {} for the label; repeatable (default: evaluation's templates)"
     add("--template", action="append", metavar="TEXT", help=told)
-    add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row (default: 3)")
+    add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row")
     add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

@@ -1,12 +1,13 @@
 """Embed audio files, one vector per file or window, into a Parquet table written atomically.
 
-clap-embed CHECKPOINT sounds/ list.csv 'shards/*.tar' --output vectors.parquet
+Examples:
+    clap-ds embed CHECKPOINT sounds/ list.csv 'shards/*.tar' --output vectors.parquet
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,15 +20,15 @@ from clap_ds.inference import options
 from clap_ds.inference.vectors import About, check_suffix, write_table
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("clap-embed", __doc__)
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     options.add_audio_inputs(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="write this .parquet file")
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     check_suffix(arguments.output)
     options.check_output(arguments.output)
@@ -43,7 +44,5 @@ def main(argv: list[str] | None = None) -> int:
     return options.left_out(len(sources), left_out)
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

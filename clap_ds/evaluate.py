@@ -1,18 +1,18 @@
 """Evaluate a checkpoint by audio–text retrieval and zero-shot classification.
 
-python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
-deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
+Examples:
+    clap-ds evaluate CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
+    deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
-from clap_ds.config.arguments import make_parser, whole_number
+from clap_ds.config.arguments import add_config, add_json, make_parser, whole_number
 from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import show_results
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import EvaluationSettings
@@ -42,12 +42,12 @@ from clap_ds.inference.options import DTYPES
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-MICRO_BATCH = 32
+BATCH_SIZE = 32
 NUM_BROKEN_SHOWN = 5
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser("clap_ds/evaluate.py", __doc__)
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")
@@ -55,22 +55,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no_ema", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="evaluate retrieval on tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="classify clips of tars that have a class in their json")
-    more = "the captions' txt or json field, or several, separated by semicolons (default: txt;caption;text)"
+    more = "read captions from this txt or json field, or the first of several (default: txt;caption;text)"
     add("--caption_key", metavar="NAME", help=more)
-    add("--class_key", metavar="FIELD", help="json field that holds the class (default: kind)")
-    add("--template", action="append", metavar="TEXT", help="set a caption with {} for the class; repeatable")
-    add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
+    add("--class_key", metavar="FIELD", help="read the class from this json field (default: kind)")
+    add("--template", action="append", metavar="TEXT", help="add a caption with {} for the class; repeatable")
+    size = f"set clips per rank (default: the configuration's, or {BATCH_SIZE})"
+    add("--batch_size", type=whole_number(), metavar="N", help=size)
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
-    add("--json", help="also write the results to this file", type=Path, metavar="FILE")
-    more = "read clap.evaluation from this run: a JSON file or packaged name"
-    add("--deepspeed_config", help=more, type=Path, metavar="FILE")
+    add_json(parser)
+    add_config(parser, required=False)
     add_rank_options(parser)
     return parser.parse_args(argv)
 
 
-def main(ranks: Ranks) -> None:
-    arguments = parse_arguments()
-    run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
+def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
+    arguments = parse_arguments(argv)
+    if arguments.set and not arguments.config:
+        raise UserError("--set changes a configuration: give --config, too")
+    run = load_run(arguments.config, assignments=arguments.set) if arguments.config else None
     settings = evaluation_settings(arguments, run)
     options.check_output(arguments.json, "--json")
     choose_accelerator()  # imports torch
@@ -85,7 +87,7 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     content["zero_shot"] = {**(content.get("zero_shot") or {}), **_given(zero_shot)} or None
     changes = {
         "tokenizer": arguments.tokenizer,
-        "batch_size": arguments.micro_batch,
+        "batch_size": arguments.batch_size,
         "num_workers": arguments.num_workers,
     }
     retrieval = {"shards": arguments.retrieval, "caption_key": arguments.caption_key}
@@ -133,7 +135,7 @@ def evaluate_checkpoint(
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
         context_length=said or checkpoint.context_length or min(CONTEXT_LENGTH, checkpoint.config.text.max_tokens),
-        micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
+        micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or BATCH_SIZE,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
@@ -151,13 +153,12 @@ def evaluate_checkpoint(
             "context_length": evaluator.context_length,
         }
         title = "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format_map(where)
-        print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
-        if arguments.json:
-            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
+        report = render(evaluation, f"{checkpoint.shown}: {title}")
+        show_results(report, {**where, **evaluation.to_dict()}, arguments.json)
 
 
-def print_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Print each metric (percent, except the loss) with its interval, chance level and counts."""
+def render(evaluation: Evaluation, title: str) -> str:
+    """Return a table of each metric (percent, except the loss) with its interval, chance level and counts."""
     rows = []
     for task, result in evaluation.tasks.items():
         rows.append([f"{task} ({', '.join(f'{count:,} {what}' for what, count in result.counts.items())})", "", "", ""])
@@ -165,13 +166,17 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, "%")
             value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
             rows.append([name, value + unit, f"[{low}, {high}]", chance + unit])
-    print(printable(title), markdown_table(["metric", "value", "95% interval", "chance"], rows), sep="\n\n")
+    report = f"{printable(title)}\n\n{markdown_table(['metric', 'value', '95% interval', 'chance'], rows)}"
     if broken := evaluation.broken:
         examples = printable("; ".join(map(str, broken[:NUM_BROKEN_SHOWN])))
-        print(f"skipped {len(broken)} broken clips, first: {examples}")
+        report += f"\nskipped {len(broken)} broken clips, first: {examples}"
+    return report
 
 
-command = partial(run_command, main)
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run this rank of the command and exit."""
+    run_command(lambda ranks: run_rank(ranks, argv))
+
 
 if __name__ == "__main__":
-    command()
+    main()

@@ -1,6 +1,8 @@
 """Count one sample's forward FLOPs in closed form and with DeepSpeed's profiler, in two conventions.
 
-    python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--context_length L]
+Examples:
+    clap-ds flops --config htsat_tiny
+    clap-ds flops --config htsat_base --context_length 514
 
 Without torch, as on a login node, only the closed form is printed. analysis/FLOPS.md defines what is counted.
 """
@@ -10,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.arguments import make_parser
+from clap_ds.config.arguments import add_config, make_parser
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
@@ -36,22 +37,21 @@ EXACT = 1e-9
 """Relative tolerance for equal counts: both are integers stored as floats."""
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Count and print. Raises UserError for an invalid configuration or caption length."""
-    parser = make_parser("clap_ds.flops", __doc__)
-    add, what = parser.add_argument, "read this JSON file or packaged name"
-    add("--deepspeed_config", type=Path, default=Path("htsat_tiny"), metavar="RUN", help=what)
+    parser = make_parser(__doc__)
+    add_config(parser, required=False, default=Path("htsat_tiny"))
     what = "set tokens per caption (default: the run's clap.context_length)"
-    add("--context_length", type=int, metavar="L", help=what)
+    parser.add_argument("--context_length", type=int, metavar="N", help=what)
     arguments = parser.parse_args(argv)
-    clap = load_run(arguments.deepspeed_config).clap
+    clap = load_run(arguments.config, assignments=arguments.set).clap
     config, tokens = (
         clap.preset(),
         clap.context_length if arguments.context_length is None else arguments.context_length,
     )
     if config.open_clip:
         raise UserError(
-            f"{config.name}: FLOPs in closed form are of this project's models only; clap-bench counts others"
+            f"{config.name}: FLOPs in closed form are of this project's models only; clap-ds bench counts others"
         )
     if not 1 <= tokens <= config.text.max_positions:
         raise UserError(f"--context_length {tokens}: {config.name} takes 1 to {config.text.max_positions} tokens")
@@ -118,7 +118,5 @@ def agreement(analytic: Sequence[float], counted: Sequence[float]) -> str:
     return "the profiler agrees with the closed form to the last FLOP"
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

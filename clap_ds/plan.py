@@ -1,6 +1,8 @@
 """Predict a run's memory, throughput and GPU hours without a GPU.
 
-    clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
+Examples:
+    clap-ds plan --config htsat_tiny --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4
+    clap-ds plan --config my_run.json --gpu a100-80gb --find_micro_batch
 
 docs/estimation.md describes the method and its accuracy.
 """
@@ -8,13 +10,11 @@ docs/estimation.md describes the method and its accuracy.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +22,13 @@ import numpy as np
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import USUAL, Law, Series
-from clap_ds.config.arguments import make_parser, positive, whole_number
+from clap_ds.config.arguments import add_config, add_json, make_parser, positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.files import show_results
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.device_specs import Gpu, gpu_named
+from clap_ds.inference.options import check_output
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
@@ -37,21 +39,22 @@ GROWS_AS = "jupiter_htsat_tiny"
 """Published series whose step-time growth with nodes is assumed."""
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
-    parser = make_parser("clap-plan", __doc__)
+    parser = make_parser(__doc__)
+    add_config(parser)
     add = parser.add_argument
-    add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="read this JSON file or packaged name")
-    add("--gpu", required=True, help="name the GPU, e.g. h100-sxm; an unknown name lists all")
-    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="set node counts (default: 1)")
-    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node (default: 4)")
+    add("--gpu", required=True, metavar="NAME", help="plan for this GPU, e.g. h100-sxm; an unknown name lists all")
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="plan for these numbers of nodes")
+    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node")
     add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
     add("--ramp", action="store_true", help="only print how many nodes each batch of clap.train.batch_ramp can use")
-    add("--samples", type=positive, help="estimate hours for this many training samples, repeats included")
-    add("--json", action="store_true", help="print JSON")
+    add("--samples", type=positive, metavar="N", help="estimate hours for this many training samples, repeats included")
+    add_json(parser)
     arguments = parser.parse_args(argv)
+    check_output(arguments.json, "--json")
     gpu = gpu_named(arguments.gpu)
-    run = load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node)
+    run = load_run(arguments.config, min(arguments.nodes) * arguments.gpus_per_node, arguments.set)
     if arguments.ramp:
         print(ramp_table(run, arguments.gpus_per_node))
         return
@@ -60,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     print("recording training steps, for about a minute or two", file=sys.stderr, flush=True)
     os.environ["DS_ACCELERATOR"] = "cpu"  # nothing is computed
     report = make_plan(run, gpu, arguments)
-    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+    show_results(render(report), report, arguments.json)
 
 
 def ramp_table(run: RunSettings, gpus_per_node: int) -> str:
@@ -202,7 +205,5 @@ def render(report: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

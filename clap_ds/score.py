@@ -1,12 +1,13 @@
 """Score how well audio matches its captions, such as generated audio its prompts: cosines, and their mean, the CLAP score.
 
-clap-score CHECKPOINT generated.csv --output scores.csv
+Examples:
+    clap-ds score CHECKPOINT generated.csv --output scores.csv
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -18,7 +19,7 @@ from clap_ds.run_records.csv_text import write_csv
 from clap_ds.run_records.intervals import COVERAGE, student_t
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     options.check_output(arguments.output)
     entries = [entry for source in arguments.inputs for entry in read_entries(Path(source), arguments)]
@@ -46,17 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     return options.left_out(len(entries), left_out)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("clap-score", __doc__)
-    kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-shards build"
-    options.add_audio_inputs(parser, kinds, pooling="mean center")
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-ds shards build"
+    options.add_audio_inputs(parser, kinds, pooling=("mean", "center"))
     add_columns(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the pairs' scores to this CSV")
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

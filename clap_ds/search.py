@@ -1,13 +1,14 @@
 """Find the rows of an embedding table nearest to a text or an audio file.
 
-clap-search vectors.parquet "a dog barks far away"
-clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
+Examples:
+    clap-ds search vectors.parquet "a dog barks far away"
+    clap-ds search vectors.parquet --sound bark.wav --top 20 --output found.csv
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from clap_ds.inference.vectors import nearest, read_table
 from clap_ds.run_records.csv_text import write_csv
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if bool((arguments.query or "").strip()) == bool(arguments.sound):
         raise UserError("expected either TEXT or --sound FILE")
@@ -37,20 +38,20 @@ def main(argv: list[str] | None = None) -> None:
     write_csv(arguments.output, rows)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("clap-search", __doc__)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("table", type=Path, metavar="TABLE", help="embedding table from clap-embed")
+    add("table", type=Path, metavar="TABLE", help="embedding table that `clap-ds embed` wrote")
     add("query", nargs="?", metavar="TEXT", help="text to search for")
     add("--sound", metavar="FILE", help="search for this audio file instead of a text")
-    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="return N rows (default: 10)")
+    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="write N rows")
     add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
-    add("--model", metavar="CHECKPOINT", help="load the table's model from here (default: where it was)")
+    add(
+        "--model", metavar="CHECKPOINT", help="embed the query with this model (default: the one recorded in the table)"
+    )
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

@@ -1,17 +1,21 @@
 """Train a CLAP model on audio–caption data.
 
-    deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
+Examples:
+    clap-ds train --config my_run.json                                                               one rank
+    deepspeed clap_ds/train.py --deepspeed_config my_run.json                                        all GPUs of this host
+    deepspeed --hostfile H clap_ds/train.py --deepspeed_config my_run.json --set optimizer.params.lr=1e-4
 
 Resumes from the run's newest checkpoint, if any. On SIGTERM, SIGUSR1 or SIGHUP it finishes the current or next step,
-saves and exits. torchrun also works, as does plain python with one rank.
+saves and exits. Several ranks need `deepspeed` or torchrun.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -21,6 +25,7 @@ if __package__ in (None, ""):
 from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import CollectiveUserError, UserError
 from clap_ds.config.metrics import best_metric, names
+from clap_ds.config.overrides import locate
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
@@ -41,13 +46,13 @@ if TYPE_CHECKING:
     from clap_ds.training.checkpoint import Checkpointer
 
 
-def main(ranks: Ranks) -> None:
-    parser = run_arguments("clap_ds/train.py", __doc__)
+def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
+    parser = run_arguments(__doc__)
     add_checkpoint_choices(parser)
-    arguments = parser.parse_args()
-    run = load_run(arguments.deepspeed_config, ranks.world_size)
+    arguments = parser.parse_args(argv)
+    run = load_run(arguments.config, ranks.world_size, arguments.set)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
-        raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
+        raise UserError("\n".join(locate(problem, run.path, run.assignments) for problem in problems))
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
     from clap_ds.run_parts import joined_ranks
@@ -181,12 +186,13 @@ def stop_or_fail(
 def next_commands(run: RunSettings) -> list[str]:
     """Return commands that evaluate the trained model and export it, if transformers or open_clip has its sizes."""
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
-    evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    commands, preset = [f"clap-evaluate {folder} {evaluation}"], run.clap.preset()
+    changes = "".join(f" --set {shlex.quote(text)}" for text in run.assignments)
+    evaluation = f"--config {path}{changes}" if names(run.clap.evaluation) else "--retrieval SHARDS"
+    commands, preset = [f"clap-ds evaluate {folder} {evaluation}"], run.clap.preset()
     if preset.text.pooling == "cls_pooler":
-        commands.append(f"clap-export {folder} FOLDER")
+        commands.append(f"clap-ds export {folder} FOLDER")
     elif preset.text.hub_name and not preset.open_clip:
-        commands.append(f"clap-export {folder} FOLDER --format open_clip")
+        commands.append(f"clap-ds export {folder} FOLDER --format open_clip")
     return commands
 
 
@@ -208,10 +214,10 @@ def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None
         print(f"warning: {text}", flush=True)
 
 
-def command() -> None:
-    """Run the console command `clap-train`."""
-    run_command(main)
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run this rank of the command and exit."""
+    run_command(lambda ranks: run_rank(ranks, argv))
 
 
 if __name__ == "__main__":
-    command()
+    main()

@@ -6,6 +6,7 @@ node's Python may lack, so they run with the ranks' Python.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -27,10 +28,23 @@ from clap_ds.launch import slurm
 from clap_ds.launch.launchers import LAUNCHERS, environment
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
+PROFILE = "cluster.json"
+"""File in a job's folder with the job's cluster profile."""
+SUBMISSION = "submission.json"
+"""File with the submitted jobs of a folder."""
+ATTEMPTS = "attempts.json"
+"""File in a job's folder with its attempts and outcome."""
+_FORMER = {PROFILE: "site.json", SUBMISSION: "jobs.json", ATTEMPTS: "job.json"}
+
+
+def job_file(folder: Path, name: str) -> Path:
+    """Return the path of one of these files, by its former name if only that exists."""
+    path, former = folder / name, folder / _FORMER[name]
+    return former if former.exists() and not path.exists() else path
 
 
 @dataclass(frozen=True)
-class Site:
+class ClusterProfile:
     """One cluster. Null means the cluster's default."""
 
     account: str | None = None
@@ -104,38 +118,44 @@ def _reject(where: Path, problems: Iterable[str]) -> None:
         raise UserError("\n".join(lines))
 
 
-def load_site(name: str) -> Site:
-    """Read a site by its name under `launch/clusters/` or by path. UserError has a line for each wrong field."""
+def load_profile(name: str) -> ClusterProfile:
+    """Read a profile by its name under `launch/clusters/` or by path. UserError has a line for each wrong field."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
         hint = f"{did_you_mean(name, known)}; make one with `cp {FOLDER / 'generic.json'} {path}`"
         raise UserError(f"--cluster {name}: {path}: no such file{hint}")
-    site = typed(Site, read_object(path), path)
-    _reject(path, _wrong_values(site))
-    return site
+    profile = typed(ClusterProfile, read_object(path), path)
+    _reject(path, _wrong_values(profile))
+    return profile
 
 
-def _wrong_values(site: Site) -> Iterator[str]:
-    if site.launcher and site.launcher not in LAUNCHERS:
-        yield f"launcher: {site.launcher!r}{did_you_mean(site.launcher, LAUNCHERS)}"
-    if site.container() and site.launcher != "torchrun":
-        yield f"{site.container()} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
-    for bound, limit in (site.walltimes or {"": ""}).items():
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names a cluster profile."""
+    what = "use this cluster profile: a name under launch/clusters/, or a path"
+    parser.add_argument("--cluster", default="generic", metavar="NAME", help=what)
+
+
+def _wrong_values(profile: ClusterProfile) -> Iterator[str]:
+    if profile.launcher and profile.launcher not in LAUNCHERS:
+        yield f"launcher: {profile.launcher!r}{did_you_mean(profile.launcher, LAUNCHERS)}"
+    if profile.container() and profile.launcher != "torchrun":
+        yield f"{profile.container()} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
+    for bound, limit in (profile.walltimes or {"": ""}).items():
         try:
             int(bound), slurm.seconds_of(limit)
         except (ValueError, UserError) as error:
             yield f"walltimes.{bound}: {error}"
 
 
-def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
-    """Run the site's shell lines and check runs' JSONs with its Python; UserError has a line for each problem.
+def check_environment(profile: ClusterProfile, files: Iterable[str] = (), *, train: bool = False) -> str:
+    """Run the profile's shell lines and check runs' JSONs with its Python; UserError has a line for each problem.
     Return the versions, or why Python wasn't run."""
-    python = shlex.join([*site.wrapper, site.interpreter()])
-    if site.container() and not (site.wrapper and shutil.which(site.wrapper[0])):
+    python = shlex.join([*profile.wrapper, profile.interpreter()])
+    if profile.container() and not (profile.wrapper and shutil.which(profile.wrapper[0])):
         return f"{python}: not checked: it is in a container that is not available here"
     check = f"{python} -m clap_ds.check_runs {shlex.join([*['--train'] * train, *files])}"
-    command = ["bash", "-c", "\n".join(["set -euo pipefail", *site.setup_lines(), check])]
+    command = ["bash", "-c", "\n".join(["set -euo pipefail", *profile.setup_lines(), check])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL)
     answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
     if done.returncode or not answer:

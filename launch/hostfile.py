@@ -1,11 +1,13 @@
 """Write a DeepSpeed hostfile from SLURM's environment or a node list. Needs only the standard library.
 
-clap-hostfile --output H                                        inside an allocation
-python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, even if clap-ds is not installed
+Examples:
+    clap-ds hostfile --output H                                      inside an allocation
+    python launch/hostfile.py --nodelist 'n[01-04]' --slots 4        anywhere, even if clap-ds is not installed
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a file
@@ -31,11 +33,13 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
         sys.stdout.write(format_hostfile(hosts))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("clap-hostfile", __doc__)
-    parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation (default: the allocation's)")
-    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: SLURM's)")
-    parser.add_argument("--output", metavar="FILE", help="file to write atomically (default: standard output)")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--nodelist", metavar="LIST", help="write these hosts, in SLURM's notation (default: the allocation's)"
+    )
+    parser.add_argument("--slots", type=whole_number(), metavar="N", help="set ranks per host (default: SLURM's)")
+    parser.add_argument("--output", metavar="FILE", help="write this file, atomically (default: standard output)")
     return exit_code_of(lambda: write(**vars(parser.parse_args(argv))))
 
 

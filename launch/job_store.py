@@ -16,10 +16,9 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import check_environment, typed
+from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, SUBMISSION, check_environment, job_file, typed
 from clap_ds.launch.sbatch import Request, script
 
-RECORD = "jobs.json"
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
 """`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
@@ -79,7 +78,7 @@ class Jobs:
         if not folder.is_dir():
             names = [each.name for each in folder.parent.glob("*")]
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
-        content = read_object(record := folder / RECORD)
+        content = read_object(record := job_file(folder, SUBMISSION))
         try:
             jobs = [typed(Job, job, record) for job in content["jobs"]]
             return cls(folder, jobs, array=content.get("array") is True)
@@ -87,7 +86,7 @@ class Jobs:
             raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
-        write_object(self.folder / RECORD, {"array": self.array, "jobs": [asdict(job) for job in self.jobs]})
+        write_object(self.folder / SUBMISSION, {"array": self.array, "jobs": [asdict(job) for job in self.jobs]})
 
     def script(self, job: Job) -> Path:
         return self.folder / f"{'array' if self.array else job.name}.sbatch"
@@ -107,7 +106,7 @@ class Jobs:
                 folder = self.folder / job.folder
                 folder.mkdir(exist_ok=True)
                 write_object(folder / "run.json", job.run(job.nodes * request.gpus))
-                write_object(folder / "site.json", asdict(request.site))
+                write_object(folder / PROFILE, asdict(request.profile))
             place = str(self.folder).replace("%", "%%")  # in SLURM's notation
             for first, *others in self._submissions(self.jobs):
                 log = f"{place}/%A_%a.out" if others else f"{place}/{first.name}-%j.out"
@@ -118,7 +117,7 @@ class Jobs:
             for note in filter(None, dict.fromkeys(map(slurm.check_script, by_nodes.values()))):
                 print(f"note: sbatch: {note}")
             runs = [str(self.folder / job.folder / "run.json") for job in self.jobs]
-            print(f"python: {check_environment(request.site, runs, train=request.train)}")
+            print(f"python: {check_environment(request.profile, runs, train=request.train)}")
             self.save()
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -129,7 +128,7 @@ class Jobs:
         for each in self._submissions(jobs) if jobs else []:
             for job in each:
                 job.slurm_id = None
-                (self.folder / job.folder / "job.json").unlink(missing_ok=True)
+                job_file(self.folder / job.folder, ATTEMPTS).unlink(missing_ok=True)
             self.save()
             tasks = [str(self.jobs.index(job)) for job in each]
             number = slurm.submit(self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options)
@@ -148,10 +147,10 @@ class Jobs:
 
 
 def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str) -> JobStatus:
-    """Return a job's status from its `job.json`, and its state and reason in SLURM; empty if SLURM no longer knows the job."""
+    """Return a job's status from its `attempts.json`, and its state and reason in SLURM, empty if SLURM forgot the job."""
     record: dict[str, Any] = {}
     with suppress(UserError):  # not written yet
-        record = read_object(folder / "job.json")
+        record = read_object(job_file(folder, ATTEMPTS))
     state, error = str(record.get("state") or "running"), str(record.get("error") or "")
     if slurm_id is None:
         return JobStatus("not_submitted", "")

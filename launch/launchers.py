@@ -12,13 +12,18 @@ from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed.hostfile import free_port
 
 if TYPE_CHECKING:
-    from clap_ds.launch.cluster_profile import Site
+    from clap_ds.launch.cluster_profile import ClusterProfile
 
 LAUNCHERS = ("slurm", "torchrun")
 
 
 def launch_command(
-    site: Site, python: str, slots: Mapping[str, int], hostfile: Path, words: Sequence[str], step: str = "clap"
+    profile: ClusterProfile,
+    python: str,
+    slots: Mapping[str, int],
+    hostfile: Path,
+    words: Sequence[str],
+    step: str = "clap",
 ) -> list[str]:
     """Return the command line that runs `words`, a script and its arguments, in every slot.
 
@@ -27,16 +32,26 @@ def launch_command(
         step: name of the SLURM step.
     """
     (first, ranks), port = next(iter(slots.items())), str(free_port())
-    by_torchrun = site.launcher == "torchrun"
-    tasks, cores = (1, (site.cpus_per_task or 0) * ranks) if by_torchrun else (ranks, site.cpus_per_task)
+    by_torchrun = profile.launcher == "torchrun"
+    tasks, cores = (1, (profile.cpus_per_task or 0) * ranks) if by_torchrun else (ranks, profile.cpus_per_task)
     srun = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
     srun += [f"--ntasks-per-node={tasks}", f"--job-name={step}", *([f"--cpus-per-task={cores}"] if cores else [])]
-    srun += site.srun
+    srun += profile.srun
     if by_torchrun:
         torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--nproc_per_node={ranks}"]
         torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={first}:{port}", f"--rdzv_id={port}"]
         torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-        return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *site.wrapper, python, "-u", *torchrun, *words]
+        return [
+            "srun",
+            f"--ntasks={len(slots)}",
+            *srun,
+            "--export=ALL",
+            *profile.wrapper,
+            python,
+            "-u",
+            *torchrun,
+            *words,
+        ]
     options = ["--hostfile", str(hostfile), "--launcher", "slurm", "--force_multi", "--no_ssh_check", "--quiet"]
     options += ["--master_addr", first, "--master_port", port, f"--launcher_args={shlex.join(srun)}"]
     return [python, "-m", "deepspeed.launcher.runner", *options, *words]

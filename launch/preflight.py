@@ -1,6 +1,8 @@
 """Check the hosts of an allocation before a job, and name hosts on which a run would fail.
 
-    python launch/preflight.py --cluster jupiter [--megabytes 308]
+Examples:
+    salloc --nodes 4 clap-ds preflight --cluster jupiter
+    clap-ds preflight --cluster jupiter --megabytes 8            in the shell of an allocation
 
 Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """
@@ -32,7 +34,7 @@ from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
-from clap_ds.launch.cluster_profile import Site, load_site
+from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 from clap_ds.launch.launchers import environment, launch_command
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
@@ -80,13 +82,13 @@ def lines(kind: str, findings: Findings) -> list[str]:
     return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
 
 
-def start_ranks(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
+def start_ranks(slots: dict[str, int], profile: ClusterProfile, megabytes: float, folder: Path) -> int:
     """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
-    os.environ.update(site.environment)
+    os.environ.update(profile.environment)
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = str(PACKAGE / "benchmark" / "preflight_rank.py")
     words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
-    command = launch_command(site, site.interpreter(), slots, folder / "hostfile", words)
+    command = launch_command(profile, profile.interpreter(), slots, folder / "hostfile", words)
     own: dict[str, Any] = {"env": environment(), "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with (folder / "output").open("wb") as file:
         # A new session: the launcher must receive the signal first and then end the ranks.
@@ -130,21 +132,22 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
 
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
-    site = load_site(arguments.cluster)
-    slots = slots_from_slurm(os.environ, site.gpus_per_node, "set gpus_per_node in the cluster profile")
-    site.root().mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root()))
-    problems, shown = evaluate(slots, start_ranks(slots, site, arguments.megabytes, folder), folder)
+    profile = load_profile(arguments.cluster)
+    slots = slots_from_slurm(os.environ, profile.gpus_per_node, "set gpus_per_node in the cluster profile")
+    profile.root().mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=profile.root()))
+    problems, shown = evaluate(slots, start_ranks(slots, profile, arguments.megabytes, folder), folder)
     print("\n".join([*shown, *problems, f"the ranks' output is in {folder}" if problems else "no problems found"]))
     if not problems:
         shutil.rmtree(folder, ignore_errors=True)
     return int(bool(problems))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("launch/preflight.py", __doc__)
-    parser.add_argument("--cluster", default="generic", help="name under launch/clusters/, or path (default: generic)")
-    parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    add_cluster(parser)
+    size = "set the size of the all-reduce test in MB"
+    parser.add_argument("--megabytes", type=positive, default=308.0, metavar="MB", help=size)
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no processes on the hosts
     return exit_code_of(lambda: check(arguments))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clap_ds.config.arguments import add_checkpoint_choices, whole_number
+from clap_ds.config.arguments import CommandParser, add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import Site, load_site
+from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 
 TRAINING_TIME = "1-00:00:00"
 GUARD = """\
@@ -30,7 +30,7 @@ srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bas
 class Request:
     """What jobs request of their cluster, beyond its profile."""
 
-    site: Site
+    profile: ClusterProfile
     gpus: int
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
@@ -41,7 +41,7 @@ class Request:
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
     def time_limit(self, nodes: int) -> str:
-        return self.time or self.site.walltime(nodes)
+        return self.time or self.profile.walltime(nodes)
 
     def warning_s(self, nodes: int) -> int:
         """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
@@ -52,11 +52,11 @@ class Request:
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the options that `request_of` reads."""
     add = parser.add_argument
-    add("--cluster", default="generic", help="name under launch/clusters/, or path of a profile (default: generic)")
+    add_cluster(parser)
     add("--train", action="store_true", help="train instead of running the benchmark")
-    add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
-    spare = "extra nodes to allocate as hot spares (default: 0)"
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
+    ranks = "set ranks per node (default: the cluster profile's, or what `sinfo` shows)"
+    add("--gpus_per_node", type=whole_number(), metavar="N", help=ranks)
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="allocate N more nodes as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
     add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
     add_limits(parser)
@@ -64,25 +64,26 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that a later submission of the same jobs may change."""
-    parser.add_argument("--time", help="SLURM time limit (default: the site's; for training a day)")
-    parser.add_argument("--exclude", metavar="HOSTS", help="hosts to avoid, in SLURM's notation")
+    time = "set SLURM's time limit (default: the cluster profile's; for training a day)"
+    parser.add_argument("--time", metavar="TIME", help=time)
+    parser.add_argument("--exclude", metavar="HOSTS", help="avoid these hosts, in SLURM's notation")
 
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
-    site = load_site(arguments.cluster)
-    partitions = slurm.partitions(site.partition)
+    profile = load_profile(arguments.cluster)
+    partitions = slurm.partitions(profile.partition)
     shown = max((each.gpus for each in partitions), default=0)
-    gpus = arguments.gpus or site.gpus_per_node or shown
+    gpus = arguments.gpus_per_node or profile.gpus_per_node or shown
     if not gpus:
-        raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus")
+        raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node")
     there, wanted = max((each.nodes for each in partitions), default=0), most + arguments.spare_nodes
     if partitions and wanted > there:
-        where = site.partition or "the default"
+        where = profile.partition or "the default"
         raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({where})")
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
-    parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
+    parser = CommandParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
     parser.parse_args(arguments.train_options)
     time = arguments.time
@@ -90,7 +91,7 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
         time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
     gres = f"gpu:{gpus}" if shown or not partitions else None
     return Request(
-        site, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
+        profile, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
         arguments.train_options,
     )  # fmt: skip
 
@@ -100,11 +101,11 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
 
     Args:
         log: its path in SLURM's notation.
-        folders: of each job, with its `run.json` and `site.json`.
+        folders: of each job, with its `run.json` and `cluster.json`.
     """
-    site = request.site
-    python = shlex.quote(sys.executable if site.container() else site.interpreter())
-    threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
+    profile = request.profile
+    python = shlex.quote(sys.executable if profile.container() else profile.interpreter())
+    threads = profile.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
     words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
     options = f"--spare_nodes={request.spare_nodes}" + " --auto_requeue" * request.auto_requeue
@@ -115,7 +116,7 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
         "",
         "set -euo pipefail",
         f"cd {shlex.quote(str(work_folder()))}",
-        *site.setup_lines(),
+        *profile.setup_lines(),
         f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
         f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
         f"folders=({shlex.join(map(str, folders))})",
@@ -129,23 +130,23 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
 
 
 def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
-    site = request.site
-    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)
+    profile = request.profile
+    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in profile.sbatch)
     options = {
         "job-name": name,
         "output": log,
         "nodes": nodes + request.spare_nodes,
         "ntasks-per-node": request.gpus,
         "gres": None if asks_for_gpus else request.gres,
-        "cpus-per-task": site.cpus_per_task,
+        "cpus-per-task": profile.cpus_per_task,
         "time": request.time_limit(nodes),
-        "account": site.account,
-        "partition": site.partition,
+        "account": profile.account,
+        "partition": profile.partition,
         "exclude": request.exclude,
         "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
     }
-    flags = [*site.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
+    flags = [*profile.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {flag}" for flag in flags]
 

@@ -29,7 +29,11 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 def ask(command: Sequence[str], tries: int = TRIES) -> str:
     """Return a SLURM command's output. UserError if all tries fail; a busy controller may not answer."""
     for left in reversed(range(tries)):  # a new session: Ctrl-C must not interrupt the command
-        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+        except FileNotFoundError:
+            where = "run this on a login node of a SLURM cluster; without SLURM, use `deepspeed --hostfile`"
+            raise UserError(f"{command[0]} not found: {where}") from None
         if done.returncode == 0:
             return done.stdout
         time.sleep(PAUSE_S if left else 0)

@@ -1,21 +1,25 @@
 """Check one job, write its batch script, and submit it.
 
-python launch/submit.py --cluster mine --nodes 2 --config ds_configs/htsat_tiny.json
-python launch/submit.py --cluster mine --nodes 8 --config my_run.json --train --auto_requeue [--spare_nodes 1]
+Examples:
+    clap-ds submit --cluster mine --nodes 2 --config htsat_tiny
+    clap-ds submit --cluster mine --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1
+    clap-ds submit --cluster mine --config my_run.json --train -- --restart
 """
 
 import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import make_parser, whole_number
-from clap_ds.config.errors import exit_code_of
-from clap_ds.config.overrides import read_config, with_output
+from clap_ds.config.arguments import add_config, make_parser, whole_number
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.overrides import locate, parse_assignment, read_config, with_assignments, with_output
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
@@ -24,13 +28,21 @@ from clap_ds.launch.sbatch import add_request, request_of
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
     request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
-    site = request.site
-    content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
+    profile = request.profile
+    content = with_assignments(read_config(config), arguments.set)
+    content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=profile.run_root)
     output = content["clap"]["output"]
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    job = Job(label, arguments.nodes, str(config), {"clap.output.dir": output["dir"]})
-    jobs = Jobs(site.root() / "jobs" / f"{label}-{stamp()}", [job])
-    jobs.prepare(request)
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
+    changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output["dir"]}
+    job = Job(name, arguments.nodes, str(config), changes)
+    jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
+    try:
+        jobs.prepare(request)
+    except UserError as error:
+        # Problems of the job's copy, which no longer exists, are those of the configuration or of --set.
+        copy = re.escape(str(jobs.folder / "run.json"))
+        located = partial(re.sub, rf"^{copy}: (.*)", lambda match: locate(match[1], config, arguments.set))
+        raise UserError("\n".join(map(located, str(error).splitlines()))) from None
     (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
@@ -39,13 +51,14 @@ def start(arguments: argparse.Namespace) -> None:
     print(f"log: {jobs.log(job)}\n\n    tail -F {log}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("launch/submit.py", __doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
     add = parser.add_argument
+    add_config(parser)
     add_request(parser)
-    add("--config", type=Path, required=True, help="the run's JSON: a path, or the name of a packaged one")
-    add("--nodes", type=whole_number(), default=1, help="number of nodes (default: 1)")
-    add("--label", help="prefix of the job's folder and the run's name; training with the same label resumes")
+    add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
+    name = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
+    add("--job_name", metavar="NAME", help=name)
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

@@ -1,8 +1,9 @@
 """Supervise a run inside an allocation and retry it after host failures. The last line of a job script.
 
+Examples:
     python -m clap_ds.launch.supervisor --folder F -- clap_ds/bench.py --deepspeed_config C
 
-If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that host. `job.json` in the
+If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that host. `attempts.json` in the
 folder and the run directory record the outcome.
 """
 
@@ -31,7 +32,7 @@ from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.root_cause import KILLED, SIGNAL
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import IMPORT, AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
-from clap_ds.launch.cluster_profile import Site
+from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, ClusterProfile, job_file
 from clap_ds.launch.launchers import environment, launch_command
 from clap_ds.run_records.jsonl import warn_on_disk_full
 
@@ -52,9 +53,9 @@ class RunningJob:
         self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
         self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - spare_nodes
-        self.site = Site(**read_object(self.folder / "site.json"))
+        self.profile = ClusterProfile(**read_object(job_file(self.folder, PROFILE)))
         self.job, self.start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        path = self.folder / "job.json"
+        path = job_file(self.folder, ATTEMPTS)
         earlier = read_object(path) if path.exists() else {}
         self.attempts: list[dict[str, Any]] = earlier["attempts"] if earlier.get("job") == self.job else []
         self.stopped: signal.Signals | None = None
@@ -106,8 +107,8 @@ class RunningJob:
         with own_folder(folder) as there:
             write_atomically(there / "hostfile", format_hostfile(hosts))
         words = [*self.command, "--job_folder", str(folder)]
-        python = self.site.interpreter() if self.site.container() else sys.executable
-        command = launch_command(self.site, python, hosts, folder / "hostfile", words, step)
+        python = self.profile.interpreter() if self.profile.container() else sys.executable
+        command = launch_command(self.profile, python, hosts, folder / "hostfile", words, step)
         # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
         child = subprocess.Popen(
             command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -195,12 +196,12 @@ class RunningJob:
             return True
         since = max((index for index, attempt in enumerate(self.attempts) if attempt["saved"]), default=0)
         done = sum(attempt["requeued"] for attempt in self.attempts[since:])
-        return outcome.is_a_hosts and done < self.site.requeues
+        return outcome.is_a_hosts and done < self.profile.requeues
 
     def _record(self, **fields: object) -> None:
-        """Merge fields into `job.json`."""
+        """Merge fields into `attempts.json`."""
         self.record.update(fields)
-        with warn_on_disk_full(path := self.folder / "job.json"):
+        with warn_on_disk_full(path := self.folder / ATTEMPTS):
             write_object(path, redacted_all(self.record))
 
 
@@ -220,11 +221,11 @@ def _now() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("launch/supervisor.py", __doc__)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    folder = "job folder with site.json and hostfile; records and attempts are written there"
-    add("--folder", type=Path, required=True, help=folder)
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
+    folder = "read profile.json and hostfile in this job folder, and write records and attempts to it"
+    add("--folder", type=Path, required=True, metavar="FOLDER", help=folder)
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="keep N hosts as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
     arguments = parser.parse_args(argv)

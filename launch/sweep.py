@@ -1,9 +1,10 @@
 """Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
 
-python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 [--array]
-python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
+Examples:
+    clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run
+    clap-ds sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
+    clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states
+    clap-ds sweep resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
 """
 
 import argparse
@@ -11,15 +12,16 @@ import itertools
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import make_parser, whole_number
+from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
-from clap_ds.config.overrides import parse_varied
+from clap_ds.config.overrides import parse_assignment, parse_varied
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_limits, add_request, request_of
@@ -40,7 +42,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
             raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
-        changes = {"clap.output.dir": str(root), **dict(values)}
+        changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": str(root), **dict(values)}
         changes |= {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None} if arguments.global_batch else {}
         jobs[name] = Job(name, nodes, str(config), changes, folder=name)
     return list(jobs.values())
@@ -50,7 +52,7 @@ def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep, write and check its jobs, then submit them."""
     request = request_of(arguments, max(arguments.nodes))
     name = f"{arguments.config[0].stem}-{stamp()}"
-    folder = (arguments.folder or request.site.root() / "sweeps" / name).resolve()
+    folder = (arguments.folder or request.profile.root() / "sweeps" / name).resolve()
     if folder.exists():
         raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
     if arguments.array and len(arguments.nodes) > 1:
@@ -93,28 +95,29 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     submit(sweep, missing, *(f"--{name}={value}" for name, value in limits.items() if value))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     what, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if what in ("status", "resume"):
-        parser = make_parser(f"launch/sweep.py {what}", __doc__)
-        parser.add_argument("folder", type=Path, help="the sweep's folder")
+        parser = make_parser(__doc__, what)
+        parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the sweep")
         if what == "resume":
             add_limits(parser)
         options = parser.parse_args(rest)
         read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
         return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))
-    parser = make_parser("launch/sweep.py", __doc__)
-    parser.epilog = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
+    parser = make_parser(__doc__)
     add = parser.add_argument
+    add_config(parser, action="append")
     add_request(parser)
-    run = "a run's JSON: a path, or the name of a packaged one; repeatable"
-    add("--config", type=Path, action="append", required=True, metavar="FILE", help=run)
-    add("--nodes", type=whole_number(), nargs="+", default=[1], help="numbers of nodes, one job each (default: 1)")
-    add("--global_batch", type=whole_number(), metavar="N", help="samples per step at every scale, by accumulation")
-    add("--repeats", type=whole_number(), default=1, help="jobs per configuration (default: 1)")
-    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="values to try of a field; repeatable")
+    scales = "submit a job for each number of nodes"
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=scales)
+    strong = "keep N samples per step at every scale, by gradient accumulation"
+    add("--global_batch", type=whole_number(), metavar="N", help=strong)
+    add("--repeats", type=whole_number(), default=1, metavar="N", help="submit N jobs per configuration")
+    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="try these values of a field; repeatable")
     add("--array", action="store_true", help="submit one array job whose tasks are the jobs")
-    add("--folder", type=Path, help="folder of the sweep (default: a new one in the site's run_root)")
+    where = "write the sweep to this new folder (default: one in the cluster profile's run_root)"
+    add("--folder", type=Path, metavar="FOLDER", help=where)
     add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))

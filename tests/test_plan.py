@@ -1,4 +1,4 @@
-"""Test `clap-plan`: consistent numbers, output and errors."""
+"""Test `clap-ds plan`: consistent numbers, output and errors."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ WriteRun = Callable[..., Path]
 def planned(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     def run(options: str, compiled: str = "off", **changes: Any) -> Any:
         path = write_run(clap={"compile": compiled}, **changes)
-        plan.main(["--deepspeed_config", str(path), "--gpu", "h100-sxm", "--json", *options.split()])
+        plan.main(["--deepspeed_config", str(path), "--gpu", "h100-sxm", "--json", "-", *options.split()])
         return json.loads(capsys.readouterr().out)
 
     return run

@@ -20,7 +20,7 @@ import torch
 from clap_ds.config.model import load_preset
 from clap_ds.config.reference import reference
 from clap_ds.config.settings import load_run
-from clap_ds.launch.cluster_profile import load_site
+from clap_ds.launch.cluster_profile import load_profile
 from clap_ds.model.clap import ClapModel
 from clap_ds.training.checks import problems_for_training
 from clap_ds.weights.tokenizer import train_tokenizer
@@ -87,8 +87,8 @@ def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")
     for block in sites:
-        (tmp_path / "site.json").write_text(block)
-        load_site(str(tmp_path / "site.json"))
+        (tmp_path / "cluster.json").write_text(block)
+        load_profile(str(tmp_path / "cluster.json"))
     assert runs
     assert sites
 
@@ -123,7 +123,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_commands_run_one_after_the_other(checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    rule = r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*"
+    rule = r"python -m examples\.synthetic_sounds .*|clap-ds (scaling|plot|compare|extrapolate|report|shards (prepare|size)) .*"
     found = commands(rule)
     assert len(found) > 5
     for command in found:
@@ -145,9 +145,7 @@ def test_the_parts_can_be_built_without_a_run() -> None:
 
 
 KINDS = ("dog", "chirping_birds", "door_wood_knock")
-PROGRAMS = {"deepspeed": "clap_ds.train"} | {
-    f"clap-{n}": f"clap_ds.{n}" for n in ("shards", "evaluate", "embed", "search")
-}
+PROGRAMS = {"deepspeed": "clap_ds.train", "clap-ds": "clap_ds"}
 TINY = {  # differences from the page's run; LAION's weights are random numbers of that preset's sizes
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": False},
@@ -203,6 +201,6 @@ def test_the_recipe_of_esc50_leads_to_a_score(tmp_path: Path) -> None:
     (tmp_path / "esc50_1.json").write_text(json.dumps(merged(full, TINY), indent=2))
     recipe = commands(r"(?!.*(fsd50k|us8k|clap-probe)).*esc50.*", "docs/recipes.md")
     said = {command: typed(command, tmp_path) for command in recipe}
-    scores = [text for command, text in said.items() if "clap-evaluate" in command]
+    scores = [text for command, text in said.items() if "clap-ds evaluate" in command]
     assert len(scores) >= 2
     assert all("zero_shot_top1" in text for text in scores), scores

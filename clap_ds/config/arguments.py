@@ -1,17 +1,98 @@
-"""Argument types and options shared by commands. Standard library only."""
+"""Parsers of commands, and argument types and options that commands share. Standard library only."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clap_ds.config.errors import did_you_mean
+from clap_ds.config.paths import PACKAGE
+
+COMMAND = "clap-ds"
 
 
-def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command, described by the first line of its module's docstring."""
-    return argparse.ArgumentParser(prog, description=(doc or "").splitlines()[0], allow_abbrev=False)
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every option that has one and doesn't describe it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = action.default
+        if default is None or default is False or default in ([], argparse.SUPPRESS) or "default" in text:
+            return text
+        values = default if isinstance(default, list | tuple) else [default]
+        shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        return f"{text} (default: {shown.replace('%', '%%')})"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that takes options with dashes or underscores, and names the nearest option to an unknown one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else [*args]
+        num_options = words.index("--") if "--" in words else len(words)
+        options = [self._with_underscores(word) for word in words[:num_options]]
+        return super().parse_known_args(options + words[num_options:], namespace)
+
+    def _with_underscores(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        option = "--" + name[2:].replace("-", "_")
+        is_option = name.startswith("--") and option in self._option_string_actions
+        return f"{option}{equals}{value}" if is_option else word
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            message += did_you_mean(unknown[1], self._option_string_actions, most_listed=0)
+        super().error(message)
+
+
+def make_parser(doc: str | None, subcommand: str = "") -> CommandParser:
+    """Return the parser of a command. Its help is the docstring of its module: what it does, then examples and details."""
+    description, _, details = inspect.cleandoc(doc or "").partition("\n\n")
+    return CommandParser(
+        prog=f"{command_name()} {subcommand}".strip(),
+        description=description,
+        epilog=details,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def command_name() -> str:
+    """Return how the command was called: `clap-ds submit`, `launch/submit.py` or `python -m benchmarks.tune`."""
+    script = Path(sys.argv[0]).resolve()
+    if script.name == COMMAND or script == PACKAGE / "__main__.py":
+        return " ".join([COMMAND, *sys.argv[1:2]])
+    if module := getattr(sys.modules["__main__"], "__spec__", None):
+        return f"python -m {module.name.removesuffix('.__main__')}"
+    return str(script.relative_to(PACKAGE.parent)) if script.is_relative_to(PACKAGE.parent) else script.name
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **more: Any) -> None:
+    """Add the options that name a run's configuration (`config`) and change fields of it (`set`)."""
+    what = "read this configuration: a JSON file, or a packaged one by name (`clap-ds presets` lists them)"
+    names = ("--config", "--deepspeed_config")
+    parser.add_argument(*names, dest="config", type=Path, required=required, metavar="FILE", help=what, **more)
+    field = "change a field of the configuration, such as clap.bench.windows=3; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=field)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option for `files.show_results`."""
+    what = "also write the results to this file, or with - print them instead"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=what)
+
+
+def add_preset(parser: Any, purpose: str, default: str | None = None) -> None:
+    """Add the option that names a model preset, to a parser or a group of its options."""
+    what = f"{purpose}: a preset's name, or a path (see `clap-ds presets`)"
+    parser.add_argument("--preset", default=default, metavar="NAME", help=what)
 
 
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:

@@ -102,6 +102,17 @@ def write_object(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
+def show_results(text: str, results: Any, json_file: Path | None) -> None:
+    """Print results as text, and write them as JSON to a file, if any; to `-` means to print only the JSON."""
+    content = json.dumps(results, indent=1, ensure_ascii=False)
+    if json_file == Path("-"):
+        print(content)
+        return
+    print(text)
+    if json_file is not None:
+        write_atomically(json_file, f"{content}\n")
+
+
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested fields to dotted names, dropping empty sections."""
     flat: dict[str, Any] = {}

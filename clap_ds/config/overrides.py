@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
-    first, _, rest = name.partition(".")
-    if rest and not isinstance(inner := content.get(first, {}), dict):
-        raise UserError(f"{name}: {first} is {json.dumps(inner)}, not an object")
-    return {**content, first: with_field(inner, rest, value) if rest else value}
+    *sections, field = name.split(".")
+    copy = {**content}
+    section = copy
+    for depth, inner_name in enumerate(sections, start=1):
+        inner = section.get(inner_name, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"{name}: {'.'.join(sections[:depth])} is {json.dumps(inner)}, not an object")
+        section[inner_name] = {**inner}
+        section = section[inner_name]
+    section[field] = value
+    return copy
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -36,6 +44,23 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def with_assignments(content: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
+    """Return a copy with the fields of all `--set NAME=VALUE` set. Raises UserError."""
+    try:
+        for name, value in map(parse_assignment, texts):
+            content = with_field(content, name, value)
+    except UserError as error:
+        raise UserError(f"--set {error}") from None
+    return content
+
+
+def locate(problem: str, path: Path, texts: Iterable[str]) -> str:
+    """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the file."""
+    field = problem.partition(":")[0]
+    is_set = any(f"{field}.".startswith(f"{parse_assignment(text)[0]}.") for text in texts)
+    return f"--set {problem}" if is_set else f"{path}: {problem}"
+
+
 def parse_varied(text: str) -> tuple[str, list[Any]]:
     """Parse `a.b=1,2` to name and values, which may be JSON lists. Raises UserError without a name or `=`."""
     name, _ = parse_assignment(text)
@@ -46,9 +71,9 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
 
 
 def with_output(
-    content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
+    content: dict[str, Any], *, stem: str, run_name: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
     given = content.get("clap", {}).get("output", {})
-    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": label} if label else {})
+    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": run_name} if run_name else {})
     return with_field(content, "clap.output", output)

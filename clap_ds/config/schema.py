@@ -191,7 +191,7 @@ class TrainSettings(Section):
     """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly (GradCache, arXiv 2101.06983)."""
     batch_ramp: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = []
     """Global batch from a number of samples on, by gradient accumulation, e.g. [[0, 2048], [100000, 4096]]. The last one is the
-    run's own. `clap-plan --ramp` prints how many nodes each can use."""
+    run's own. `clap-ds plan --ramp` prints how many nodes each can use."""
     resume: str = "auto"
     """Checkpoint to resume from: a path or fsspec URL, or `auto` for the newest valid one in `clap.checkpoint.folder` or
     `remote_sync`."""
@@ -250,7 +250,7 @@ class ZeroShotSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """Evaluation during training and by `clap_ds/evaluate.py`."""
+    """Evaluation during training and by `clap-ds evaluate`."""
 
     every_steps: PositiveInt | None = None
     """Optimizer steps between evaluations in training; null: only at the end."""

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, 
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, Section
+from clap_ds.config.overrides import locate, with_assignments
 from clap_ds.config.paths import find_config
 from clap_ds.config.schema import NonNegativeInt, SyntheticData
 
@@ -70,6 +71,8 @@ class RunSettings:
     path: Path
     clap: ClapSettings
     deepspeed: dict[str, Any]
+    assignments: tuple[str, ...] = ()
+    """`NAME=VALUE` of `--set`, with which the file's fields were changed."""
 
     @property
     def run_name(self) -> str:
@@ -117,11 +120,15 @@ def precision_of(deepspeed: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if deepspeed.get(name, {}).get("enabled")), "fp32")
 
 
-def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
+def load_run(path: str | Path, world_size: int | None = None, assignments: Sequence[str] = ()) -> RunSettings:
     """Read and validate a run's JSON, by path or packaged name, and compute batch sizes for `world_size` ranks.
-    Raises UserError if it is missing or not JSON, with one line per unknown or invalid field."""
+    Raises UserError if it is missing or not JSON, with one line per unknown or invalid field.
+
+    Args:
+        assignments: `NAME=VALUE` of fields to change, from `--set`.
+    """
     path = find_config(Path(path))
-    content = read_object(path)
+    content = with_assignments(read_object(path), assignments)
     clap = ClapSettings()
     problems: list[str] = []
     model = make_run_model(find_kind(content.get("optimizer")), find_kind(content.get("scheduler")))
@@ -137,8 +144,8 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
         problems += str(error).splitlines()
     problems = problems or _check_deepspeed(content) + _check_together(clap, precision_of(content))
     if problems:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return RunSettings(path, clap, sizes.fill(content) if world_size else content)
+        raise UserError("\n".join(locate(problem, path, assignments) for problem in problems))
+    return RunSettings(path, clap, sizes.fill(content) if world_size else content, tuple(assignments))
 
 
 def _explain_field(details: Any, model: type[Section]) -> str:

@@ -36,5 +36,5 @@ def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int
     if (wanted + 1) * ranks_per_host > cores:
         found += f", which is more than this host's {cores} cores for {ranks_per_host} rank(s)"
     if throughput.kind == "encoded":
-        found += "; prepared shards need fewer (clap-shards prepare)"
+        found += "; prepared shards need fewer (clap-ds shards prepare)"
     return found

@@ -129,7 +129,7 @@ def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD) -> Kin
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found_in = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
-        raise ValueError(f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
+        raise ValueError(f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-ds shards prepare)")
     return next(kind for kind in KINDS if kind in kinds)
 
 

@@ -1,4 +1,9 @@
-"""Implement `clap-shards size`: estimate disk space, copy time and read rate of shards. Runs without torch."""
+"""Estimate disk space, copy time and read rate of shards, before building any.
+
+Examples:
+    clap-ds shards size --clips 1000000 --seconds 10 --link 100
+    clap-ds shards size --clips 1000000 --gpus 64 --samples_per_s 3341
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import tarfile
 
 import pandas
 
-from clap_ds.config.arguments import number, whole_number
+from clap_ds.config.arguments import add_preset, number, whole_number
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.data.shard_io import KINDS, Kind
 
@@ -38,19 +43,22 @@ def item_bytes(clip: int) -> int:
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
     add, rate, count = parser.add_argument, number(0.001, 1e9), whole_number(1, 10**7)
-    add("--clips", type=whole_number(1, 10**15), required=True, metavar="N", help="number of clips")
-    length = "length of a clip in seconds (default: 10)"
-    add("--seconds", type=number(0.001, 40_000), default=10.0, metavar="S", help=length)
-    tiny = "htsat_tiny_roberta_base"
-    add("--preset", default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
+    add("--clips", type=whole_number(1, 10**15), required=True, metavar="N", help="set the number of clips")
+    add("--seconds", type=number(0.001, 40_000), default=10.0, metavar="S", help="set the length of a clip in seconds")
+    add_preset(parser, "estimate for this model", default="htsat_tiny_roberta_base")
     rates = ", ".join(f"{name} {rate:,}" for name, rate in ENCODED.items())
-    add("--format", choices=ENCODED, default="flac", help=f"encoded clips' format (default: flac); bytes/s: {rates}")
-    add("--link", type=rate, metavar="GBIT", help="bandwidth of the link for copying, in Gbit/s")
-    opened = "files per second that storage can create, which limits the copy of small files (default: 1000)"
+    add("--format", choices=ENCODED, default="flac", help=f"set the format of encoded clips; bytes/s: {rates}")
+    add(
+        "--link",
+        type=rate,
+        metavar="GBIT",
+        help="also estimate the time of a copy over a link of this bandwidth, in Gbit/s",
+    )
+    opened = "set the files per second that storage can create, which limits the copy of small files"
     add("--files_per_s", type=rate, default=1000.0, metavar="N", help=opened)
-    add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s per GPU (default: 624 3300 4500)")
-    add("--gpus", type=count, default=4, metavar="N", help="total GPUs (default: 4)")
-    add("--gpus_per_node", type=count, default=4, metavar="N", help="GPUs per node (default: 4)")
+    add("--samples_per_s", type=rate, nargs="+", default=RATES, metavar="R", help="read at these samples/s per GPU")
+    add("--gpus", type=count, default=4, metavar="N", help="set the total number of GPUs")
+    add("--gpus_per_node", type=count, default=4, metavar="N", help="set GPUs per node")
 
 
 def run_size(options: argparse.Namespace) -> None:
@@ -70,7 +78,7 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
         for label, files in ("copied", tars), ("copied as single files", clips):
             seconds = max(8 * size / (options.link * 1e9), files / options.files_per_s)
             found[f"{label} at {digits(options.link)} Gbit/s in"] = f"{digits(seconds / 3600)} h"
-    for rate in options.rate:
+    for rate in options.samples_per_s:
         for where, number_of in ("total", gpus), ("per node", min(options.gpus_per_node, gpus)):
             found[f"at {digits(rate)} samples/s per GPU, {where}"] = (
                 f"{digits(rate * number_of * size / clips / 1e9)} GB/s"

@@ -96,7 +96,7 @@ def slots_from_slurm(
     if component := environment.get("SLURM_JOB_NODELIST_HET_GROUP_0"):
         raise ValueError(
             f"SLURM_JOB_NODELIST_HET_GROUP_0={component}: heterogeneous jobs are not supported"
-            " (clap-hostfile --nodelist LIST --slots N describes a component)"
+            " (clap-ds hostfile --nodelist LIST --slots N describes a component)"
         )
     # srun sets both to the step's tasks, except in an interactive step (salloc's shell), which stands for the job.
     tasks_per_node = environment.get("SLURM_TASKS_PER_NODE")
@@ -105,7 +105,7 @@ def slots_from_slurm(
     if not (nodelist := environment.get(variable)):
         raise ValueError(
             f"{variable} is not set: run inside an allocation, such as salloc's shell"
-            " (clap-hostfile --nodelist LIST --slots N works elsewhere, too)"
+            " (clap-ds hostfile --nodelist LIST --slots N works elsewhere, too)"
         )
     hosts = expand_by_slurm(nodelist)
     if wanted is not None:

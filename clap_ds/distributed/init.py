@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.arguments import make_parser
+from clap_ds.config.arguments import add_config, make_parser
 from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, how_to_install, printable
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
@@ -144,11 +144,10 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
 
 
-def run_arguments(prog: str, doc: str | None) -> argparse.ArgumentParser:
+def run_arguments(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that launchers start on every rank."""
-    parser = make_parser(prog, doc)
-    what = "read this run: a JSON file or packaged name"
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=what)
+    parser = make_parser(doc)
+    add_config(parser)
     add_rank_options(parser)
     return parser
 

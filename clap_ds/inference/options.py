@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from clap_ds.config.arguments import number, whole_number
+from clap_ds.config.arguments import add_preset, number, whole_number
 from clap_ds.config.errors import UserError, printable
-from clap_ds.config.model import PRESETS
 from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
 from clap_ds.inference.vectors import text_of
 
@@ -24,31 +23,34 @@ if TYPE_CHECKING:
 Found: TypeAlias = "Path | Clip | Broken"
 
 INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl), tars and patterns of tars"
+POOLING = {"mean": "the mean of all windows' vectors", "center": "the center window", "none": "a row per window"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
     """Add the model's options. `precision` is a default of `DTYPES`, or text that describes one chosen later."""
-    add, sizes = parser.add_argument, f"model preset, for a file without sizes: {PRESETS}"
-    best = "use a folder's best checkpoint by its run's best_metric (default: newest)"
+    add = parser.add_argument
+    best = "use a folder's best checkpoint by its run's best_metric (default: the newest)"
     add("--best", action="store_true", help=best)
-    add("--tokenizer", metavar="NAME", help="Hub name or folder (default: the checkpoint's)")
-    add("--preset", metavar="NAME", help=sizes)
-    told = f"model's precision (default: {precision})"
-    add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=told)
+    add("--tokenizer", metavar="NAME", help="use this tokenizer: a Hub name or folder (default: the checkpoint's)")
+    add_preset(parser, "set the sizes, for a file without them")
+    of_model = f"compute in this precision (default: {precision})"
+    add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=of_model)
 
 
-def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS, pooling: str = "mean center none") -> None:
+def add_audio_inputs(
+    parser: argparse.ArgumentParser, kinds: str = INPUTS, pooling: Sequence[str] = tuple(POOLING)
+) -> None:
     """Add the checkpoint, its audio inputs and how to process them."""
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    what = "longer files: mean of all windows' vectors (default), only the center window, or none: a row per window"
-    add("--pooling", choices=pooling.split(), default="mean", help=what)
-    what = "fraction of overlap between consecutive windows (default: 0)"
-    add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
-    add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")
-    add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default: 0, none)")
+    choices = "; ".join(f"{name}: {POOLING[name]}" for name in pooling)
+    add("--pooling", choices=pooling, default="mean", help=f"reduce files longer than a window ({choices})")
+    overlap = "let consecutive windows overlap by this fraction of a window"
+    add("--overlap", type=number(0, 0.95), default=0.0, metavar="FRACTION", help=overlap)
+    add("--batch_size", type=whole_number(), default=32, metavar="N", help="set windows per forward pass")
+    add("--num_workers", type=whole_number(0), default=0, metavar="N", help="set decoding processes; 0: none")
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
@@ -109,5 +111,5 @@ def left_out(num_files: int, reasons: Sequence[tuple[str, str]]) -> int:
 
 def check_output(path: Path | None, option: str = "--output") -> None:
     """Raise UserError for a file that can't be written."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path not in (None, Path("-")) and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"{option} {path}: expected a file in a writable folder")

@@ -84,7 +84,7 @@ def read_table(path: Path) -> tuple[About, Iterator[Any]]:
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
         about = TypeAdapter(About).validate_json((table.schema_arrow.metadata or {}).get(METADATA, b""))
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
-        raise ValueError(f"{path}: expected a table of clap-embed: {error}") from None
+        raise ValueError(f"{path}: expected a table of clap-ds embed: {error}") from None
     return about, table.iter_batches(ROWS)
 
 

@@ -23,12 +23,12 @@ Z = statistics.NormalDist().inv_cdf((1 + COVERAGE) / 2)
 def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
     """Compute total samples over total seconds from samples/s and seconds of each window, in order.
 
-    `low` and `high` are the range of the windows. The windows of one run support no confidence interval: rare stalls may
+    `min` and `max` are the range of the windows. The windows of one run support no confidence interval: rare stalls may
     have hit none of them. Repeat the run to get one.
     """
     seconds = np.asarray(window_s, float)
     rate = float((np.asarray(windows, float) * seconds).sum() / seconds.sum())
-    return Rates(mean=rate, low=min(windows), high=max(windows), windows=list(windows), window_s=list(window_s))
+    return Rates(mean=rate, min=min(windows), max=max(windows), windows=list(windows), window_s=list(window_s))
 
 
 def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict[str, float]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
-VERSION = 5
-"""`schema` in `summary.json`. 5: fields renamed (`current`). 4: two presets renamed (`FORMER_PRESETS`). 3: throughput
-is samples over time (`mean`), before it the median of windows. Version 1 has no `schema`."""
+VERSION = 6
+"""`schema` in `summary.json`. 6: the range in `Rates` renamed. 5: fields renamed (`current` for both). 4: two presets renamed
+(`FORMER_PRESETS`). 3: throughput is samples over time (`mean`), before it the median of windows. 1 has no `schema`."""
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
@@ -19,6 +19,8 @@ FORMER_PRESETS = {
 
 _FORMER_FIELDS = {"text_tokens": "context_length", "stop_at": "target_metrics", "slow_ranks": "stragglers"}
 """Fields of `summary.json` before schema 5 → their names."""
+_FORMER_RATES = {"low": "min", "high": "max"}
+"""Fields of `Rates` before schema 6 → their names."""
 FORMER_PHASES = {"window": "timed"}
 """`phase` of `metrics.jsonl` before schema 5 → its name."""
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
@@ -29,15 +31,19 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 def current(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary of any schema with today's names."""
-    return {_FORMER_FIELDS.get(name, name): value for name, value in summary.items()}
+    renamed = {_FORMER_FIELDS.get(name, name): value for name, value in summary.items()}
+    rates = renamed.get("samples_per_s_per_gpu")
+    if isinstance(rates, Mapping):
+        renamed["samples_per_s_per_gpu"] = {_FORMER_RATES.get(name, name): value for name, value in rates.items()}
+    return renamed
 
 
 class Rates(TypedDict, total=False):
     """Samples/s of one GPU: total samples over total seconds of the windows, and the windows' range."""
 
     mean: float
-    low: float
-    high: float
+    min: float
+    max: float
     windows: list[float]
     window_s: list[float]
     """Duration of each window on the slowest rank."""

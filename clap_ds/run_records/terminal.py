@@ -59,7 +59,7 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
-    yield f"  range of {len(rate['windows'])} windows", f"{rate['low']:,.2f} – {rate['high']:,.2f}"
+    yield f"  range of {len(rate['windows'])} windows", f"{rate['min']:,.2f} – {rate['max']:,.2f}"
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
     yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")

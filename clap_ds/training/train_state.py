@@ -122,7 +122,7 @@ class TrainPlan:
             if epoch_samples is None:
                 raise ValueError(
                     "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
-                    " (clap-shards prepare); add it, or set clap.train.max_samples"
+                    " (clap-ds shards prepare); add it, or set clap.train.max_samples"
                 )
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None

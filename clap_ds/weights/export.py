@@ -1,25 +1,24 @@
 """Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`, or for open_clip.
 
-    clap-export CHECKPOINT FOLDER [--format open_clip] [--best] [--no_ema] [--tokenizer NAME_OR_FOLDER]
+Examples:
+    clap-ds export runs/my_run-…-checkpoints my_clap
+    clap-ds export runs/my_run-…-checkpoints my_clap --format open_clip --best
 
 The tokenizer comes from the checkpoint or the command line.
 """
 
-from functools import partial
-from pathlib import Path
+from __future__ import annotations
 
-import safetensors
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import run_alone
 from clap_ds.config.files import drafted
-from clap_ds.weights.formats import Checkpoint, save_transformers
-from clap_ds.weights.hf_config import feature_extractor
-from clap_ds.weights.load import load_weights
-from clap_ds.weights.open_clip import save_open_clip
-from clap_ds.weights.tokenizer import load_tokenizer
 
-import transformers  # isort: skip  (after torchaudio_compat)
+if TYPE_CHECKING:
+    from clap_ds.weights.formats import Checkpoint
 
 
 def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers") -> None:
@@ -27,6 +26,16 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
     expressed, no tokenizer fits, or the folder exists."""
     if folder.exists():
         raise ValueError(f"{folder} exists: expected a new folder")
+    # Importing torch and transformers takes seconds: options are parsed before.
+    import safetensors
+
+    from clap_ds.weights.formats import save_transformers
+    from clap_ds.weights.hf_config import feature_extractor
+    from clap_ds.weights.open_clip import save_open_clip
+    from clap_ds.weights.tokenizer import load_tokenizer
+
+    import transformers  # isort: skip  (after torchaudio_compat)
+
     tokenizer, text = tokenizer or found.tokenizer, found.config.text
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
@@ -53,24 +62,25 @@ FORMATS = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("clap-export", __doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__)
     kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
-    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="target (default: %(default)s)")
+    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="export for this library")
     parser.add_argument("--best", action="store_true", help="export a folder's best by best_metric, not the newest")
     raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
     parser.add_argument("--no_ema", action="store_true", help=raw)
-    parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="captions' tokenizer (default: the checkpoint's)")
+    tokenizer = "use this tokenizer: a Hub name or folder (default: the checkpoint's)"
+    parser.add_argument("--tokenizer", metavar="NAME", help=tokenizer)
     arguments = parser.parse_args(argv)
+    from clap_ds.weights.load import load_weights  # imports torch
+
     found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
     export(found, arguments.folder, arguments.tokenizer, arguments.format)
     print(f"exported: {found.shown}, model {found.config.name}")
     print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 
 
-command = partial(run_alone, main)
-
 if __name__ == "__main__":
-    command()
+    run_alone(main)

@@ -97,7 +97,7 @@ def seconds(text: str) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("python -m examples.synthetic_sounds", __doc__)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     wordings = "caption templates: for training (default), or held out (new combinations of the same words)"
     add("directory", type=Path, metavar="DIR", help="new or empty output folder")

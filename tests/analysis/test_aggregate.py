@@ -17,13 +17,13 @@ HALF = 2.7764 * math.sqrt((0.00080008 + 0.00024695) / 4)
 def test_plus_minus_is_students_t_of_the_spread_that_repeated_scales_share() -> None:
     base, row, once = scaling_table([run(nodes, rate) for nodes, rate in THREE_SCALES])
     assert (base.rate, base.repeats, row.samples_per_s, once.repeats) == (100.0, 3, 720.0, 1)
-    assert base.samples_per_s_per_gpu_2sigma == pytest.approx(100 * HALF / 3**0.5, rel=1e-4)
-    assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
+    assert base.samples_per_s_per_gpu_ci95 == pytest.approx(100 * HALF / 3**0.5, rel=1e-4)
+    assert (base.scaling_efficiency_percent, base.scaling_efficiency_percent_ci95) == (100.0, 0.0)
     assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
-    assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * HALF * (2 / 3) ** 0.5, rel=1e-4)
+    assert row.scaling_efficiency_percent_ci95 == pytest.approx(90 * HALF * (2 / 3) ** 0.5, rel=1e-4)
     said = "95% by Student's t, runs of one scale differ by 1.6% (of 6 runs, 4 degrees of freedom)"
     assert {each.uncertainty_from for each in (base, row)} == {said}
-    assert (once.samples_per_s_per_gpu_2sigma, once.scaling_efficiency_2sigma_percent) == (None, None)
+    assert (once.samples_per_s_per_gpu_ci95, once.scaling_efficiency_percent_ci95) == (None, None)
     assert ["not repeated" in each.notes for each in (base, row, once)] == [False, False, True]
 
 
@@ -38,7 +38,7 @@ def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
             for place, count in enumerate(counts) for _ in range(count)
         ])  # fmt: skip
         wrong = abs((last.scaling_efficiency_percent or 0) - 100 * rates[-1] / rates[0])
-        held += wrong <= (last.scaling_efficiency_2sigma_percent or 0)
+        held += wrong <= (last.scaling_efficiency_percent_ci95 or 0)
     assert 0.93 * 600 <= held <= 0.985 * 600  # nor is it too wide
 
 
@@ -46,7 +46,7 @@ def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> N
     quiet = [run(nodes, 100.0 + offset) for nodes in (1, 2, 4) for offset in (-0.1, 0.0, 0.1)]
     *_, noisy = scaling_table([*quiet, *(run(8, rate) for rate in (80.0, 90.0, 100.0))])
     deviation = math.sqrt(sum((math.log(rate) - math.log(80 * 90 * 100) / 3) ** 2 for rate in (80, 90, 100)) / 2)
-    assert noisy.samples_per_s_per_gpu_2sigma == pytest.approx(
+    assert noisy.samples_per_s_per_gpu_ci95 == pytest.approx(
         90 * 4.3027 * deviation / 3**0.5, rel=1e-4
     )  # t for 2 degrees
     *_, alike = scaling_table([*quiet, *(run(8, rate) for rate in (99.9, 100.0, 100.15))])
@@ -69,8 +69,8 @@ def test_an_outlying_repeat_is_named() -> None:
 
 def test_a_tables_row_keeps_its_plus_minus() -> None:
     runs = [run(nodes, rate, kind="table") for nodes, rate in THREE_SCALES]
-    stated = run(8, 70.0, kind="table", repeats=3, samples_per_s_per_gpu_2sigma=1.5, uncertainty_from="what it says")
+    stated = run(8, 70.0, kind="table", repeats=3, samples_per_s_per_gpu_ci95=1.5, uncertainty_from="what it says")
     base, *_, row = scaling_table([*runs, stated])
-    assert (row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) == (1.5, "what it says")
-    error = 70 * math.hypot(1.5 / 70, (base.samples_per_s_per_gpu_2sigma or 0) / 100)
-    assert row.scaling_efficiency_2sigma_percent == pytest.approx(error)
+    assert (row.samples_per_s_per_gpu_ci95, row.uncertainty_from) == (1.5, "what it says")
+    error = 70 * math.hypot(1.5 / 70, (base.samples_per_s_per_gpu_ci95 or 0) / 100)
+    assert row.scaling_efficiency_percent_ci95 == pytest.approx(error)

@@ -29,9 +29,7 @@ def test_results_are_what_the_command_in_the_docs_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (samples.ROOT / "docs" / "benchmarking.md").read_text()
-    (line,) = re.findall(
-        r"^\$ python analysis/extrapolate.py (.*) > results/projection/published.md$", page, re.MULTILINE
-    )
+    (line,) = re.findall(r"^\$ clap-ds extrapolate (.*) > results/projection/published.md$", page, re.MULTILINE)
     words = line.replace("results/projection/", f"{tmp_path}/").split()
     words = [str(samples.ROOT / word) if word.startswith("analysis/") else word for word in words]
     samples.command(monkeypatch, extrapolate.main, *words)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.plot_run import draw_benchmark, draw_breakdown, draw_runs, draw_training
 from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError
@@ -62,6 +63,12 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text r1": [[25, 0.1]]}
     assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
     assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
+
+
+def test_the_command_draws_curves_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot_scaling.main(["--curves", str(training(tmp_path / "run")), "--output", str(tmp_path / "run.png")])
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    assert "run.png" in capsys.readouterr().out
 
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:

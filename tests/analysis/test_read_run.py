@@ -17,7 +17,7 @@ from tests.training.training_commands import wait_until
 RECORD = DATA / "record_2ranks"
 SUMMARY = json.loads((RECORD / "summary.json").read_text())
 STEPS = [json.loads(line) for line in (RECORD / "metrics.jsonl").read_text().splitlines()]
-RATES = {"mean": 1.5, "low": 1.4, "high": 1.6, "windows": [1.0, 2.0]}
+RATES = {"mean": 1.5, "min": 1.4, "max": 1.6, "windows": [1.0, 2.0]}
 CHANGES = {"schema": 3, "samples_per_s_per_gpu": RATES, "achieved_tflops": 0.25, "device_name": "NVIDIA H100",
            "step_time_s": {"median": 4 / 1.5}, "joules_per_sample": 0.5}  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_every_field_of_a_real_record_arrives(record: Path) -> None:
     assert (run.batch_per_gpu, run.context_length, run.finished[:4]) == (4, 77, "2026")
     assert (run.rate, run.windows) == (1.5, (1.0, 2.0))
     assert (run.breakdown_s, run.achieved_tflops, run.notes) == (SUMMARY["breakdown_s"], 0.25, "")
-    assert run.engine_samples_per_s_per_gpu == SUMMARY["deepspeed_samples_per_s"] / 2
+    assert run.deepspeed_samples_per_s_per_gpu == SUMMARY["deepspeed_samples_per_s"] / 2
     assert (run.joules_per_sample, run.energy_kwh) == (0.5, None)
     assert run.memory_peak_gib == SUMMARY["memory_peak_bytes"] / 2**30
     assert run.environment["versions"]["torch"] == "2.13.0+cpu"
@@ -55,8 +55,12 @@ def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
     assert read_record(summed_up(record, preset="htsat_base_roberta_base")).model == "htsat_base_roberta_base"
 
 
-OLD_SUMMARY = {"slow_ranks": [{"rank": 1, "lag_s": 0.5}], "text_tokens": 7}
-NEW_SUMMARY = {"stragglers": [{"rank": 1, "lag_s": 0.5}], "context_length": 7}
+OLD_SUMMARY = {"slow_ranks": [{"rank": 1, "lag_s": 0.5}], "text_tokens": 7} | {
+    "samples_per_s_per_gpu": {"mean": 2.0, "low": 1.0, "high": 3.0}
+}
+NEW_SUMMARY = {"stragglers": [{"rank": 1, "lag_s": 0.5}], "context_length": 7} | {
+    "samples_per_s_per_gpu": {"mean": 2.0, "min": 1.0, "max": 3.0}
+}
 
 
 def test_records_of_older_schemas_are_read_by_todays_names(record: Path) -> None:

@@ -23,7 +23,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     log = write(tmp_path / "bare.log", running_log([1.0] * 20, batch=64))
     for options in (given(nodes=2, gpus_per_node=4), given(gpus=8, gpus_per_node=4), given(gpus=8, nodes=2)):
         (run,) = read_runs([log], options)
-        assert (run.nodes, run.gpus, run.rate, run.engine_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
+        assert (run.nodes, run.gpus, run.rate, run.deepspeed_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
     write(log, "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n" + log.read_text())
     told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", peak_tflops=10.0)
     (run,) = read_runs([log], told)

@@ -55,13 +55,13 @@ def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
 
 def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() -> None:
     (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, **PARTS), run(1, 623.7, memory_peak_gib=3.0, **PARTS)])
-    assert (row.mfu_percent, row.memory_peak_gib) == (pytest.approx(21.04, abs=0.005), 3.0)
+    assert (row.mfu_published_percent, row.memory_peak_gib) == (pytest.approx(21.04, abs=0.005), 3.0)
     assert row.exposed_communication_percent == pytest.approx(30.0)
-    assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
+    assert scaling_table([run(1, 623.7)])[0].mfu_published_percent is None
 
 
 def test_efficiency_above_all_is_doubted() -> None:
-    stated = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_2sigma": 10.0}
+    stated = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_ci95": 10.0}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
         assert [("above 100%" in row.notes) for row in rows] == [False, doubted, False]
@@ -155,19 +155,19 @@ def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: P
         summary = {"samples_per_s_per_gpu": {"mean": measured}, "state": "completed", "achieved_tflops": 45.0}
         summary |= {"num_nodes": nodes, "world_size": 4 * nodes, "deepspeed_samples_per_s": 4 * nodes * engine}
         folders.append(record(tmp_path / f"n{nodes}", [], **summary))
-    both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "engine"))
+    both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "deepspeed"))
     assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in both] == [(100, 45), (90, 45)]
     assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in alone] == [(100, None), (75, None)]
 
 
 def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_measured() -> None:
     measured = ((1, 100.0, 110.0), (2, 90.0, 88.0))
-    runs = [run(n, rate, engine_samples_per_s_per_gpu=engine, achieved_tflops=41.5) for n, rate, engine in measured]
+    runs = [run(n, rate, deepspeed_samples_per_s_per_gpu=engine, achieved_tflops=41.5) for n, rate, engine in measured]
     out = render(scaling_table(runs)).splitlines()
     header, _, first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out[2:6])
     assert dict(zip(header, first, strict=True)) == {
         "nodes": "1", "GPUs": "4", "runs": "1", "samples/s/GPU ±": "100.0", "samples/s": "400.0", "efficiency % ±": "100.0",
-        "speed-up": "1.00", "engine's": "110.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
+        "speed-up": "1.00", "DeepSpeed's": "110.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
     }  # fmt: skip
     assert second[3:9] == ["90.00", "720.0", "90.0", "1.80", "88.00", "41.50"]
 

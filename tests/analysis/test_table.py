@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.table import COLUMNS, Row, markdown_table, read_table_runs, write_csv
+from clap_ds.analysis.table import COLUMNS, FORMER_COLUMNS, Row, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, write
 
@@ -20,7 +20,16 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
     write_csv(tmp_path / "t.csv", rows)
     for row, found in zip(rows, read_table_runs(tmp_path / "t.csv"), strict=True):
         assert {name: getattr(found, name) for name in COLUMNS} == pytest.approx(vars(row))
-    assert ",".join(COLUMNS[:6]) + "\n" == HEADER
+    published = HEADER.strip().split(",")
+    assert [FORMER_COLUMNS.get(name, name) for name in published] == [*COLUMNS[:6]]
+
+
+def test_a_table_with_former_names_is_read(tmp_path: Path) -> None:
+    names = "nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu_2sigma,scaling_efficiency_2sigma_percent"
+    text = f"{names},mfu_percent,engine_samples_per_s_per_gpu\n1,4,100,2.5,0.5,20.5,110\n"
+    (run,) = read_table_runs(write(tmp_path / "old.csv", text))
+    assert (run.samples_per_s_per_gpu_ci95, run.scaling_efficiency_percent_ci95) == (2.5, 0.5)
+    assert (run.mfu_published_percent, run.deepspeed_samples_per_s_per_gpu) == (20.5, 110)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def _measured(folder: str) -> dict[str, Any]:
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     summary = two_ranks.run(_measured, str(tmp_path))[0]
     rate = summary["samples_per_s_per_gpu"]  # 240 samples in three windows of 13.5 times as many seconds
-    assert (rate["mean"], rate["low"], rate["high"]) == pytest.approx((80 / 19.5,) * 3)
+    assert (rate["mean"], rate["min"], rate["max"]) == pytest.approx((80 / 19.5,) * 3)
     assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
     assert rate["window_s"] == pytest.approx([19.5] * 3)
     assert (summary["micro_batch_per_gpu"], summary["global_batch"]) == (4, 16)

@@ -21,7 +21,7 @@ if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()
 rate = {"off": 100.0, "step": 150.0}.get(kind, 0.0) + run["train_micro_batch_size_per_gpu"]
-rates = {"mean": rate, "low": rate - 1, "high": rate + 1}
+rates = {"mean": rate, "min": rate - 1, "max": rate + 1}
 summary = {"state": "completed", "samples_per_s_per_gpu": rates, "achieved_tflops": 3.0, "hardware_tflops": 4.0}
 ends = {"slow": {"state": "running"}, "memory": {"state": "out_of_memory", "error": "out of memory at micro-batch 4"}}
 (folder / "summary.json").write_text(json.dumps(ends.get(kind, {**summary, "memory_peak_bytes": 2e9})))
@@ -35,7 +35,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}}))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(tune, "BENCH", [sys.executable, str(tmp_path / "stand_in.py")])
-    return lambda *options: tune.main([str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options])
+    return lambda *options: tune.main(
+        ["--config", str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options]
+    )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

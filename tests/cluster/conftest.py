@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clap_ds.config.overrides import with_output
-from clap_ds.launch.cluster_profile import load_site
+from clap_ds.launch.cluster_profile import load_profile
 from clap_ds.launch.sbatch import Request, script
 from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
@@ -61,8 +61,8 @@ class Submitted:
 
     @property
     def record(self) -> dict[str, Any]:
-        """`job.json`."""
-        return dict(json.loads((self.folder / "job" / "job.json").read_text()))
+        """`attempts.json`."""
+        return dict(json.loads((self.folder / "job" / "attempts.json").read_text()))
 
     @property
     def runs(self) -> list[Path]:
@@ -98,8 +98,8 @@ def site_file(folder: Path, **changes: Any) -> str:
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"}
     site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "requeues": 0}
     site |= {"environment": variables}
-    (folder / "site.json").write_text(json.dumps({**site, **changes}))
-    return str(folder / "site.json")
+    (folder / "cluster.json").write_text(json.dumps({**site, **changes}))
+    return str(folder / "cluster.json")
 
 
 Submit = Callable[..., Submitted]
@@ -123,9 +123,9 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         (folder / "runs").mkdir()
         run = with_output(micro_run(**changes), stem="micro", root=str(folder / "runs"))
         (folder / "job" / "run.json").write_text(json.dumps(run))
-        profile = load_site(site_file(folder, launcher=launcher, **(site or {})))
+        profile = load_profile(site_file(folder, launcher=launcher, **(site or {})))
         request = Request(profile, 2, None, time="00:10:00", **(asks or {}))
-        (folder / "job" / "site.json").write_text(json.dumps(asdict(profile)))
+        (folder / "job" / "cluster.json").write_text(json.dumps(asdict(profile)))
         text = script(request, nodes, "micro", f"{folder}/%j.out", [folder / "job"])
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]

@@ -72,7 +72,7 @@ def test_sweep_as_an_array(cluster: SlurmCluster, tmp_path: Path) -> None:
     def sweep(*words: str) -> str:
         return cluster.run("ctl", sys.executable, str(ROOT / "launch" / "sweep.py"), *words, folder=tmp_path).stdout
 
-    run = ["--cluster", site_file(tmp_path), "--config", "tiny.json", "--folder", "lr", "--gpus", "2"]
+    run = ["--cluster", site_file(tmp_path), "--config", "tiny.json", "--folder", "lr", "--gpus_per_node", "2"]
     assert "submitted n001-lr_0.002: job " in sweep(*run, "--array", "--vary", "optimizer.params.lr=1e-3,2e-3")
     cluster.wait_until(lambda: "2 completed" in sweep("status", "lr"), 240, "both jobs' ends")
     assert "resubmitting 0 of 2 jobs" in sweep("resume", "lr")
@@ -92,7 +92,7 @@ def _type_line(
     `of_hosts` is a `sed` expression for the hostfile, and `without` is left out of deepspeed's line."""
     page = (ROOT / "docs" / "clusters.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
-    (hostfile,) = (line for line in lines if line.startswith("clap-hostfile"))
+    (hostfile,) = (line for line in lines if line.startswith("clap-ds hostfile"))
     starts = (line for line in lines if line.startswith("deepspeed"))
     (start,) = (line for line in starts if ("--launcher slurm" in line) == (launcher == "slurm"))
     cluster.wait_until_idle()

@@ -1,11 +1,12 @@
 """Files are replaced atomically, and untrusted ones are read within limits."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from clap_ds.config.files import parse_json, read_bytes, read_lines, write_atomically
+from clap_ds.config.files import parse_json, read_bytes, read_lines, show_results, write_atomically
 
 
 def test_what_is_there_stays_where_the_new_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +16,14 @@ def test_what_is_there_stays_where_the_new_cannot_be_written(tmp_path: Path, mon
     with pytest.raises(OSError, match="Bad file"):
         write_atomically(path, "new\n")
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("a.txt", "old\n")]
+
+
+def test_results_are_text_and_a_json_file_or_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_results("| a |", {"a": 1}, tmp_path / "a.json")
+    assert capsys.readouterr().out == "| a |\n"
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+    show_results("| a |", {"a": 1}, Path("-"))
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
 
 
 def test_only_regular_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ TINY = load_preset("htsat_tiny_roberta_base").audio
 def test_thousand_clips(capsys: pytest.CaptureFixture[str]) -> None:
     """A WAV of 44 + 960,000 bytes takes 1,876 blocks; with two headers and a block of JSON, 962,048 bytes. 960 MB are two
     tars of 500 items. Each, with its padding, takes 46,976 records of 10,240 bytes; both total 962,068,480 bytes."""
-    shards.main(["size", "--clips", "1000", "--link", "0.01", "--files_per_s", "0.5", "--rate", "1000", "--gpus", "6"])
+    shards.main(
+        ["size", "--clips", "1000", "--link", "0.01", "--files_per_s", "0.5", "--samples_per_s", "1000", "--gpus", "6"]
+    )
     rows = [re.split(r"  +", line) for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]]
     assert {label: cells[1] for label, *cells in rows} == {
         "per clip, in its tar": "962,068 B",

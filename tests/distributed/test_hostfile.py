@@ -8,6 +8,7 @@ import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
 from clap_ds.distributed.hostfile import expand, expand_by_slurm, read_hostfile, slots_from_slurm
+from clap_ds.launch import preflight
 from clap_ds.launch.hostfile import main
 from tests import needs
 
@@ -155,8 +156,18 @@ def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
     environment = {**slurm, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
-    with pytest.raises(ValueError, match="inside an allocation"):
-        slots_from_slurm({})
+
+
+def test_outside_an_allocation_only_options_of_the_command_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert main([]) == 2
+    assert "--nodelist" in capsys.readouterr().err
+    assert preflight.main([]) == 2
+    message = capsys.readouterr().err
+    assert "inside an allocation" in message
+    assert "--nodelist" not in message
 
 
 @pytest.mark.parametrize("line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"])

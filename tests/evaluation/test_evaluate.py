@@ -11,7 +11,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.clip import Broken
-from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation
+from clap_ds.evaluate import evaluation_settings, parse_arguments, render
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from tests import processes
@@ -27,7 +27,7 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
 def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
     retrieval = settings_of("--retrieval a.tar b.tar --caption_key title")["retrieval"]
     assert retrieval == {"shards": ["a.tar", "b.tar"], "caption_key": "title"}
-    alone = settings_of("--zero_shot c.tar --class_key label --template {}! --num_workers 2 --micro_batch 5")
+    alone = settings_of("--zero_shot c.tar --class_key label --template {}! --num_workers 2 --batch_size 5")
     zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_key": "label", "templates": ["{}!"]}
     assert alone == {
         "retrieval": None, "zero_shot": zero_shot, "num_workers": 2, "batch_size": 5, "tokenizer": None,
@@ -43,7 +43,7 @@ def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(writ
         settings_of("")
 
 
-def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_table() -> None:
     retrieval = {"retrieval_audio_to_text_r1": Measure(0.25, 0.01, 0.1755, 0.343)}
     retrieval["retrieval_loss"] = Measure(2.5, 6.9078, 2.4, 2.6)
     tasks = {"retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval)}
@@ -52,8 +52,7 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
     assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
-    print_evaluation(evaluation, "the title")
-    shown = " ".join(capsys.readouterr().out.replace("|", " ").split())
+    shown = " ".join(render(evaluation, "the title").replace("|", " ").split())
     for part in (
         "the title",
         "1,234 clips",

@@ -1,4 +1,4 @@
-"""Test clap-embed, clap-classify and clap-search with a micro model and synthetic sounds."""
+"""Test `clap-ds embed`, `classify` and `search` with a micro model and synthetic sounds."""
 
 import csv
 import io
@@ -97,9 +97,10 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
     (here / "labels.txt").write_text("dog\nrain\n")
     (here / "bark.wav").write_bytes((here / "sounds" / "low.wav").read_bytes())
     for line in re.findall(r"^\$ (.*)$", PAGE.partition("## A linear probe")[0], re.MULTILINE):
-        command, *words = shlex.split(line)
-        code = {"clap-embed": embed, "clap-classify": classify, "clap-search": search}[command].main(words)
-        assert code == (None if command == "clap-search" else 1), line
+        program, name, *words = shlex.split(line)
+        assert program == "clap-ds"
+        code = {"embed": embed, "classify": classify, "search": search}[name].main(words)
+        assert code == (None if name == "search" else 1), line
     assert len((here / "found.csv").read_text().splitlines()) == 11
     told = capsys.readouterr()
     assert "12 rows from 8 files" in told.out

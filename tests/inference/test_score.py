@@ -1,4 +1,4 @@
-"""Test clap-score: cosines of files and captions, and their mean."""
+"""Test clap-ds score: cosines of files and captions, and their mean."""
 
 import csv
 from pathlib import Path

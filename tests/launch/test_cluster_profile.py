@@ -11,7 +11,7 @@ import pytest
 
 from clap_ds.check_runs import PACKAGES
 from clap_ds.config.errors import UserError
-from clap_ds.launch.cluster_profile import Site, check_environment, load_site
+from clap_ds.launch.cluster_profile import ClusterProfile, check_environment, load_profile
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_packaged_sites() -> None:
     with pytest.raises(UserError, match="did you mean 'jupiter'"):
-        load_site("jupitr")
-    site = load_site("jupiter")
+        load_profile("jupitr")
+    site = load_profile("jupiter")
     assert (site.partition, site.gpus_per_node, site.cpus_per_task) == ("booster", 4, 72)
     published = (
         "NCCL_IB_HCA=mlx5 NCCL_SOCKET_IFNAME=ib0 NCCL_NET_GDR_LEVEL=PHB NCCL_MIN_NCHANNELS=16 NCCL_MAX_NCHANNELS=32"
@@ -31,7 +31,7 @@ def test_packaged_sites() -> None:
     assert "/PROJECT/" in site.environment["HF_HOME"], "the manual tells users to edit this"
     minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
     assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
-    site = load_site("generic")  # has no cluster-specific values
+    site = load_profile("generic")  # has no cluster-specific values
     assert not any([site.account, site.partition, site.gpus_per_node, site.environment, site.setup])
 
 
@@ -49,10 +49,10 @@ def test_packaged_sites() -> None:
     ],
 )
 def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
-    path = tmp_path / "site.json"
+    path = tmp_path / "cluster.json"
     path.write_text(json.dumps(content))
     with pytest.raises(UserError) as caught:
-        load_site(str(path))
+        load_profile(str(path))
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
 
@@ -76,7 +76,9 @@ def test_python_is_tried_in_its_wrapper(tmp_path: Path, slurm: FakeSlurm) -> Non
     slurm.write("apptainer", '#!/bin/sh\nshift 3\nexec "$@"\n')
     (slurm.folder / "apptainer").chmod(0o755)
     setup = ["module() { [ $1 = load ]; }", "module load CUDA"]
-    site = Site(wrapper=["apptainer", "exec", "--nv", "x y.sif"], launcher="torchrun", python="python3", setup=setup)
+    site = ClusterProfile(
+        wrapper=["apptainer", "exec", "--nv", "x y.sif"], launcher="torchrun", python="python3", setup=setup
+    )
     assert check_environment(site).startswith("apptainer exec --nv 'x y.sif' python3: Python 3.")
 
 
@@ -93,4 +95,4 @@ def test_refuses_what_is_not_there(slurm: FakeSlurm, fields: dict[str, Any], mes
     slurm.write("fake_python", f"#!/bin/sh\necho 'clap-check {versions}'\necho '{said}' >&2\nexit 2\n")
     (slurm.folder / "fake_python").chmod(0o755)
     with pytest.raises(UserError, match=message):
-        check_environment(Site(**fields))
+        check_environment(ClusterProfile(**fields))

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from clap_ds.distributed.hostfile import PORTS
-from clap_ds.launch.cluster_profile import Site
+from clap_ds.launch.cluster_profile import ClusterProfile
 from clap_ds.launch.launchers import launch_command
 
 HOSTS = {"n1": 4, "n3": 4}
@@ -14,7 +14,7 @@ WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
 def test_slurm_is_one_srun_on_these_hosts() -> None:
     from deepspeed.launcher.runner import parse_args
 
-    site = Site(srun=["--mpi=none", "--cpu-bind=cores"], cpus_per_task=8)
+    site = ClusterProfile(srun=["--mpi=none", "--cpu-bind=cores"], cpus_per_task=8)
     command = launch_command(site, "py", HOSTS, Path("H"), WORDS, "7.0")
     assert command[:3] == ["py", "-m", "deepspeed.launcher.runner"]
     read = parse_args(command[3:])  # any other word with leading dashes would be an option
@@ -26,7 +26,7 @@ def test_slurm_is_one_srun_on_these_hosts() -> None:
 
 
 def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
-    site = Site(launcher="torchrun", cpus_per_task=8, wrapper=["apptainer", "exec", "a.sif"])
+    site = ClusterProfile(launcher="torchrun", cpus_per_task=8, wrapper=["apptainer", "exec", "a.sif"])
     command = launch_command(site, "python3", HOSTS, Path("H"), WORDS)
     assert command[0] == "srun"
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--nodelist=n1,n3"} <= {*command}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.cluster_profile import Site
+from clap_ds.launch.cluster_profile import ClusterProfile
 from clap_ds.launch.sbatch import GUARD, Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
 
 
 def test_the_script_is_read_at_a_glance() -> None:
-    site = Site(
+    site = ClusterProfile(
         setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
         partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_lost_first_host_requeues_this_start_of_the_job(
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     """Use a path with spaces, quotes and percent signs, and a tricky value."""
     folder = tmp_path / "it's 50%"
-    site = Site(environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
+    site = ClusterProfile(environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
     text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", [folder])
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
     hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
@@ -120,5 +120,5 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     [(False, "00:15:00", 60), (False, "1:30", 60), (False, "00:01:00", 30), (True, "10", 300), (True, "00:09:00", 270)],
 )
 def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, seconds: int) -> None:
-    request = Request(Site(), 4, None, train=train, time=limit)
+    request = Request(ClusterProfile(), 4, None, train=train, time=limit)
     assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", [tmp_path])

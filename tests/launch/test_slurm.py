@@ -1,5 +1,7 @@
 """Parsing of SLURM's times, partitions and states, failing commands, and requeueing."""
 
+from pathlib import Path
+
 import pytest
 
 from clap_ds.config.errors import UserError
@@ -40,6 +42,12 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo '7|RUNNING|None'\n")
     assert states_of([]) == {"7": ("RUNNING", "None")}, "one of three tries must succeed"
+
+
+def test_commands_of_slurm_that_are_not_there_say_where_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"sinfo not found.*login node.*deepspeed --hostfile"):
+        partitions(None)
 
 
 RUNNING = "JobId=42 JobState=RUNNING Requeue=1 Restarts=1 BatchFlag=1"

@@ -29,8 +29,8 @@ def call(folder: Path, slurm: FakeSlurm) -> Call:
     def submit(*options: str, site: dict[str, Any] | None = None, **changes: Any) -> int:
         fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
         (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
-        (folder / "site.json").write_text(json.dumps(fields))
-        return main(["--cluster", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
+        (folder / "cluster.json").write_text(json.dumps(fields))
+        return main(["--cluster", str(folder / "cluster.json"), "--config", str(folder / "tiny.json"), *options])
 
     return submit
 
@@ -50,7 +50,7 @@ def test_everything_of_the_site_is_in_the_script(
     expected = {"--account=mine", "--partition=gpu", "--exclusive", "--nodes=2", "--gres=gpu:2", "--exclude=n[1-2]"}
     assert expected <= {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")}
     assert slurm.lines("calls") == [f"--parsable {job}/tiny.sbatch"]
-    assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
+    assert json.loads((job / "submission.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
     assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "tiny"}
     shown = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(call: Call
         ({"python": "/bin/true"}, "", {}, "/bin/true failed with exit code 0"),
         ({}, "--auto_requeue", {}, "need --train"),
         ({}, "--train", {}, "clap.train: max_samples and epochs are missing"),
-        ({"partition": "cpu"}, "", {}, "pass --gpus"),
+        ({"partition": "cpu"}, "", {}, "pass --gpus_per_node"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "Invalid qos"),
         ({}, "--nodes 5 --spare_nodes 2", {}, "7 nodes, but the partition has 6"),
     ],
@@ -88,3 +88,18 @@ def test_refused_before_it_is_queued(
     assert call(*options.split(), site=site) == 2
     assert message in capsys.readouterr().err
     assert (_jobs(folder), slurm.lines("calls")) == ([], [])
+
+
+def test_changed_fields_are_in_the_jobs_folder(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--set", "clap.bench.windows=3", "--set", "clap.output.run_name=other") == 0
+    (job,) = _jobs(folder)
+    run = json.loads((job / "run.json").read_text())
+    assert (run["clap"]["bench"]["windows"], run["clap"]["output"]["run_name"]) == (3, "other")
+    assert job.name.startswith("other-")
+    capsys.readouterr()
+    assert call("--set", "clap.bench.widows=3") == 2
+    assert "--set clap.bench.widows: no such field" in capsys.readouterr().err
+    assert call(clap={"bench": {"widows": 3}}) == 2
+    assert f"{folder / 'tiny.json'}: clap.bench.widows: no such field" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def job_id(monkeypatch: pytest.MonkeyPatch) -> None:
 def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
     """Return a job on n1, n2, … before its start."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
-    (folder / "site.json").write_text('{"requeues": 1}')
+    (folder / "cluster.json").write_text('{"requeues": 1}')
     return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
 
@@ -57,7 +57,7 @@ def test_error_of_a_rank_reaches_the_records(
     monkeypatch.setattr(supervisor, "launch_command", launch)
     slurm.write("partitions", "n1 idle\n")
     assert _job(tmp_path, 1).run() == 1
-    record = json.loads((tmp_path / "job.json").read_text())
+    record = json.loads((tmp_path / "attempts.json").read_text())
     assert (record["state"], record["exit_code"]) == ("failed", 1)
     assert "KeyError: no such key" in record["error"]
     assert record["error"] in capfd.readouterr().err
@@ -91,9 +91,19 @@ def test_failure_that_follows_the_program_is_no_second_hosts(tmp_path: Path, kin
         told.append(job.note(AttemptOutcome("failed", error, 1, [host], kind)))
     assert [outcome.at_fault for outcome in told] == [["n2"], [], []]
     assert told[1].error == f"{error}; as before on n2: not a host's fault"
-    assert json.loads((tmp_path / "job.json").read_text())["attempts"][1]["at_fault"] == []
+    assert json.loads((tmp_path / "attempts.json").read_text())["attempts"][1]["at_fault"] == []
     job.begin(job.slots)
     assert job.note(LOST).at_fault == ["n2"]  # not such a failure
+
+
+def test_a_job_whose_files_have_former_names_goes_on(tmp_path: Path) -> None:
+    job = _job(tmp_path, 2)
+    job.begin(job.slots)
+    (tmp_path / "cluster.json").rename(tmp_path / "site.json")
+    (tmp_path / "attempts.json").rename(tmp_path / "job.json")
+    job = RunningJob(tmp_path, ["bench.py"])
+    assert job.profile.requeues == 1
+    assert [attempt["hosts"] for attempt in job.attempts] == [["n1", "n2"]]
 
 
 def test_start_that_slurm_ended_is_in_the_record(
@@ -111,7 +121,7 @@ def test_start_that_slurm_ended_is_in_the_record(
     monkeypatch.setattr(supervisor, "launch_command", lambda *_: ["bash", "-c", ranks])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert _job(tmp_path, 3, 1).run() == 0
-    first, second = json.loads((tmp_path / "job.json").read_text())["attempts"]
+    first, second = json.loads((tmp_path / "attempts.json").read_text())["attempts"]
     assert (first["state"], first["error"], first["at_fault"]) == ("failed", "lost n1: down*", ["n1"])
     assert (second["state"], second["hosts"], second["start"]) == ("completed", ["n2", "n3"], 1)
     assert json.loads((tmp_path / "run0" / "summary.json").read_text())["error"] == "lost n1: down*"

@@ -44,9 +44,9 @@ def test_nothing_is_queued_unless_every_job_can_run(
     for options, message in (
         (["--vary", "clap.bench.windws=2,3"], "did you mean 'clap.bench.windows'?"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
-        (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
+        (["--vary", "train_batch_size=16,18", "--gpus_per_node", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
         (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected"),
-        (["--gpus", "1", "--nodes", "2", "2"], "duplicate"),
+        (["--gpus_per_node", "1", "--nodes", "2", "2"], "duplicate"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
@@ -99,8 +99,8 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     folder = _start(tmp_path, "--nodes", *map(str, range(1, 12)))
     records = ["completed", "out_of_memory", "timeout", "failed", "running", "running"]
     for nodes, state in [*enumerate(records, start=1), (9, "failed"), (10, "failed")]:
-        (folder / f"n{nodes:03d}" / "job.json").write_text(json.dumps({"state": state, "error": "lost n7"}))
-    (folder / "jobs.json").write_text((folder / "jobs.json").read_text().replace('"111"', "null"))
+        (folder / f"n{nodes:03d}" / "attempts.json").write_text(json.dumps({"state": state, "error": "lost n7"}))
+    (folder / "submission.json").write_text((folder / "submission.json").read_text().replace('"111"', "null"))
     slurm.write("queue", QUEUE)
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
@@ -129,12 +129,12 @@ def test_records_that_others_wrote_are_not_trusted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
 ) -> None:
     folder = _start(tmp_path)
-    (folder / "n001" / "job.json").write_text(json.dumps({"state": "failed", "error": "\x1b[2J"}))
+    (folder / "n001" / "attempts.json").write_text(json.dumps({"state": "failed", "error": "\x1b[2J"}))
     assert main(["status", str(folder)]) == 0
     assert "\x1b" not in capsys.readouterr().out
-    record = json.loads((folder / "jobs.json").read_text())
+    record = json.loads((folder / "submission.json").read_text())
     record["jobs"][0][name] = value
-    (folder / "jobs.json").write_text(json.dumps(record))
+    (folder / "submission.json").write_text(json.dumps(record))
     assert main(["status", str(folder)]) == 2
     assert name in capsys.readouterr().err
 
@@ -154,7 +154,7 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
     tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^\$ python launch/sweep\.py (--cluster jupiter .*)$", manual, re.MULTILINE)
+    (line,) = re.findall(r"^\$ clap-ds sweep (--cluster jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)
     assert main([*line.split(), "--folder", str(tmp_path / "sweep"), "--dry_run"]) == 0
     scales = {1: "15", 2: "15", 4: "15", 8: "15", 16: "25", 32: "25", 64: "30", 128: "30"}
@@ -167,3 +167,23 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
             options = (f"time=00:{minutes}:00", f"nodes={nodes}", "cpus-per-task=72", "gres=gpu:4", "signal=USR1@60")
             assert {f"#SBATCH --{option}" for option in options} <= lines
             assert run["clap"]["output"] == {"dir": str(tmp_path / "sweep" / "runs"), "run_name": name}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_sweep_whose_files_have_former_names_is_resumed(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("partitions", "booster|gpu:4|infinite|20\n")
+    slurm.write("queue")
+    slurm.write("accounting")
+    folder = _start(tmp_path, "--nodes", "1", "2")
+    (folder / "submission.json").rename(folder / "jobs.json")
+    (folder / "n001" / "job.json").write_text(json.dumps({"state": "completed"}))
+    (folder / "n002" / "job.json").write_text(json.dumps({"state": "failed", "error": "lost n7"}))
+    capsys.readouterr()
+    assert main(["status", str(folder)]) == 0
+    assert "1 completed, 1 failed" in capsys.readouterr().out
+    assert main(["resume", str(folder)]) == 0
+    assert "resubmitting 1 of 2 jobs: n002" in capsys.readouterr().out
+    assert json.loads((folder / "submission.json").read_text())["jobs"][1]["slurm_id"] == "103"
+    assert not (folder / "n002" / "job.json").exists()

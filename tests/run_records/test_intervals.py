@@ -31,7 +31,7 @@ def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
 def test_windows_have_a_range_without_a_percentage() -> None:
     windows, window_s = [10.0, 12.0, 11.0, 9.0, 5.0, 10.0], [2.0] * 4 + [4.0, 2.0]
     assert rates(windows, window_s) == {
-        "mean": pytest.approx(124 / 14), "low": 5, "high": 12, "windows": windows, "window_s": window_s,
+        "mean": pytest.approx(124 / 14), "min": 5, "max": 12, "windows": windows, "window_s": window_s,
     }  # fmt: skip
 
 

@@ -29,5 +29,5 @@ def test_the_end_names_an_export_that_the_model_has(
     write_run: Callable[..., Path], preset: str, export: str | None
 ) -> None:
     first, *rest = next_commands(load_run(write_run(clap={"model": {"preset": preset}})))
-    assert first.startswith("clap-evaluate ")
+    assert first.startswith("clap-ds evaluate ")
     assert [line.endswith(export or "") for line in rest] == [True] * (export is not None)

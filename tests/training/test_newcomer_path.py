@@ -43,7 +43,7 @@ def in_docs(language: str) -> str:
 
 def run(folder: Path, command: list[str], *more: str) -> str:
     program, *arguments = (str(*folder.glob(word)) if word.endswith("-checkpoints") else word for word in command)
-    modules = {"python": [], "clap-shards": ["-m", "clap_ds.shards"], "clap-export": ["-m", "clap_ds.weights.export"]}
+    modules = {"python": [], "clap-ds": ["-m", "clap_ds"]}
     if (module := modules.get(program)) is not None:
         return processes.run([*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
     launched, env = [*commands.deepspeed_launcher(), *arguments, *more], commands.environment()

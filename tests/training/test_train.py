@@ -168,4 +168,4 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
     config, output = run("unreached", max_samples=5 * micro_batch, target_metrics={"zero_shot_top1": 1.0})
     (summary,) = commands.summaries(config)
     assert (summary["step"], summary["time_to_target_s"]) == (5, None)
-    assert f"  clap-evaluate {tmp_path / 'checkpoints'} --deepspeed_config {config}\n" in output
+    assert f"  clap-ds evaluate {tmp_path / 'checkpoints'} --config {config}\n" in output

@@ -1,6 +1,8 @@
-"""`clap-shards build`: pack audio files with captions into tars for training.
+"""Pack audio files with captions into tars for training.
 
-    clap-shards build clips.csv shards --held_out 0.05
+Examples:
+    clap-ds shards build clips.csv shards --held_out 0.05
+    clap-ds shards build sounds/ shards --kind mel --preset htsat_tiny_roberta_base
 
 SOURCE is a CSV or JSONL with a column of paths and columns of captions. Or it is a folder in which each audio file has a
 .txt (one caption per line) or .json (field caption) of the same name. Rows of the same file become one item with several
@@ -59,20 +61,20 @@ def add_build_options(parser: ArgumentParser) -> None:
     add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    more = "fraction of items to hold out at random (default: 0); 1: all, for a test set"
-    add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
-    add_one("--split_column", metavar="NAME", help=f"instead, column with each item's split: {SIDES}")
-    add_one("--fold_column", metavar="NAME", help="instead, column with each item's fold, as in ESC-50")
-    add("--held_out_fold", metavar="FOLD", help="fold to hold out, with --fold_column")
+    more = "hold out this fraction of items at random; 1: all, for a test set"
+    add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="FRACTION", help=more)
+    add_one("--split_column", metavar="NAME", help=f"read each item's split from this column: {SIDES}")
+    add_one("--fold_column", metavar="NAME", help="read each item's fold from this column, as in ESC-50")
+    add("--held_out_fold", metavar="FOLD", help="hold out this fold of --fold_column")
     add = parser.add_argument_group("shards").add_argument
-    more = "approximate size of a shard in MB of SOURCE's files (default: 500)"
+    more = "set the approximate size of a shard in MB of SOURCE's files"
     add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=more)
-    more = "number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
+    more = "set the number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
     add("--shards", type=arguments.whole_number(), metavar="N", help=more)
-    add("--seed", type=int, default=0, metavar="K", help="seed for shuffling and holding out (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="set the seed for shuffling and holding out")
     add_preparation_options(parser, KINDS, default="encoded")
     more = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
-    parser.add_argument("--train_tokenizer", type=arguments.whole_number(261), metavar="VOCABULARY", help=more)
+    parser.add_argument("--train_tokenizer", type=arguments.whole_number(261), metavar="N", help=more)
     shard_writer.add_work(parser)
 
 

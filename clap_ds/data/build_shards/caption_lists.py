@@ -58,11 +58,11 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 def add_columns(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("how to read a list (default: detected)").add_argument
-    add("--audio_column", metavar="NAME", help="column of paths, or a template such as '{id}_{start}.wav'")
-    add("--caption_columns", nargs="+", metavar="NAME", help="columns of captions or class names")
-    more = "columns of several names separated by commas, semicolons or bars, such as FSD50K's labels; split into lists"
+    add("--audio_column", metavar="NAME", help="read paths from this column, or a template such as '{id}_{start}.wav'")
+    add("--caption_columns", nargs="+", metavar="NAME", help="read captions or class names from these columns")
+    more = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
     add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
-    add("--audio_root", type=Path, metavar="DIR", help="folder that paths are relative to (default: the list's)")
+    add("--audio_root", type=Path, metavar="FOLDER", help="set the folder of relative paths (default: the list's)")
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:

@@ -1,6 +1,7 @@
-"""`clap-shards prepare`: preprocess the audio of shards for a model, so that runs needn't decode it.
+"""Preprocess the audio of shards for a model, so that runs needn't decode it.
 
-    clap-shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
+Examples:
+    clap-ds shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
 Each output tar has the name, items and order of its input; only the audio changes. Unusable items are skipped, counted
 and listed in `broken.jsonl`.
@@ -23,8 +24,9 @@ import soundfile
 import torch
 from numpy.typing import NDArray
 
+from clap_ds.config.arguments import add_preset
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import PRESETS, AudioConfig, load_preset
+from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
@@ -94,17 +96,26 @@ def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
     return file.getvalue()
 
 
+ABOUT_KINDS = {
+    "encoded": "the original files",
+    "waveform": "16-bit mono WAV at the model's rate",
+    "mel": "the model's float16 features",
+}
+
+
 def add_preparation_options(parser: ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
-    add = parser.add_argument_group("preprocessing for a model").add_argument
-    what = "waveform: 16-bit mono WAV at the model's rate; mel: the model's float16 features; encoded: original files"
-    add("--kind", choices=kinds, help=what, **more)
-    add("--preset", metavar="NAME", help=f"model preset: {PRESETS}")
+    group = parser.add_argument_group("preprocessing for a model")
+    choices = "; ".join(f"{kind}: {ABOUT_KINDS[kind]}" for kind in kinds)
+    group.add_argument("--kind", choices=kinds, help=f"store audio as this ({choices})", **more)
+    add_preset(group, "prepare for this model")
 
 
 def preparation_of(options: Namespace) -> Preparation | None:
     """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they conflict."""
     if (options.kind == "encoded") == bool(options.preset):
-        raise UserError(f"--kind {options.kind}: waveform and mel require a --preset ({PRESETS}); encoded takes none")
+        raise UserError(
+            f"--kind {options.kind}: waveform and mel require a --preset (see `clap-ds presets`); encoded takes none"
+        )
     if not options.preset:
         return None
     audio = load_preset(options.preset).audio

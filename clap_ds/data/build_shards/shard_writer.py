@@ -137,10 +137,10 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    more, cores = "shards to write in parallel (default: one per core)", len(os.sched_getaffinity(0))
+    more, cores = "write N shards in parallel (default: one per core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
-    more = "exit with code 1 if more than this fraction was unusable (default: 0.01)"
-    parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)
+    more = "exit with code 1 if more than this fraction was unusable"
+    parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="FRACTION", help=more)
 
 
 def print_amount(title: str, records: Sequence[ShardRecord]) -> None:
