@@ -69,7 +69,7 @@ def advise_on_memory(device_type: str) -> str:
     advice = "reduce train_micro_batch_size_per_gpu, or set clap.model.activation_checkpointing"
     if device_type == "cuda":
         return (
-            f"{advice} (`clap-plan --find_micro_batch` calculates the largest micro-batch that fits,"
+            f"{advice} (`clap-ds plan --find_micro_batch` calculates the largest micro-batch that fits,"
             " `clap.bench.find_micro_batch` measures it)"
         )
     return f"{advice}, or run a packaged configuration for CPUs: htsat_tiny_cpu or, to train, train_demo_cpu"
