@@ -3,6 +3,8 @@
 import json
 import os
 import shlex
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from benchmarks import gpu_check
 from benchmarks.common import changed
 from benchmarks.gpu_check import CALLS, Check
 from clap_ds.config.settings import load_run
+from tests.processes import ROOT
 
 MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_length=16 clap.cpu_kernels=off"
 
@@ -55,6 +58,68 @@ def test_every_run_of_the_calls_is_a_run(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(json.dumps(content))
         load_run(tmp_path / "run.json", 1)
     assert {"test_triton_kernels", "test_window_attention"} <= CALLS[2].keys()
+
+
+IMPORTS = """
+import importlib, importlib.metadata, pkgutil, re, sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+import clap_ds
+from benchmarks.gpu_check import CALLS
+
+def plain(name):
+    return re.match("[A-Za-z0-9._-]+", name)[0].lower().replace("_", "-")
+
+def require(name):
+    if name in there:
+        return
+    there.add(name)
+    try:
+        requirements = importlib.metadata.requires(name) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for requirement in requirements:
+        if "extra ==" not in requirement:
+            require(plain(requirement))
+
+there = set()
+for name in ("torch", "torchaudio", "transformers", "triton"):
+    require(name)
+checked = re.search("^CHECKED := (.*)", Path("Makefile").read_text(), re.MULTILINE)[1]
+there |= {"deepspeed", *map(plain, checked.split("|"))}
+providers = importlib.metadata.packages_distributions()
+
+finders = [*sys.meta_path]
+
+class Finder:
+    def find_spec(self, module, *place):
+        if module in providers and there.isdisjoint(map(plain, providers[module])):
+            return None
+        return next(filter(None, (finder.find_spec(module, *place) for finder in finders)), None)
+
+    def find_distributions(self, context):
+        found = PathFinder.find_distributions(context)
+        return (each for each in found if plain(each.name) in there)
+
+sys.meta_path[:] = [Finder()]
+commands = [step.command.split() for steps in CALLS.values() for step in steps.values()]
+modules = {command[1] for command in commands if command[0] == "-m"} | {"clap_ds.data.webdataset", "tests.conftest"}
+files = [Path(command[-1]).relative_to(Path.cwd()) for command in commands if command[1] == "pytest"]
+modules |= {".".join(file.with_suffix("").parts) for file in files}
+for package in ("model", "engine", "benchmark", "run_records"):
+    path = f"{clap_ds.__path__[0]}/{package}"
+    modules |= {each.name for each in pkgutil.walk_packages([path], f"clap_ds.{package}.")}
+for module in sorted(modules):
+    importlib.import_module(module)
+assert "tensorboard" not in sys.modules
+"""
+
+
+@pytest.mark.end_to_end
+def test_all_modules_of_the_calls_import_with_the_packages_that_a_gpu_machine_has() -> None:
+    """Those are torch, torchaudio, transformers, what they require, and the Makefile's `CHECKED`."""
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.end_to_end
