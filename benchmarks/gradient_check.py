@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import make_parser, show, table
+from benchmarks.common import make_parser, save, show, table
 from benchmarks.dropout_check import check_dropout
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
@@ -107,11 +107,11 @@ def compare(
             compiled_errors[name].append(float((compiled[name] - gradient).norm()) / max(norm, floor))
         rows = list[dict[str, Any]]()
         for name, values in norms.items():
-            row = {"name": name, "norm": median(values)}
-            row["eager"] = median(eager_errors[name])
-            row["compiled"] = median(compiled_errors[name])
-            row["share"] = row["compiled"] / (FACTOR * row["eager"] + SLACK)
-            rows.append({**row, "wrong": row["share"] > 1})
+            eager_error = median(eager_errors[name])
+            compiled_error = median(compiled_errors[name])
+            share = compiled_error / (FACTOR * eager_error + SLACK)
+            row = {"name": name, "norm": median(values), "eager": eager_error, "compiled": compiled_error}
+            rows.append({**row, "share": share, "wrong": share > 1})
         yield sorted(rows, key=lambda row: -row["share"])
 
 
@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = dropout_rows
     for row in check_dropout(device):
         dropout_rows.append(row)
-        show(options.output, table(COLUMNS, rows), rows)
+        print(row["name"], "wrong" if row["wrong"] else "right", sep=": ", flush=True)
+        save(options.output, table(COLUMNS, rows), rows)
     for gradient_rows in compare(load_run(options.deepspeed_config, 1), device, options.clips):
         rows = [*dropout_rows, *gradient_rows]
         wrong = [row["name"] for row in rows if row["wrong"]]
