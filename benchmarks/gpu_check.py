@@ -134,12 +134,15 @@ def archive(folder: Path, root: Path, target: Path, since_s: float = 0.0) -> Non
     def is_kept(path: Path) -> bool:
         return path.is_file() and not path.name.endswith(BULKY) and path.stat().st_mtime >= since_s
 
-    if files := [path for path in sorted(folder.rglob("*")) if is_kept(path)]:
-        part = target.with_name(f".{target.name}")
-        with tarfile.open(part, "w:xz", preset=0) as tar:
-            for path in files:
-                tar.add(path, path.relative_to(root))
-        part.replace(target)
+    part = target.with_name(f".{target.name}")
+    try:
+        if files := [path for path in sorted(folder.rglob("*")) if is_kept(path)]:
+            with tarfile.open(part, "w:xz", preset=0) as tar:
+                for path in files:
+                    tar.add(path, path.relative_to(root))
+            part.replace(target)
+    except OSError as error:  # such as a full disk: the next steps still print what they measure
+        print(f"warning: {target} can't be written: {error}", flush=True)
 
 
 def restore(archives: Iterable[Path], target: Path) -> None:
