@@ -8,7 +8,8 @@
 # make docs        build the site of docs/ in site/; broken links are errors
 # make pictures    redraw the committed pictures whose records or drawing code have changed
 # make report      RUNS="…" [OUTPUT=report]: write one HTML page about runs, logs or tables
-# make gpu-check   benchmark and test this machine's GPU in three calls of 9 minutes (CALL=1, 2, 3), kept under results/
+# make gpu-check   benchmark and test this machine's GPU in three calls of 9 minutes (CALL=1, 2, 3), kept under results/;
+#                  MINUTES=… sets a call's length
 # make wheelhouse  collect wheels for a machine without an index; for another kind: TARGET_PYTHON=3.12 TARGET_MACHINE=aarch64;
 #                  FOR=gpu-check: only those that gpu-check needs beyond torch, torchaudio and transformers
 # Each sets up .venv first. PYTHON=… uses another interpreter's packages and installs nothing.
@@ -104,7 +105,7 @@ LACKING = import importlib.metadata, pathlib, sys; plain = lambda name: name.low
 gpu-check: $(READY)
 	@$(if $(READY),,"$(PYTHON)" -c '$(LACKING)' $(wildcard $(WHEELHOUSE)/*.whl) | xargs -r "$(PYTHON)" -m pip install \
 	    --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target runs/packages)
-	"$(PYTHON)" -m benchmarks.gpu_check $(or $(CALL),1) $(if $(OUTPUT),--output "$(OUTPUT)")
+	"$(PYTHON)" -m benchmarks.gpu_check $(or $(CALL),1) $(if $(MINUTES),--minutes "$(MINUTES)") $(if $(OUTPUT),--output "$(OUTPUT)")
 
 # This package and all pins of constraints.txt, except those of which a GPU machine has its own builds.
 WHEELHOUSE := wheelhouse

@@ -17,6 +17,7 @@ OWN, AVX2 = {"CXX": "false"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # no compiler, no 
 KINDS = {  # environment variables, and the ATen capabilities that the kind disables
     "native kernels": ({}, ""),
     "torch's": (OWN, ""),
+    "oneDNN without AMX": (OWN | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, "AVX512"),  # as on AMD since Zen 4
     "oneDNN without bf16": (OWN | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX512"),
     "oneDNN AVX2": (OWN | AVX2, "AVX512"),
     "ATen AVX2": (OWN | {"ATEN_CPU_CAPABILITY": "avx2"}, "AVX512"),

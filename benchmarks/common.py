@@ -31,8 +31,13 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def show(output: Path | None, text: str, figures: Any) -> None:
-    """Print the text. If `output` is given, write it there with command and commit, and the figures to a JSON next to it."""
+    """Print the text, and `save` it."""
     print(text, flush=True)
+    save(output, text, figures)
+
+
+def save(output: Path | None, text: str, figures: Any) -> None:
+    """If `output` is given, replace it by the text with command and commit, and the JSON next to it by the figures."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         made_by = f"Made by `{' '.join(['python', *sys.orig_argv[1:]])}` at commit {commit()}."

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tarfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +40,7 @@ class Check(NamedTuple):
 
 
 PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
-JOIN = "-m benchmarks.plan_validation --profiles {call} --gpu {gpu} --output {call}/efficiencies.md"
+JOIN = "-m benchmarks.plan_validation --profiles {call}/.. --gpu {gpu} --output {call}/efficiencies.md"
 GRADIENTS = "-m benchmarks.gradient_check --deepspeed_config {config}"
 TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
 PEERS = (
@@ -48,6 +49,7 @@ PEERS = (
 )
 SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
 LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"
+TORCHS_TEXT_ATTENTION = "htsat_tiny clap.model.text_attention_impl=torch"
 HALF = "htsat_tiny train_micro_batch_size_per_gpu=308"  # the baselines' full batch doesn't fit 80 GB
 SOUNDS = (
     "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
@@ -58,36 +60,38 @@ PREPARE = (
 SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
 CALLS = {
     1: {
-        "environment": Check(30, command="-m torch.utils.collect_env"),
-        "kernels": Check(90, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
-        "compile_off": Check(80, "htsat_tiny clap.compile=off"),
-        "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
+        "kernels": Check(130, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
         "htsat_tiny": Check(210),
         "profile_compiled": Check(80, "htsat_tiny clap.compile=towers", PROFILE),
-        "profile_eager": Check(60, "htsat_tiny clap.compile=off", PROFILE),
-        "mix_order_off": Check(100, variables=("TORCHINDUCTOR_MIX_ORDER_REDUCTION=0",)),
-        "loops_half": Check(90, HALF, f"{PEERS} loops"),
-        "efficiencies": Check(60, command=JOIN),
+        "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
+        "htsat_base": Check(200, "htsat_base"),
+        "text_attention_torch": Check(100, TORCHS_TEXT_ATTENTION),
+        "htsat_tiny_again": Check(60),
+        "text_attention_torch_again": Check(60, TORCHS_TEXT_ATTENTION),
     },
     2: {
         "losses_eager": Check(70, f"{LOSSES} clap.compile=off"),
         "losses_compiled": Check(240, f"{LOSSES} clap.compile=towers"),
+        "compile_off": Check(80, "htsat_tiny clap.compile=off"),
+        "profile_eager": Check(60, "htsat_tiny clap.compile=off", PROFILE),
         "attention_sdpa": Check(100, "htsat_tiny clap.model.attention_impl=sdpa"),
         "mlp_torch": Check(100, "htsat_tiny clap.model.mlp_impl=torch"),
-        "text_attention_torch": Check(100, "htsat_tiny clap.model.text_attention_impl=torch"),
         "max_autotune": Check(170, "htsat_tiny clap.compile=towers-max-autotune"),
         **{path.stem: Check(90, command=f"{TESTS} {path}")
            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
+        "environment": Check(30, command="-m torch.utils.collect_env"),
+        "efficiencies": Check(180, command=JOIN),
     },
     3: {
-        "htsat_base": Check(270, "htsat_base"),
         "htsat_tiny_amp": Check(70, "htsat_tiny_amp"),
         "loops": Check(150, command=f"{PEERS} loops"),
+        "loops_half": Check(90, HALF, f"{PEERS} loops"),
         "transformers_half": Check(90, HALF, f"{PEERS} transformers"),
         "htsat_base_amp": Check(70, "htsat_base_amp"),
         "sounds": Check(60, command=SOUNDS),
         "prepare": Check(60, command=PREPARE),
         "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
+        "mix_order_off": Check(100, variables=("TORCHINDUCTOR_MIX_ORDER_REDUCTION=0",)),
         "specaugment": Check(60, command="-m benchmarks.specaugment --clips 64 308 616 --output {folder}/specaugment.md"),
     },
 }  # fmt: skip
@@ -112,27 +116,53 @@ def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, A
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
     command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
-    row = {
-        "step": folder.name,
-        **run_config(content, ["env", *step.variables, sys.executable, *command], folder, limit_s),
-    }
-    print((folder / "output.log").read_text(errors="replace"), flush=True)
+    try:
+        row = run_config(content, ["env", *step.variables, sys.executable, *command], folder, limit_s)
+    finally:
+        print((folder / "output.log").read_text(errors="replace"), flush=True)
+    row["losses"] = []
     for path in folder.glob("run-*/metrics.jsonl"):
-        lines = map(json.loads, path.read_text().splitlines())
-        row["losses"] = [line["loss"] for line in lines if "loss" in line]
+        for line in path.read_text().splitlines():
+            with suppress(ValueError, KeyError):  # other records, and a killed run's last line
+                row["losses"].append(json.loads(line)["loss"])
     return row
 
 
-def archive(folder: Path, target: Path) -> None:
-    """Archive a folder without shards and compiler intermediates."""
-    with tarfile.open(part := target.with_name(f".{target.name}"), "w:xz", preset=0) as tar:
-        tar.add(folder, folder.name, filter=lambda member: None if member.name.endswith(BULKY) else member)
-    part.replace(target)
+def archive(folder: Path, root: Path, target: Path, since_s: float = 0.0) -> None:
+    """Archive a folder's files that changed since a time, by their paths in `root`, without shards and intermediate code."""
+
+    def is_kept(path: Path) -> bool:
+        return path.is_file() and not path.name.endswith(BULKY) and path.stat().st_mtime >= since_s
+
+    part = target.with_name(f".{target.name}")
+    try:
+        if files := [path for path in sorted(folder.rglob("*")) if is_kept(path)]:
+            with tarfile.open(part, "w:xz", preset=0) as tar:
+                for path in files:
+                    tar.add(path, path.relative_to(root))
+            part.replace(target)
+    except OSError as error:  # such as a full disk: the next steps still print what they measure
+        print(f"warning: {target} can't be written: {error}", flush=True)
+
+
+def restore(archives: Iterable[Path], target: Path) -> None:
+    for path in archives:
+        with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(path) as tar:
+            tar.extractall(target, filter="data")
+
+
+def compare_losses(rows: list[dict[str, Any]]) -> None:
+    """Add the largest relative difference of compiled losses from eager ones to their row."""
+    steps = {row["step"]: row for row in rows}
+    eager_losses = steps.get("losses_eager", {}).get("losses", [])
+    if compiled_losses := steps.get("losses_compiled", {}).get("losses", []):
+        pairs = zip(compiled_losses, eager_losses, strict=False)
+        differences = [abs(compiled / eager - 1) for compiled, eager in pairs]
+        steps["losses_compiled"]["loss_difference"] = max(differences, default=None)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a call's steps; save the table after each, archives at the end. Return 1 if one isn't complete; UserError without
-    a GPU."""
+    """Run a call's steps, and save table and archives after each. Return 1 if one isn't complete; UserError without a GPU."""
     parser = make_parser(__doc__)
     parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
@@ -150,25 +180,28 @@ def main(argv: list[str] | None = None) -> int:
     folder = work_folder() / "runs" / "gpu_check" / short / f"call{options.call}"
     caches = compile_cache_dir("gpu_check")
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(kept / "caches.tar.xz") as tar:
-        tar.extractall(caches.parent, filter="data")
+    others = f"call[!{options.call}]_profile_*.tar.xz"
+    restore([*kept.glob("caches*.tar.xz")], caches.parent)
+    restore([*kept.glob(others)], folder.parent.parent)
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
     rows: list[dict[str, Any]] = []
     for name, step in CALLS[options.call].items():
+        row: dict[str, Any] = {"step": name, "state": "no time left", "seconds": 0.0}
+        rows.append(row)
+        began_s = time.time()
         left_s = deadline_s - time.monotonic() - FEWEST_S
-        if left_s < FEWEST_S:
-            rows.append({"step": name, "state": "no time left", "seconds": 0.0})
-        else:
-            rows.append(run_step(step, folder / name, min(step.most_s, left_s), gpu))
-        if name == "losses_compiled" and rows[0].get("losses") and rows[1].get("losses"):
-            pairs = zip(rows[1]["losses"], rows[0]["losses"], strict=False)
-            rows[1]["loss_difference"] = max(abs(compiled / eager - 1) for compiled, eager in pairs)
-        show(folder / "table.md", f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}", rows)
-        shutil.copy(folder / "table.md", kept / f"call{options.call}.md")
-        if (shares := folder / "efficiencies.json").exists():
-            shutil.copy(shares, kept)
-    archive(folder, kept / f"call{options.call}.tar.xz")
-    archive(caches, kept / "caches.tar.xz")
+        try:
+            if left_s >= FEWEST_S:
+                row["state"] = "interrupted"
+                row |= run_step(step, folder / name, min(step.most_s, left_s), gpu)
+        finally:  # also if this call is ended
+            compare_losses(rows)
+            show(folder / "table.md", f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}", rows)
+            shutil.copy(folder / "table.md", kept / f"call{options.call}.md")
+            if (shares := folder / "efficiencies.json").exists():
+                shutil.copy(shares, kept)
+            archive(folder / name, folder.parent, kept / f"call{options.call}_{name}.tar.xz")
+            archive(caches, caches.parent, kept / f"caches_{len([*kept.glob('caches*')]):03}.tar.xz", began_s)
     return int(any(row["state"] != "completed" for row in rows))
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import make_parser, show, table
+from benchmarks.common import make_parser, save, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.mlp_triton import supports, triton_mlp
@@ -171,15 +171,18 @@ def main(argv: list[str] | None = None) -> None:
     for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
         audio = load_preset(f"{preset}_roberta_base").audio
         cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]
+    device = torch.cuda.get_device_name()
+    title = f"# {device}: copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s"
+    print(title, table(COLUMNS, []), sep="\n\n", flush=True)
     for case in (*cases, *text_cases(options.clips)):
         for row in rows_of(case):
             row["least_ms"] = 1000 * max(row["bytes"] / bandwidth, row["flops"] / rate)
             rows.append(row | ({"share": row["least_ms"] / row["ms"]} if "ms" in row else {}))
+            print(table(COLUMNS, rows[-1:]).splitlines()[-1], flush=True)
+        # After every case, because the command may be ended at any time.
+        figures = {"device": device, "bandwidth": bandwidth, "flops_per_s": rate, "rows": rows}
+        save(options.output, f"{title}\n\n{table(COLUMNS, rows)}", figures)
         torch.cuda.empty_cache()
-    device = torch.cuda.get_device_name()
-    title = f"# {device}: copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s"
-    figures = {"device": device, "bandwidth": bandwidth, "flops_per_s": rate, "rows": rows}
-    show(options.output, f"{title}\n\n{table(COLUMNS, rows)}", figures)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from clap_ds.config.files import own_folder
 from clap_ds.distributed.collectives import rank
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.run_records.jsonl import warn_on_disk_full
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Scalar = tuple[str, float, int]  # tag, value, samples trained on so far
 BINS = 64  # of histograms
@@ -30,6 +32,8 @@ class Scalars:
         place = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
         self._tensorboard: SummaryWriter | None = None
         if section.get("enabled", True) and rank() == 0:
+            from torch.utils.tensorboard import SummaryWriter  # a machine that only runs gpu_check lacks tensorboard
+
             with warn_on_disk_full(place), own_folder(place):  # TensorBoard would follow a link
                 # TensorBoard discards entries of samples that will be trained on again.
                 self._tensorboard = SummaryWriter(str(place), purge_step=deepspeed.global_samples + 1)

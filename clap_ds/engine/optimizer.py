@@ -163,9 +163,14 @@ def scale_rates(optimizer: Any) -> None:
     optimizer.step = step
 
 
+def grouped_parameters(optimizer: Any) -> list[list[Tensor]]:
+    """Return the model's parameters in the groups and order of its optimizer, or of DeepSpeed's wrapper around that."""
+    return getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+
+
 def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimizer's fp32 weights by name, in its order; they may be the model's own."""
-    groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+    groups = grouped_parameters(optimizer)
     masters: Iterable[Any] = getattr(optimizer, "fp32_groups", groups)
     if hasattr(optimizer, "fp32_groups_flat"):
         masters = map(_unflatten_dense_tensors, optimizer.fp32_groups_flat, groups)

@@ -1,15 +1,21 @@
-"""Get and set the engine state that training resumes from, without pickles: ZeRO-0 state, fp32 weights, description."""
+"""Get and set the engine state that training resumes from, without pickles: ZeRO-0 state, fp32 weights, description.
+
+An optimizer's state has no names: it is by position in a group, or one flat tensor per group. In checkpoints each group is in
+the order of the model's parameters, whatever order the optimizer has (`factory.parameter_groups`).
+"""
 
 from typing import Any
 from warnings import catch_warnings
 
 import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from clap_ds.engine.compile import reason_of
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
+from clap_ds.engine.optimizer import grouped_parameters
 from clap_ds.weights.formats import Checkpoint
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -18,12 +24,12 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 def engine_state(engine: ClapEngine) -> dict[str, Any]:
     """Return weights in the model's dtypes, optimizer and scheduler state, and DeepSpeed's counters. At ZeRO-0 they are the
-    same on all ranks. Tensors are the engine's own."""
+    same on all ranks. Tensors are the engine's own, except for copies of groups that had another order."""
     engine.count_skipped()
     deepspeed = engine.deepspeed
     return {
         "module": deepspeed.module.state_dict(),
-        "optimizer": deepspeed.optimizer.state_dict(),
+        "optimizer": _reorder_groups(deepspeed.optimizer.state_dict(), engine, to_model_order=True),
         "lr_scheduler": None if deepspeed.lr_scheduler is None else deepspeed.lr_scheduler.state_dict(),
         **{name: getattr(deepspeed, name) for name in COUNTERS},
     }
@@ -36,7 +42,7 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object) 
     own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
         deepspeed.module.load_state_dict(state["module"])
-        deepspeed.optimizer.load_state_dict(state["optimizer"])
+        deepspeed.optimizer.load_state_dict(_reorder_groups(state["optimizer"], engine, to_model_order=False))
         for name in COUNTERS:
             setattr(deepspeed, name, int(state[name]))
     except Exception as error:  # of many types
@@ -45,6 +51,37 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object) 
         group |= options
     schedule = state["lr_scheduler"] or {}  # its steps don't count those that DeepSpeed skipped
     _advance(engine, schedule.get("last_epoch", 1 + schedule.get("last_batch_iteration", deepspeed.global_steps - 1)))
+
+
+def _reorder_groups(state: dict[str, Any], engine: ClapEngine, *, to_model_order: bool) -> dict[str, Any]:
+    """Return an optimizer's state, of torch or of DeepSpeed's 16-bit wrappers, with each group's parameters in the order of the
+    model, or from that order in the optimizer's. The given state doesn't change."""
+    positions = {id(parameter): position for position, parameter in enumerate(engine.model.parameters())}
+    reordered = tree_map(lambda leaf: leaf, state)  # copies dictionaries and lists, not tensors
+    inner = reordered.get(OPTIMIZER_STATE_DICT, reordered)
+    for number, parameters in enumerate(grouped_parameters(engine.deepspeed.optimizer)):
+        in_model_order = sorted(parameters, key=lambda parameter: positions[id(parameter)])
+        orders = (parameters, in_model_order) if to_model_order else (in_model_order, parameters)
+        if "fp32_groups_flat" in state:
+            moments = inner["state"].get(number, {})
+            for name in moments.keys() - {"step"}:
+                moments[name] = _reorder(moments[name], *orders)
+        else:
+            group = inner["param_groups"][number]
+            group["params"] = _reorder(group["params"], *orders)
+        for name in {"fp32_groups", "fp32_groups_flat"} & state.keys():
+            reordered[name][number] = _reorder(state[name][number], *orders)
+    return reordered
+
+
+def _reorder(values: Any, before: list[Tensor], after: list[Tensor]) -> Any:
+    """Return a list of a value per parameter, or their flat tensor, in the order `after` instead of `before`."""
+    if [*map(id, before)] == [*map(id, after)]:
+        return values
+    parts = values.split([parameter.numel() for parameter in before]) if isinstance(values, Tensor) else values
+    parts_by_parameter = {id(parameter): part for parameter, part in zip(before, parts, strict=True)}
+    reordered = [parts_by_parameter[id(parameter)] for parameter in after]
+    return torch.cat(reordered) if isinstance(values, Tensor) else reordered
 
 
 def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samples: int) -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,28 @@ def test_wrong_and_failing_kernels_are_rows(monkeypatch: pytest.MonkeyPatch) -> 
     assert forward["ms"] == backward["torch_ms"] == 1
     assert next(rows_of(case(ours=lambda x, w: 1.5 * F.linear(x, w))))["error"] > 0.3
     assert next(rows_of(case(ours=broken)))["note"] == "no kernel image"
+
+
+def test_rows_before_a_case_that_ends_the_command_are_kept_and_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(*_: Tensor) -> Tensor:
+        raise SystemExit(143)
+
+    case = Case("linear", "16", F.linear, F.linear, [(6, 8, 16), (32, 16)], (1.0, 2.0), (1.0, 2.0))
+    monkeypatch.setattr(kernel_times, "text_cases", lambda _: [case, case._replace(kernel="ends", ours=end)])
+    for name in ("attention_cases", "mlp_cases"):
+        monkeypatch.setattr(kernel_times, name, lambda *_: [])
+    monkeypatch.setattr(kernel_times, "median_ms", lambda function: float(function() is not None))
+    monkeypatch.setattr(kernel_times, "peaks", lambda: (1e12, 1e15))
+    monkeypatch.setattr(torch, "set_default_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(SystemExit):
+        kernel_times.main(["--output", str(tmp_path / "kernels.md")])
+    for text in (capsys.readouterr().out, (tmp_path / "kernels.md").read_text()):
+        assert text.count("linear") == 2
 
 
 @pytest.mark.parametrize("cases", [attention_cases, mlp_cases])

@@ -19,6 +19,7 @@ from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import pack
 from clap_ds.model.text import TextTower
+from tests.cpu_kernels.exactness import ROUNDING
 from tests.kernels import needs_kernels
 from tests.model.reference_clap import clips
 
@@ -89,24 +90,26 @@ def kinds(model: nn.Module) -> dict[str, int]:
     return Counter(type(module).__name__ for module in model.modules() if isinstance(module, NATIVE))
 
 
-def assert_as_exact_as_torch(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> None:
-    exact, theirs, ours = (results(model, inputs) for model in (build(), build().to(BF16), native(build())))
+def assert_within_roundings(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> None:
+    """Compare a tower in bf16 with torch's operations in fp32. Some gradients are small differences of large sums, and have 23
+    roundings of their size as error, with torch's operations as with ours. Most have 3 to 5."""
+    exact = results(build(), inputs)
+    ours = results(native(build()), inputs)
     assert ours.keys() == exact.keys()
     for name, wanted in exact.items():
-        error, usual = (float((each[name] - wanted).norm()) for each in (ours, theirs))
         if not name.endswith("key.bias"):  # its gradient is 0 up to rounding
-            assert error <= 1.3 * usual + 1e-3 * float(wanted.norm()), name
+            assert float((ours[name] - wanted).norm()) <= 48 * ROUNDING * float(wanted.norm()), name
 
 
 def test_audio_tower() -> None:
-    assert_as_exact_as_torch(audio_tower, mels())
+    assert_within_roundings(audio_tower, mels())
     assert kinds(native(audio_tower())) == {"NativePatchEmbed": 1, "NativeSwinBlock": 4, "NativePatchMerging": 1}
 
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 @pytest.mark.parametrize("form", ["full", "padded", "packed"])
 def test_text_tower(form: str, pooling: str) -> None:
-    assert_as_exact_as_torch(functools.partial(text_tower, pooling), captions(form))
+    assert_within_roundings(functools.partial(text_tower, pooling), captions(form))
     assert kinds(native(text_tower(pooling))) == {"NativeTextLayer": 2}
 
 

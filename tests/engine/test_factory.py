@@ -1,5 +1,6 @@
 """Compare learning rates by tower with torch's AdamW with a group per parameter, for every kind of schedule."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,13 @@ from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
 from clap_ds.config.errors import CollectiveUserError
+from clap_ds.config.model import load_preset
+from clap_ds.config.schema import TrainSettings
 from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.factory import fetch_from_hub
+from clap_ds.engine.factory import fetch_from_hub, parameter_groups
 from clap_ds.engine.state import fp32_state
+from clap_ds.model.clap import ClapModel
 from clap_ds.weights import hub
 from tests.engine import test_engine as on
 from tests.engine.plain_ddp import PlainDDP
@@ -67,6 +71,32 @@ def test_updates_are_adamws_with_a_rate_for_each_tower(
 ) -> None:
     differences = two_ranks.run(_difference, precision, kind, stepping)
     assert all(difference <= on.ROUNDINGS for difference in differences), differences
+
+
+@pytest.mark.parametrize("preset", ["htsat_tiny_roberta_base", "htsat_base_roberta_base"])
+def test_every_parameter_of_published_presets_starts_aligned_in_its_flat_group(preset: str) -> None:
+    """Two position tables of 900 elements can't both; nothing comes behind them."""
+    with torch.device("meta"):
+        model = ClapModel(load_preset(preset)).bfloat16()
+    for group in parameter_groups(model, TrainSettings()):
+        sizes = [parameter.numel() for parameter in group["params"]]
+        starts = [0, *itertools.accumulate(sizes)]
+        misaligned = [size for start, size in zip(starts, sizes, strict=False) if start % 8]
+        assert misaligned in ([], [900]), group["name"]
+
+
+def _starts_of_flat_groups() -> list[tuple[int, int]]:
+    """Return the address, modulo 16, and the size of each 16-bit parameter of a micro model in its engine."""
+    engine = on._engine(on.settings("bf16", 1), "")
+    parameters = [each for each in engine.model.parameters() if each.dtype == torch.bfloat16]
+    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 2  # with and without decay
+    return [(parameter.data_ptr() % 16, parameter.numel()) for parameter in parameters]
+
+
+def test_parameters_of_even_size_start_aligned_in_deepspeeds_buffer(one_rank: RankPool) -> None:
+    (starts,) = one_rank.run(_starts_of_flat_groups)
+    assert any(size % 8 for _, size in starts)
+    assert {remainder for remainder, size in starts if size % 8 == 0} == {0}
 
 
 def _refusal() -> tuple[str, int]:

@@ -62,8 +62,11 @@ def test_equals_transformers_in_values_gradients_and_statistics(training: bool) 
     expected = {name: each.grad for name, each in theirs.clap.named_parameters() if each.grad is not None}
     own = to_names(gradients, transformers_names)
     assert own.keys() == expected.keys()
-    for name, gradient in expected.items():  # for biases before a norm or of keys, just rounding errors
-        torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-6)
+    # Gradients of biases before a norm, or of keys, are only rounding errors, of sums as large as others' gradients.
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    rounding = torch.finfo(torch.float32).eps * largest
+    for name, gradient in expected.items():
+        torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 16 * rounding)
     buffers, statistics = dict(theirs.clap.named_buffers()), to_names(dict(model.named_buffers()), transformers_names)
     for name, value in statistics.items():
         if "running" in name or "num_batches" in name:

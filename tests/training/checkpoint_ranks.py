@@ -23,10 +23,12 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import gather, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
+from clap_ds.engine import factory
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import freeze
 from clap_ds.engine.loss import LOSSES
+from clap_ds.engine.optimizer import master_weights
 from clap_ds.engine.state import fp32_state
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
@@ -131,6 +133,39 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
     steps = second.steps, second.deepspeed.global_steps, second.deepspeed.skipped_steps
     found = {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded}
     return {**found, "steps": steps}
+
+
+def resumed_in_another_order(
+    folder: str, precision: str, optimizer: dict[str, Any], alignments: tuple[int, int]
+) -> tuple[list[list[str]], list[dict[str, list[float]]]]:
+    """Save a run with groups of one alignment, and resume it with another. Return both optimizers' orders of parameters, and
+    their masters and moments by name."""
+    run = settings(precision, optimizer=optimizer)
+    engines = []
+    for alignment in alignments:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(factory, "ALIGNED", alignment)
+            engines.append(engine(run, alignment))
+    first, second = engines
+    losses(first, 0, 3)
+    Checkpointer(folder).save(first, progress(3))
+    load(Checkpointer(folder), second)
+    return [[*each.masters] for each in engines], [_masters_and_moments(each) for each in engines]
+
+
+@torch.no_grad()
+def _masters_and_moments(trained: ClapEngine) -> dict[str, list[float]]:
+    """Return each parameter's master weights, first and second moments. Overwrites the engine's."""
+    outer = trained.deepspeed.optimizer
+    inner = getattr(outer, "optimizer", outer)
+    values: dict[str, list[float]] = {name: master.flatten().tolist() for name, master in trained.masters.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for group in inner.param_groups:
+            for master in group["params"]:
+                master.copy_(inner.state[master][moment])
+        for name, master in master_weights(trained.model, outer).items():
+            values[name] += master.flatten().tolist()
+    return values
 
 
 def save(

@@ -33,6 +33,25 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         assert saved.path == tmp_path / "step-00000003"
 
 
+@pytest.mark.parametrize("alignments", [(1, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        ("bf16", {"type": "AdamW", "params": {"lr": 5e-3}}),
+        ("bf16", {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}),
+        ("fp32", {"type": "AdamW", "params": {"lr": 5e-3}}),
+    ],
+    ids=["flat", "parameter by parameter", "fp32"],
+)
+def test_a_checkpoint_of_another_order_of_parameters_resumes_exactly(
+    one_rank: RankPool, tmp_path: Path, precision: str, optimizer: dict[str, Any], alignments: tuple[int, int]
+) -> None:
+    """Optimizer groups in the model's order (alignment 1) are those of earlier versions."""
+    ((orders, states),) = one_rank.run(ranks.resumed_in_another_order, str(tmp_path), precision, optimizer, alignments)
+    assert orders[0] != orders[1]
+    assert states[0] == states[1]
+
+
 def test_what_is_written_behind_training_is_the_state_when_it_began(two_ranks: RankPool, tmp_path: Path) -> None:
     found = two_ranks.run(ranks.save_behind, str(tmp_path))
     assert found[0][0][0].stalled_s == 5.0
