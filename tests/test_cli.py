@@ -64,6 +64,26 @@ def test_a_run_is_given_by_the_same_option_everywhere(command: str, monkeypatch:
     assert {"--config", "--deepspeed_config"} <= {*action.option_strings}
 
 
+def test_commands_and_options_that_pages_name_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "analysis/FLOPS.md")),
+    ]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    found = re.findall(r"(?:`|\$ |do |gpus-per-node=\d )clap-ds ((?:shards|sweep) [a-z]+|[a-z]+)\b([^`\n|;#]*)", text)
+    assert len(found) > 50
+    options: dict[str, set[str]] = {}
+    for command, line in found:
+        assert command in COMMANDS, f"clap-ds {command}{line}"
+        if command not in options:
+            options[command] = {
+                name for action in helped(command, monkeypatch)._actions for name in action.option_strings
+            }
+        named = re.findall(r"(?<= )--\w+", line.partition(" -- ")[0])
+        assert {*named} <= options[command], f"clap-ds {command}{line}"
+    assert not re.search(r"(python3?|-m) (-m )?(analysis|clap_ds)[/.](?!model|config|launch|distributed)", text)
+
+
 def test_commands_are_imported_only_if_they_are_chosen() -> None:
     """In a new process: this one has imported everything."""
     program = """

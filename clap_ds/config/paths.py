@@ -48,10 +48,11 @@ def find_config(path: Path) -> Path:
     if path.parent == Path() and path.suffix in ("", ".json") and not path.is_file() and packaged.is_file():
         return packaged
     if not path.exists():
-        from clap_ds.config.errors import UserError  # not at the top: setup.py runs this file alone
+        from clap_ds.config.errors import UserError, did_you_mean  # not at the top: setup.py runs this file alone
 
-        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
-        raise UserError(f"{path}: no such file (packaged configurations: {names})")
+        names = sorted(file.stem for file in CONFIGS.glob("*.json"))
+        near = did_you_mean(path.stem, names, most_listed=0)
+        raise UserError(f"{path}: no such file{near} (packaged configurations: {', '.join(names)})")
     return path
 
 
