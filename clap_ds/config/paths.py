@@ -52,7 +52,7 @@ def find_config(path: Path) -> Path:
 
         names = sorted(file.stem for file in CONFIGS.glob("*.json"))
         near = did_you_mean(path.stem, names, most_listed=0)
-        raise UserError(f"{path}: no such file{near} (`clap-ds presets` lists the packaged configurations)")
+        raise UserError(f"{path}: no such file{near} (packaged configurations: {', '.join(names)})")
     return path
 
 

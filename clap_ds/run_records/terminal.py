@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from clap_ds.config.errors import printable
-from clap_ds.run_records.metrics_schema import Summary
+from clap_ds.run_records.metrics_schema import Summary, current
 
 
 class Progress:
@@ -56,7 +56,7 @@ def print_summary(summary: Summary) -> None:
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield name and value of the final table's rows."""
-    rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
+    rate, step = current(summary)["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
     yield f"  range of {len(rate['windows'])} windows", f"{rate['min']:,.2f} – {rate['max']:,.2f}"
