@@ -21,6 +21,8 @@ from clap_ds.distributed.hostfile import expand_by_slurm, format_hostfile, slots
 
 def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
     """Write the hostfile to `output`, or print it."""
+    if nodelist is None and not os.environ.get("SLURM_JOB_NODELIST"):
+        raise ValueError("SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots")
     if nodelist is None:
         hosts = slots_from_slurm(os.environ, slots)
     elif slots is None:

@@ -103,10 +103,7 @@ def slots_from_slurm(
     in_step = environment.get("SLURM_STEP_TASKS_PER_NODE", "") == tasks_per_node
     variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
     if not (nodelist := environment.get(variable)):
-        raise ValueError(
-            f"{variable} is not set: run inside an allocation, such as salloc's shell"
-            " (clap-ds hostfile --nodelist LIST --slots N works elsewhere, too)"
-        )
+        raise ValueError(f"{variable} is not set: run inside an allocation, such as salloc's shell")
     hosts = expand_by_slurm(nodelist)
     if wanted is not None:
         return dict.fromkeys(hosts, wanted)

@@ -167,7 +167,7 @@ def test_outside_an_allocation_only_options_of_the_command_are_named(
     assert preflight.main([]) == 2
     message = capsys.readouterr().err
     assert "inside an allocation" in message
-    assert "--slots" not in message
+    assert "--nodelist" not in message
 
 
 @pytest.mark.parametrize("line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"])
