@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,52 @@ def commands(rule: str, *pages: str) -> list[str]:
 
 
 LOADED = commands(r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+")
+
+
+MAIN_COMMANDS = {
+    "deepspeed --hostfile H clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json",
+    "clap-ds flops --deepspeed_config ds_configs/htsat_tiny.json --context_length 514",
+    "clap-ds scaling analysis/published/jupiter_htsat_tiny.csv",
+    "clap-ds plot analysis/published/*.csv --output scaling.png",
+}
+
+
+def readme_outputs() -> dict[str, list[str]]:
+    """Return the lines that README shows below each command of its first section, without white space at their ends."""
+    first_section = PAGES["README.md"].split("\n## ")[1]
+    outputs: dict[str, list[str]] = {}
+    for block in re.findall(r"^```console\n(.*?)^```", first_section, re.MULTILINE | re.DOTALL):
+        for text in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *lines = text.splitlines()
+            outputs[re.split(r"\s{2,}#", command)[0]] = [line.strip() for line in lines]
+    return outputs
+
+
+def test_readme_first_section_shows_the_main_commands() -> None:
+    assert readme_outputs().keys() == MAIN_COMMANDS
+
+
+def test_readme_benchmark_output_is_in_its_record() -> None:
+    (shown,) = (lines for command, lines in readme_outputs().items() if command.startswith("deepspeed"))
+    with tarfile.open(ROOT / "results" / "h200" / "step.tar.xz") as archive:
+        log = archive.extractfile("step/bench.log")
+        assert log is not None
+        recorded = log.read().decode()
+    lines = {" ".join(line.strip("│ ").replace("│", " ").split()) for line in recorded.splitlines()}
+    assert len(shown) > 3
+    assert {" ".join(line.split()) for line in shown} <= lines
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("program", ["flops", "scaling", "plot"])
+def test_readme_command_prints_what_readme_shows(program: str, tmp_path: Path) -> None:
+    ((command, shown),) = (item for item in readme_outputs().items() if item[0].startswith(f"clap-ds {program}"))
+    picture = tmp_path / "scaling.png"
+    words = shlex.split(command.replace("scaling.png", str(picture)))[1:]
+    arguments = [str(path) for word in words for path in (sorted(ROOT.glob(word)) if "*" in word else [word])]
+    printed = processes.run(["-m", "clap_ds", *arguments], cwd=ROOT, env=environment(), check=True).stdout
+    assert {*shown} <= {line.strip() for line in printed.splitlines()}
+    assert picture.exists() == (program == "plot")
 
 
 def test_links_lead_somewhere() -> None:
