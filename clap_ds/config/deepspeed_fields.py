@@ -1,6 +1,6 @@
 """Make pydantic models of DeepSpeed's fields from the table `deepspeed_fields.json`. Imports no torch.
 
-`clap_ds.engine.list_deepspeed_fields` makes the table from DeepSpeed. It consists of JSON schemas, extended by `required`,
+`.ci/list_deepspeed_fields.py` makes the table from DeepSpeed. It consists of JSON schemas, extended by `required`,
 `alias` (the field's other name), `ignoreCase` (of an enumeration) and `strict` (of a whole number: reject 1e3).
 """
 
