@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, create_model
 
 from clap_ds.config import schema
-from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.batch_sizes import NAMES, BatchSizes
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
@@ -61,7 +61,8 @@ class ClapSettings(schema.EngineSettings):
 def make_run_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
     """Return a model of the whole JSON, for these types of optimizer and scheduler."""
     model = make_deepspeed_model(optimizer, scheduler)
-    return create_model("RunFile", __base__=model, clap=(ClapSettings, ClapSettings()))
+    batch_sizes: Any = dict.fromkeys(NAMES, (Any, None))  # `BatchSizes` checks these
+    return create_model("RunFile", __base__=model, clap=(ClapSettings, ClapSettings()), **batch_sizes)
 
 
 @dataclass
