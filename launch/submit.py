@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a file
@@ -40,9 +39,12 @@ def start(arguments: argparse.Namespace) -> None:
         jobs.prepare(request)
     except UserError as error:
         # Problems of the job's copy, which no longer exists, are those of the configuration or of --set.
-        copy = re.escape(str(jobs.folder / "run.json"))
-        located = partial(re.sub, rf"^{copy}: (.*)", lambda match: locate(match[1], config, arguments.set))
-        raise UserError("\n".join(map(located, str(error).splitlines()))) from None
+        copy = f"{jobs.folder / 'run.json'}: "
+        lines = [
+            locate(line.removeprefix(copy), config, arguments.set) if line.startswith(copy) else line
+            for line in str(error).splitlines()
+        ]
+        raise UserError("\n".join(lines)) from None
     (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
@@ -57,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config(parser)
     add_request(parser)
     add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
-    name = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
-    add("--job_name", metavar="NAME", help=name)
+    name_help = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
+    add("--job_name", metavar="NAME", help=name_help)
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

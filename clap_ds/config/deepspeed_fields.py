@@ -17,8 +17,7 @@ from clap_ds.config.files import read_json
 from clap_ds.config.model import Section
 
 Schema = dict[str, Any]
-TABLE_PATH = Path(__file__).with_name("deepspeed_fields.json")
-TABLE = read_json(TABLE_PATH)
+TABLE = read_json(Path(__file__).with_name("deepspeed_fields.json"))
 FIELDS: Schema = TABLE["fields"]
 """Schemas of the top-level fields of a run's JSON, except `clap`."""
 PARAMS: dict[str, dict[str, Schema]] = TABLE["params"]

@@ -99,8 +99,8 @@ def slots_from_slurm(
     if wanted is not None:
         return dict.fromkeys(hosts, wanted)
 
-    asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
-    tasks = parse_tasks(tasks_per_node) if asked and tasks_per_node else []
+    is_requested = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
+    tasks = parse_tasks(tasks_per_node) if is_requested and tasks_per_node else []
     if tasks and len(tasks) != len(hosts):
         raise ValueError(
             f"SLURM_TASKS_PER_NODE={tasks_per_node} counts {len(tasks)} hosts, but {variable}={nodelist} names"
