@@ -18,7 +18,7 @@ if not __package__:  # run as a file
 
 from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.overrides import locate, parse_assignment, read_config, with_assignments, with_output
+from clap_ds.config.overrides import find_field, locate, parse_assignment, read_config, with_assignments
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
@@ -26,13 +26,14 @@ from clap_ds.launch.sbatch import add_request, request_of
 
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
-    request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
+    request = request_of(arguments, arguments.nodes)
     profile = request.profile
+    config = find_config(arguments.config).resolve()
     content = with_assignments(read_config(config), arguments.set)
-    content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=profile.run_root)
-    output = content["clap"]["output"]
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output["dir"]}
+    run_name = arguments.job_name or find_field(content, "clap.output.run_name") or config.stem
+    output_dir = find_field(content, "clap.output.dir") or profile.run_root
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(run_name))
+    changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output_dir}
     job = Job(name, arguments.nodes, str(config), changes)
     jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
     try:

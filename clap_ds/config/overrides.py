@@ -18,6 +18,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_object(find_config(path))
 
 
+def find_field(content: Any, name: str) -> Any:
+    """Return the value of `a.b.c`, or None if it or one of its sections is missing."""
+    for inner_name in name.split("."):
+        content = content.get(inner_name) if isinstance(content, dict) else None
+    return content
+
+
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
     *sections, field = name.split(".")
@@ -68,12 +75,3 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
     with suppress(json.JSONDecodeError):
         return name, json.loads(f"[{values}]")
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]
-
-
-def with_output(
-    content: dict[str, Any], *, stem: str, run_name: str | None = None, root: str | None = None
-) -> dict[str, Any]:
-    """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
-    given = content.get("clap", {}).get("output", {})
-    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": run_name} if run_name else {})
-    return with_field(content, "clap.output", output)
