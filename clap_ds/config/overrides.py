@@ -51,20 +51,21 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def with_assignments(content: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
+def with_assignments(content: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Return a copy with the fields of all `--set NAME=VALUE` set. Raises UserError."""
     try:
-        for name, value in map(parse_assignment, texts):
+        for name, value in map(parse_assignment, assignments):
             content = with_field(content, name, value)
     except UserError as error:
         raise UserError(f"--set {error}") from None
     return content
 
 
-def locate(problem: str, path: Path, texts: Iterable[str]) -> str:
+def locate(problem: str, path: Path, assignments: Iterable[str]) -> str:
     """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the file."""
     field = problem.partition(":")[0]
-    is_set = any(f"{field}.".startswith(f"{parse_assignment(text)[0]}.") for text in texts)
+    set_names = [parse_assignment(assignment)[0] for assignment in assignments]
+    is_set = any(f"{field}.".startswith(f"{name}.") for name in set_names)
     return f"--set {problem}" if is_set else f"{path}: {problem}"
 
 
