@@ -54,7 +54,7 @@ def start(arguments: argparse.Namespace) -> None:
     name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.profile.root() / "sweeps" / name).resolve()
     if folder.exists():
-        raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
+        raise UserError(f"{folder} exists: choose another folder, or use `clap-ds sweep resume {folder}`")
     if arguments.array and len(arguments.nodes) > 1:
         raise UserError("--array: the jobs of an array have one number of nodes; submit a sweep for each")
     sweep = Jobs(folder, plan(arguments, folder / "runs"), array=arguments.array)
