@@ -45,7 +45,7 @@ GROUPS = {
 MODULES = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
 
 
-def overview() -> str:
+def format_overview() -> str:
     """Return the help of `clap-ds`: all commands by group."""
     lines = [
         f"usage: {COMMAND} COMMAND …",
@@ -55,15 +55,15 @@ def overview() -> str:
         "For several ranks, use `deepspeed clap_ds/bench.py …` or torchrun, likewise train.py and evaluate.py.",
     ]
     for group, commands in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:<12} {what}" for name, (_, what) in commands.items())]
+        lines += ["", f"{group}:", *(f"  {name:<12} {purpose}" for name, (_, purpose) in commands.items())]
     return "\n".join(lines)
 
 
-def run(words: Sequence[str]) -> int | None:
-    """Run a command line without its program, and return the exit code, if any. Raises UserError for an unknown command."""
-    name, *options = words or ["--help"]
+def run_command(arguments: Sequence[str]) -> int | None:
+    """Run a command, the first argument, and return its exit code, if any. Raises UserError if it is unknown."""
+    name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
-        print(overview())
+        print(format_overview())
         return None
     if name == "--version":
         print(COMMAND, VERSION)
@@ -78,9 +78,5 @@ def run(words: Sequence[str]) -> int | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `clap-ds` with this process's arguments, or others, and return the exit code."""
     if argv is not None:
-        sys.argv = [COMMAND, *argv]
-    return exit_code_of(lambda: run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        sys.argv = [COMMAND, *argv]  # `command_name` reads it
+    return exit_code_of(lambda: run_command(sys.argv[1:]))

@@ -93,6 +93,8 @@ def outcome_of(
         return AttemptOutcome(ended, found.message, code, found.hosts, found.kind)
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
-    cause = "no rank reported an error (killed, out of memory?)"
-    unsaid = f"the launcher exited with code {code}, and {cause}; see the launcher's output above"
-    return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unsaid, code or 1)
+    unexplained = (
+        f"the launcher exited with code {code}, and no rank reported an error (killed, out of memory?);"
+        " see the launcher's output above"
+    )
+    return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unexplained, code or 1)

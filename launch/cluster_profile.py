@@ -132,8 +132,8 @@ def load_profile(name: str) -> ClusterProfile:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the option that names a cluster profile."""
-    what = "use this cluster profile: a name under launch/clusters/, or a path"
-    parser.add_argument("--cluster", default="generic", metavar="NAME", help=what)
+    cluster_help = "use this cluster profile: a name under launch/clusters/, or a path"
+    parser.add_argument("--cluster", default="generic", metavar="NAME", help=cluster_help)
 
 
 def _wrong_values(profile: ClusterProfile) -> Iterator[str]:

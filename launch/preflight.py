@@ -146,8 +146,8 @@ def check(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add_cluster(parser)
-    size = "set the size of the all-reduce test in MB"
-    parser.add_argument("--megabytes", type=positive, default=308.0, metavar="MB", help=size)
+    size_help = "set the size of the all-reduce test in MB"
+    parser.add_argument("--megabytes", type=positive, default=308.0, metavar="MB", help=size_help)
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no processes on the hosts
     return exit_code_of(lambda: check(arguments))

@@ -54,8 +54,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_cluster(parser)
     add("--train", action="store_true", help="train instead of running the benchmark")
-    ranks = "set ranks per node (default: the cluster profile's, or what `sinfo` shows)"
-    add("--gpus_per_node", type=whole_number(), metavar="N", help=ranks)
+    ranks_help = "set ranks per node (default: the cluster profile's, or what `sinfo` shows)"
+    add("--gpus_per_node", type=whole_number(), metavar="N", help=ranks_help)
     add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="allocate N more nodes as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
     add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
@@ -64,8 +64,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that a later submission of the same jobs may change."""
-    time = "set SLURM's time limit (default: the cluster profile's; for training a day)"
-    parser.add_argument("--time", metavar="TIME", help=time)
+    time_help = "set SLURM's time limit (default: the cluster profile's; for training a day)"
+    parser.add_argument("--time", metavar="TIME", help=time_help)
     parser.add_argument("--exclude", metavar="HOSTS", help="avoid these hosts, in SLURM's notation")
 
 

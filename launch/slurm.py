@@ -32,8 +32,8 @@ def ask(command: Sequence[str], tries: int = TRIES) -> str:
         try:
             done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         except FileNotFoundError:
-            where = "run this on a login node of a SLURM cluster; without SLURM, use `deepspeed --hostfile`"
-            raise UserError(f"{command[0]} not found: {where}") from None
+            remedy = "run this on a login node of a SLURM cluster; without SLURM, use `deepspeed --hostfile`"
+            raise UserError(f"{command[0]} not found: {remedy}") from None
         if done.returncode == 0:
             return done.stdout
         time.sleep(PAUSE_S if left else 0)

@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a file
@@ -19,7 +18,7 @@ if not __package__:  # run as a file
 
 from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.overrides import locate, parse_assignment, read_config, with_assignments, with_output
+from clap_ds.config.overrides import find_field, locate, parse_assignment, read_config, with_assignments
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
@@ -27,22 +26,26 @@ from clap_ds.launch.sbatch import add_request, request_of
 
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
-    request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
+    request = request_of(arguments, arguments.nodes)
     profile = request.profile
+    config = find_config(arguments.config).resolve()
     content = with_assignments(read_config(config), arguments.set)
-    content = with_output(content, stem=config.stem, run_name=arguments.job_name, root=profile.run_root)
-    output = content["clap"]["output"]
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output["dir"]}
+    run_name = arguments.job_name or find_field(content, "clap.output.run_name") or config.stem
+    output_dir = find_field(content, "clap.output.dir") or profile.run_root
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(run_name))
+    changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output_dir}
     job = Job(name, arguments.nodes, str(config), changes)
     jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
     try:
         jobs.prepare(request)
     except UserError as error:
         # Problems of the job's copy, which no longer exists, are those of the configuration or of --set.
-        copy = re.escape(str(jobs.folder / "run.json"))
-        located = partial(re.sub, rf"^{copy}: (.*)", lambda match: locate(match[1], config, arguments.set))
-        raise UserError("\n".join(map(located, str(error).splitlines()))) from None
+        copy = f"{jobs.folder / 'run.json'}: "
+        lines = [
+            locate(line.removeprefix(copy), config, arguments.set) if line.startswith(copy) else line
+            for line in str(error).splitlines()
+        ]
+        raise UserError("\n".join(lines)) from None
     (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
@@ -57,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config(parser)
     add_request(parser)
     add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
-    name = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
-    add("--job_name", metavar="NAME", help=name)
+    name_help = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
+    add("--job_name", metavar="NAME", help=name_help)
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

@@ -223,8 +223,8 @@ def _now() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    folder = "read profile.json and hostfile in this job folder, and write records and attempts to it"
-    add("--folder", type=Path, required=True, metavar="FOLDER", help=folder)
+    folder_help = f"read {PROFILE} and hostfile in this job folder, and write records and attempts to it"
+    add("--folder", type=Path, required=True, metavar="FOLDER", help=folder_help)
     add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="keep N hosts as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")

@@ -54,7 +54,7 @@ def start(arguments: argparse.Namespace) -> None:
     name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.profile.root() / "sweeps" / name).resolve()
     if folder.exists():
-        raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
+        raise UserError(f"{folder} exists: choose another folder, or use `clap-ds sweep resume {folder}`")
     if arguments.array and len(arguments.nodes) > 1:
         raise UserError("--array: the jobs of an array have one number of nodes; submit a sweep for each")
     sweep = Jobs(folder, plan(arguments, folder / "runs"), array=arguments.array)
@@ -109,15 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add_config(parser, action="append")
     add_request(parser)
-    scales = "submit a job for each number of nodes"
-    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=scales)
-    strong = "keep N samples per step at every scale, by gradient accumulation"
-    add("--global_batch", type=whole_number(), metavar="N", help=strong)
+    nodes_help = "submit a job for each number of nodes"
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=nodes_help)
+    batch_help = "keep N samples per step at every scale, by gradient accumulation"
+    add("--global_batch", type=whole_number(), metavar="N", help=batch_help)
     add("--repeats", type=whole_number(), default=1, metavar="N", help="submit N jobs per configuration")
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="try these values of a field; repeatable")
     add("--array", action="store_true", help="submit one array job whose tasks are the jobs")
-    where = "write the sweep to this new folder (default: one in the cluster profile's run_root)"
-    add("--folder", type=Path, metavar="FOLDER", help=where)
+    folder_help = "write the sweep to this new folder (default: one in the cluster profile's run_root)"
+    add("--folder", type=Path, metavar="FOLDER", help=folder_help)
     add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))

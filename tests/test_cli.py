@@ -81,7 +81,7 @@ def test_commands_and_options_that_pages_name_are_there(monkeypatch: pytest.Monk
             }
         named = re.findall(r"(?<= )--\w+", line.partition(" -- ")[0])
         assert {*named} <= options[command], f"clap-ds {command}{line}"
-    by_path = r"(python3?|-m) (-m )?(analysis|clap_ds)[/.](?!model|config|launch|distributed|engine.list)"
+    by_path = r"(python3?|-m) (-m )?(analysis|clap_ds)[/.](?!model|config|launch|distributed)"
     assert not re.search(by_path, text)
 
 

@@ -35,16 +35,18 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that takes options with dashes or underscores, and names the nearest option to an unknown one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = sys.argv[1:] if args is None else [*args]
-        num_options = words.index("--") if "--" in words else len(words)
-        options = [self._with_underscores(word) for word in words[:num_options]]
-        return super().parse_known_args(options + words[num_options:], namespace)
+        arguments = sys.argv[1:] if args is None else [*args]
+        # What follows -- is another command's.
+        num_options = arguments.index("--") if "--" in arguments else len(arguments)
+        options = [self._replace_dashes(argument) for argument in arguments[:num_options]]
+        return super().parse_known_args(options + arguments[num_options:], namespace)
 
-    def _with_underscores(self, word: str) -> str:
-        name, equals, value = word.partition("=")
-        option = "--" + name[2:].replace("-", "_")
+    def _replace_dashes(self, argument: str) -> str:
+        """Return `--batch_size=3` for `--batch-size=3`, and what is no option of this parser unchanged."""
+        name, equals, value = argument.partition("=")
+        option = "--" + name.removeprefix("--").replace("-", "_")
         is_option = name.startswith("--") and option in self._option_string_actions
-        return f"{option}{equals}{value}" if is_option else word
+        return f"{option}{equals}{value}" if is_option else argument
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
@@ -74,25 +76,25 @@ def command_name() -> str:
     return str(script.relative_to(PACKAGE.parent)) if script.is_relative_to(PACKAGE.parent) else script.name
 
 
-def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **more: Any) -> None:
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **options: Any) -> None:
     """Add the options that name a run's configuration (`config`) and change fields of it (`set`)."""
-    what = "read this configuration: a JSON file, or a packaged one by name (`clap-ds presets` lists them)"
     names = ("--config", "--deepspeed_config")
-    parser.add_argument(*names, dest="config", type=Path, required=required, metavar="FILE", help=what, **more)
-    field = "change a field of the configuration, such as clap.bench.windows=3; repeatable"
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=field)
+    config_help = "read this configuration: a JSON file, or a packaged one by name (`clap-ds presets` lists them)"
+    parser.add_argument(*names, type=Path, required=required, metavar="FILE", help=config_help, **options)
+    set_help = "change a field of the configuration, such as clap.bench.windows=3; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option for `files.show_results`."""
-    what = "also write the results to this file, or with - print them instead"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=what)
+    json_help = "also write the results to this file, or with - print them instead"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=json_help)
 
 
 def add_preset(parser: Any, purpose: str, default: str | None = None) -> None:
     """Add the option that names a model preset, to a parser or a group of its options."""
-    what = f"{purpose}: a preset's name, or a path (see `clap-ds presets`)"
-    parser.add_argument("--preset", default=default, metavar="NAME", help=what)
+    preset_help = f"{purpose}: a preset's name, or a path (see `clap-ds presets`)"
+    parser.add_argument("--preset", default=default, metavar="NAME", help=preset_help)
 
 
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:

@@ -1,6 +1,6 @@
 """Make pydantic models of DeepSpeed's fields from the table `deepspeed_fields.json`. Imports no torch.
 
-`clap_ds.engine.list_deepspeed_fields` makes the table from DeepSpeed. It consists of JSON schemas, extended by `required`,
+`.ci/list_deepspeed_fields.py` makes the table from DeepSpeed. It consists of JSON schemas, extended by `required`,
 `alias` (the field's other name), `ignoreCase` (of an enumeration) and `strict` (of a whole number: reject 1e3).
 """
 
@@ -17,8 +17,7 @@ from clap_ds.config.files import read_json
 from clap_ds.config.model import Section
 
 Schema = dict[str, Any]
-TABLE_PATH = Path(__file__).with_name("deepspeed_fields.json")
-TABLE = read_json(TABLE_PATH)
+TABLE = read_json(Path(__file__).with_name("deepspeed_fields.json"))
 FIELDS: Schema = TABLE["fields"]
 """Schemas of the top-level fields of a run's JSON, except `clap`."""
 PARAMS: dict[str, dict[str, Schema]] = TABLE["params"]
@@ -26,11 +25,11 @@ PARAMS: dict[str, dict[str, Schema]] = TABLE["params"]
 REFUSED: dict[str, str] = TABLE["refused"]
 """Why a run can't set some fields that DeepSpeed knows, by dotted name."""
 _TYPES: Schema = {"boolean": bool, "number": float, "object": dict[str, Any], "string": str}
+_JSON_TYPES: dict[type, str] = {list: "array", str: "string"}
 _BOUNDS = {
     "exclusiveMaximum": "lt", "exclusiveMinimum": "gt", "maximum": "le", "maxItems": "max_length", "minimum": "ge",
     "minItems": "min_length",
 }  # fmt: skip
-_LITERAL: Any = Literal
 
 
 class _DeepSpeedSection(Section):
@@ -82,40 +81,38 @@ def _to_whole(value: Any) -> Any:
 
 
 def _make_enum(values: list[str], *, ignore_case: bool) -> Any:
-    by_case = {value.casefold(): value for value in values} if ignore_case else {}
-    spell = BeforeValidator(lambda value: by_case.get(value.casefold(), value) if isinstance(value, str) else value)
-    return Annotated[_LITERAL[tuple(values)], spell]
+    enum: Any = Literal[tuple(values)]
+    if not ignore_case:
+        return enum
+    by_case = {value.casefold(): value for value in values}
+    return Annotated[enum, BeforeValidator(lambda value: by_case.get(str(value).casefold(), value))]
 
 
 def _make_union(name: str, schemas: list[Schema]) -> Any:
-    """Return a type of which pydantic reports only the alternative that has the value's JSON type."""
-    types = {
-        schema.get("type", "object"): _make_type(name, schema) for schema in schemas if schema.get("type") != "null"
-    }
+    """Return a type of which pydantic reports only the alternative that has the value's JSON type, or else the first."""
+    options = [schema for schema in schemas if schema.get("type") != "null"]
+    types = {schema.get("type", "object"): _make_type(name, schema) for schema in options}
     first = next(iter(types))
 
-    def choose(value: Any) -> str:
-        of_types: Any = {list: ["array"], str: ["string"]}
-        kinds = of_types.get(type(value), ["number", "integer"])
-        return next((kind for kind in kinds if kind in types), first)
+    def choose_type(value: Any) -> str:
+        json_type = _JSON_TYPES.get(type(value), "number")
+        return json_type if json_type in types else first
 
-    one: Any = types[first]
+    union: Any = types[first]
     if len(types) > 1:
-        one = Annotated[Union[tuple(Annotated[types[kind], Tag(kind)] for kind in types)], Discriminator(choose)]  # noqa: UP007
-    return Optional[one] if len(types) < len(schemas) else one  # noqa: UP045
-
-
-AnyDeepSpeed = _make_section("AnyDeepSpeed", {name: schema for name, schema in FIELDS.items() if name not in NAMES})
-"""DeepSpeed's part of a run's JSON, with any `params`."""
+        tagged = tuple(Annotated[types[json_type], Tag(json_type)] for json_type in types)
+        union = Annotated[Union[tagged], Discriminator(choose_type)]  # noqa: UP007
+    return Optional[union] if len(options) < len(schemas) else union  # noqa: UP045
 
 
 def make_deepspeed_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
-    """Return a model of DeepSpeed's part of a run's JSON, whose `params` are those of these types, if known."""
-    types: Any = dict.fromkeys(NAMES, (Any, None))  # `BatchSizes` checks these
+    """Return a model of DeepSpeed's part of a run's JSON, without batch sizes. Its `params` are those of these types,
+    if known."""
+    fields = {name: schema for name, schema in FIELDS.items() if name not in NAMES}
     for section, kind in (("optimizer", optimizer), ("scheduler", scheduler)):
         params = find_params(section, kind)
         if params is not None:
             # DeepSpeed can't build a scheduler without `params`.
             schema = {"properties": params, "required": section == "scheduler"}
-            types[section] = (_make_section(section, {**FIELDS[section]["properties"], "params": schema}), None)
-    return create_model("DeepSpeed", __base__=AnyDeepSpeed, **types)
+            fields[section] = {"properties": {**FIELDS[section]["properties"], "params": schema}}
+    return _make_section("DeepSpeed", fields)

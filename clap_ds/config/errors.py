@@ -115,16 +115,18 @@ def _suggest_field(field: str, root: Any) -> str:
     section, _, name = field.rpartition(".")
     siblings: dict[str, str] = {}
     namesakes: list[str] = []
-    for known in _fields(root):
-        known_section, _, known_name = known.rpartition(".")
-        if known_section == section:
-            siblings[known_name] = known
-        if known_name == name:
-            namesakes.append(known)
+    for valid_field in _fields(root):
+        valid_section, _, valid_name = valid_field.rpartition(".")
+        if valid_section == section:
+            siblings[valid_name] = valid_field
+        if valid_name == name:
+            namesakes.append(valid_field)
     near = find_near(name, siblings)
     if near is not None:
         return f"; did you mean {siblings[near]!r}?"
-    return f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else did_you_mean(name, siblings)
+    if len(namesakes) == 1:
+        return f"; did you mean {namesakes[0]!r}?"
+    return did_you_mean(name, siblings)
 
 
 def explain(details: Any, root: Any) -> str:
@@ -133,22 +135,24 @@ def explain(details: Any, root: Any) -> str:
     kind = details["type"]
     if kind == "extra_forbidden":
         return f"{field}: no such field{_suggest_field(field, root)}"
-    message, value, about = details["msg"], details["input"], details.get("ctx", {})
+    message = details["msg"]
+    value = details["input"]
+    context = details.get("ctx", {})
     if kind in ("model_type", "dict_type"):
         message = "expected an object"
     if kind == "too_short":
-        message = f"expected at least {about['min_length']} items"
+        message = f"expected at least {context['min_length']} items"
     if kind == "too_long":
-        message = f"expected at most {about['max_length']} items"
+        message = f"expected at most {context['max_length']} items"
     if kind == "union_tag_invalid":
-        field, value = f"{field}." + about["discriminator"].strip("'"), about["tag"]
-        message = f"expected {about['expected_tags'].replace(', ', ' or ')}"
+        field += "." + context["discriminator"].strip("'")
+        value = context["tag"]
+        message = f"expected {context['expected_tags'].replace(', ', ' or ')}"
     message = message.removeprefix("Value error, ").replace("Input should be", "expected")
-    says_found = kind in ("missing", "value_error", "union_tag_not_found")
-    found = "" if says_found else f", found {json.dumps(value, default=str)}"
-    names = re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
+    valid_values = re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
+    message = f"{field}: {message[0].lower()}{message[1:]}"
+    if kind not in ("missing", "value_error", "union_tag_not_found"):
+        message += f", found {json.dumps(value, default=str)}"
     if value == "auto":
-        near = '; nothing replaces "auto" here, as Hugging Face\'s Trainer does'
-    else:
-        near = did_you_mean(str(value), names, most_listed=0)
-    return f"{field}: {message[0].lower()}{message[1:]}{found}{near}"
+        return message + '; nothing replaces "auto" here, as Hugging Face\'s Trainer does'
+    return message + did_you_mean(str(value), valid_values, most_listed=0)

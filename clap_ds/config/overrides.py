@@ -18,6 +18,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_object(find_config(path))
 
 
+def find_field(content: Any, name: str) -> Any:
+    """Return the value of `a.b.c`, or None if it or one of its sections is missing."""
+    for inner_name in name.split("."):
+        content = content.get(inner_name) if isinstance(content, dict) else None
+    return content
+
+
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
     *sections, field = name.split(".")
@@ -44,20 +51,21 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def with_assignments(content: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
+def with_assignments(content: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Return a copy with the fields of all `--set NAME=VALUE` set. Raises UserError."""
     try:
-        for name, value in map(parse_assignment, texts):
+        for name, value in map(parse_assignment, assignments):
             content = with_field(content, name, value)
     except UserError as error:
         raise UserError(f"--set {error}") from None
     return content
 
 
-def locate(problem: str, path: Path, texts: Iterable[str]) -> str:
+def locate(problem: str, path: Path, assignments: Iterable[str]) -> str:
     """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the file."""
     field = problem.partition(":")[0]
-    is_set = any(f"{field}.".startswith(f"{parse_assignment(text)[0]}.") for text in texts)
+    set_names = [parse_assignment(assignment)[0] for assignment in assignments]
+    is_set = any(f"{field}.".startswith(f"{name}.") for name in set_names)
     return f"--set {problem}" if is_set else f"{path}: {problem}"
 
 
@@ -68,12 +76,3 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
     with suppress(json.JSONDecodeError):
         return name, json.loads(f"[{values}]")
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]
-
-
-def with_output(
-    content: dict[str, Any], *, stem: str, run_name: str | None = None, root: str | None = None
-) -> dict[str, Any]:
-    """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
-    given = content.get("clap", {}).get("output", {})
-    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": run_name} if run_name else {})
-    return with_field(content, "clap.output", output)

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE, Schema
 from clap_ds.config.settings import ClapSettings
@@ -37,36 +36,36 @@ Additional rules:
 - The types `adagrad` to `muon` of `optimizer` may be in any case, as in `AdamW`.
 - Hugging Face's `"auto"` isn't replaced, so it is rejected, except where it is listed.
 """
-WORDS = {
+TYPE_NAMES = {
     "integer": "whole number",
     "number": "number",
     "string": "text",
     "boolean": "`true` or `false`",
     "null": "`null`",
 }
-SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+BOUND_SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
 
 def reference() -> str:
     """Return the page as Markdown, with a table per section."""
     schema = ClapSettings.model_json_schema()
-    return HEAD + "".join(_section("clap", schema, schema["$defs"]))
+    return HEAD + "".join(_format_section("clap", schema, schema["$defs"]))
 
 
 def deepspeed_reference() -> str:
     """Return the page of DeepSpeed's fields as Markdown: top-level values, sections, `params` by type, and refused fields."""
     values = {name: schema for name, schema in FIELDS.items() if "properties" not in schema}
-    page = [DEEPSPEED_HEAD, *_deepspeed_section("Top level", values)]
+    page = [DEEPSPEED_HEAD, *_format_deepspeed_section("Top level", values)]
     for name in sorted(FIELDS.keys() - values.keys()):
-        page += _deepspeed_section(f"`{name}`", FIELDS[name]["properties"], f"{name}.")
+        page += _format_deepspeed_section(f"`{name}`", FIELDS[name]["properties"], f"{name}.")
         for kind, params in PARAMS.get(name, {}).items():
-            page += _deepspeed_section(f"`{name}.params` of `{kind}`", params)
+            page += _format_deepspeed_section(f"`{name}.params` of `{kind}`", params)
     page.append("\n## Rejected fields\n\n| field | reason |\n|---|---|\n")
     page += [f"| `{name}` | {reason} |\n" for name, reason in REFUSED.items()]
     return "".join(page)
 
 
-def _deepspeed_section(title: str, fields: Schema, prefix: str = "") -> Iterator[str]:
+def _format_deepspeed_section(title: str, fields: Schema, prefix: str = "") -> Iterator[str]:
     """Yield a table of fields, then those of the sections in it."""
     rows: list[str] = []
     inner: dict[str, Schema] = {}
@@ -81,33 +80,34 @@ def _deepspeed_section(title: str, fields: Schema, prefix: str = "") -> Iterator
         note = " (deprecated)" if field.get("deprecated") else ""
         if "alias" in field:
             note = f" (same as `{field['alias']}`)"
-        rows.append(f"| `{name}`{note} | {_expected(field)} | {default} |\n")
+        rows.append(f"| `{name}`{note} | {_describe_type(field)} | {default} |\n")
     if rows:
         yield f"\n## {title}\n\n| field | expected | default |\n|---|---|---|\n"
     yield from rows
     for name, section in inner.items():
-        yield from _deepspeed_section(f"`{prefix}{name}`", section, f"{prefix}{name}.")
+        yield from _format_deepspeed_section(f"`{prefix}{name}`", section, f"{prefix}{name}.")
 
 
-def _section(path: str, section: dict[str, Any], others: dict[str, Any]) -> Iterator[str]:
+def _format_section(path: str, section: Schema, definitions: Schema) -> Iterator[str]:
+    """Yield a table of fields of `clap`, then those of the sections in it."""
     kind = section["properties"].get("source", {}).get("const")
     heading = f"`{path}` ({kind})" if kind else f"`{path}`"
-    yield f"\n## {heading}\n\n{_plain(section)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
-    inner = []
+    yield f"\n## {heading}\n\n{_format_description(section)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
+    inner: list[tuple[str, str]] = []
     for name, field in section["properties"].items():
         sections = dict.fromkeys(re.findall(r"\$defs/(\w+(?:Settings|Data))\b", json.dumps(field)))
-        inner += [(name, each) for each in sections]
+        inner += [(name, inner_section) for inner_section in sections]
         if not sections:
             default = f"`{json.dumps(field['default'], ensure_ascii=False)}`" if "default" in field else "required"
-            yield f"| `{name}` | {_expected(field)} | {default} | {_plain(field)} |\n"
-    for name, each in inner:
-        yield from _section(f"{path}.{name}", others[each], others)
+            yield f"| `{name}` | {_describe_type(field)} | {default} | {_format_description(field)} |\n"
+    for name, inner_section in inner:
+        yield from _format_section(f"{path}.{name}", definitions[inner_section], definitions)
 
 
-def _expected(field: dict[str, Any]) -> str:
+def _describe_type(field: Schema) -> str:
     """Describe a JSON schema's type and bounds."""
     if "anyOf" in field:
-        return " or ".join(map(_expected, field["anyOf"]))
+        return " or ".join(map(_describe_type, field["anyOf"]))
     if "$ref" in field:
         return "sizes"
     if "const" in field or "enum" in field:
@@ -117,11 +117,13 @@ def _expected(field: dict[str, Any]) -> str:
         return "object, see below"
     if field["type"] in ("array", "object"):
         kind = "list whose items" if field["type"] == "array" else "object whose values"
-        return f"{kind} are {_expected(field.get('items') or field['additionalProperties'])}"
-    return WORDS[field["type"]] + ",".join(f" {sign} {field[name]}" for name, sign in SIGNS.items() if name in field)
+        return f"{kind} are {_describe_type(field.get('items') or field['additionalProperties'])}"
+    return TYPE_NAMES[field["type"]] + ",".join(
+        f" {sign} {field[name]}" for name, sign in BOUND_SIGNS.items() if name in field
+    )
 
 
-def _plain(schema: dict[str, Any]) -> str:
+def _format_description(schema: Schema) -> str:
     return " ".join(schema.get("description", "").split()).replace("|", "\\|")
 
 

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, create_model
 
 from clap_ds.config import schema
-from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.batch_sizes import NAMES, BatchSizes
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
@@ -61,7 +61,8 @@ class ClapSettings(schema.EngineSettings):
 def make_run_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
     """Return a model of the whole JSON, for these types of optimizer and scheduler."""
     model = make_deepspeed_model(optimizer, scheduler)
-    return create_model("RunFile", __base__=model, clap=(ClapSettings, ClapSettings()))
+    batch_sizes: Any = dict.fromkeys(NAMES, (Any, None))  # `BatchSizes` checks these
+    return create_model("RunFile", __base__=model, clap=(ClapSettings, ClapSettings()), **batch_sizes)
 
 
 @dataclass
@@ -142,7 +143,7 @@ def load_run(path: str | Path, world_size: int | None = None, assignments: Seque
         sizes = BatchSizes.of(content, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or _check_deepspeed(content) + _check_together(clap, precision_of(content))
+    problems = problems or [*_check_deepspeed(content), *_check_together(clap, precision_of(content))]
     if problems:
         raise UserError("\n".join(locate(problem, path, assignments) for problem in problems))
     return RunSettings(path, clap, sizes.fill(content) if world_size else content, tuple(assignments))
@@ -155,44 +156,49 @@ def _explain_field(details: Any, model: type[Section]) -> str:
     return explain(details, model)
 
 
-def _check_deepspeed(content: dict[str, Any]) -> list[str]:
-    """Return problems in DeepSpeed's sections that types don't tell: unsupported values, missing required values, and monitors'
-    missing packages."""
+def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
+    """Yield problems in DeepSpeed's sections that types don't exclude: unsupported values, missing required values, and
+    monitors' missing packages."""
 
     def find(section: str, name: str, default: Any = None) -> Any:
         return content.get(section, {}).get(name, default)
 
     stage = find("zero_optimization", "stage", 0)
-    dtype = find("torch_autocast", "dtype", "bfloat16") if find("torch_autocast", "enabled") else "bfloat16"
-    problems = {
-        f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}": stage != 0,
-        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)} (float16 needs a loss scale, which DeepSpeed'
-        " doesn't checkpoint here; use fp16.enabled)": str(dtype).removeprefix("torch.") != "bfloat16",
-        "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW": find("optimizer", "type") is None,
-        "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR": find("scheduler", "params") is not None
-        and find("scheduler", "type") is None,
-        "zero_optimization.compute_grad_norm: expected true without ZeRO": not find(
-            "zero_optimization", "compute_grad_norm", True
-        ),
-        "fp16.enabled: expected false, as bf16.enabled is true": find("fp16", "enabled") and find("bf16", "enabled"),
-        "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
-        " published runs)": "gradient_clipping" not in content,
-    }
-    for name, field in FIELDS["zero_optimization"]["properties"].items():
-        is_twice = "alias" in field and {name, field["alias"]} <= content.get("zero_optimization", {}).keys()
-        problems[f"zero_optimization.{name}: expected only one of it and {field.get('alias')}, its other name"] = (
-            is_twice
+    if stage != 0:
+        yield f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}"
+    dtype = find("torch_autocast", "dtype", "bfloat16")
+    if find("torch_autocast", "enabled") and dtype.removeprefix("torch.") != "bfloat16":
+        yield (
+            f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)} (float16 needs a loss scale, which'
+            " DeepSpeed doesn't checkpoint here; use fp16.enabled)"
         )
+    if find("optimizer", "type") is None:
+        yield "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW"
+    if find("scheduler", "type") is None and find("scheduler", "params") is not None:
+        yield "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR"
+    if not find("zero_optimization", "compute_grad_norm", True):
+        yield "zero_optimization.compute_grad_norm: expected true without ZeRO"
+    if find("fp16", "enabled") and find("bf16", "enabled"):
+        yield "fp16.enabled: expected false, as bf16.enabled is true"
+    if "gradient_clipping" not in content:
+        yield (
+            "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in"
+            " the published runs)"
+        )
+    zero_names = content.get("zero_optimization", {}).keys()
+    for name, field in FIELDS["zero_optimization"]["properties"].items():
+        if {name, field.get("alias")} <= zero_names:
+            yield f"zero_optimization.{name}: expected only one of it and {field['alias']}, its other name"
     for section, name in ZERO_ONLY:
-        problems[f"{section}.{name}: expected false: it needs ZeRO stage 1 or higher"] = find(section, name)
-    for name, package in (("wandb", "wandb"), ("comet", "comet_ml")):
-        lacks = find(name, "enabled") and importlib.util.find_spec(package) is None
-        problems[f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"] = lacks
+        if find(section, name):
+            yield f"{section}.{name}: expected false: it needs ZeRO stage 1 or higher"
+    for section, package in (("wandb", "wandb"), ("comet", "comet_ml")):
+        if find(section, "enabled") and importlib.util.find_spec(package) is None:
+            yield f"{section}.enabled: {package} is not installed; run `pip install {package}` or set it to false"
     for section, kinds in PARAMS.items():
-        kind = find_kind(content.get(section))
-        is_unknown = kind is not None and find_params(section, kind) is None
-        problems[f"{section}.type: no supported {section} {kind!r}{did_you_mean(str(kind), kinds)}"] = is_unknown
-    return [problem for problem, is_there in problems.items() if is_there]
+        kind = find(section, "type")
+        if kind is not None and find_params(section, kind) is None:
+            yield f"{section}.type: no supported {section} {kind!r}{did_you_mean(kind, kinds)}"
 
 
 def _check_together(clap: ClapSettings, precision: str) -> list[str]:

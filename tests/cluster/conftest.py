@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.overrides import with_output
+from clap_ds.config.overrides import with_field
 from clap_ds.launch.cluster_profile import load_profile
 from clap_ds.launch.sbatch import Request, script
 from tests import needs
@@ -121,7 +121,8 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         folder = tmp_path / f"job{len([*tmp_path.glob('job*')]) + 1}"
         (folder / "job").mkdir(parents=True)
         (folder / "runs").mkdir()
-        run = with_output(micro_run(**changes), stem="micro", root=str(folder / "runs"))
+        output = {"run_name": "micro", "dir": str(folder / "runs")}
+        run = with_field(micro_run(**changes), "clap.output", output)
         (folder / "job" / "run.json").write_text(json.dumps(run))
         profile = load_profile(site_file(folder, launcher=launcher, **(site or {})))
         request = Request(profile, 2, None, time="00:10:00", **(asks or {}))

@@ -90,6 +90,19 @@ def test_refused_before_it_is_queued(
     assert (_jobs(folder), slurm.lines("calls")) == ([], [])
 
 
+def test_name_that_is_null_is_the_files(call: Call, folder: Path) -> None:
+    assert call("--set", "clap.output.run_name=null") == 0
+    assert _jobs(folder)[0].name.startswith("tiny-")
+
+
+@pytest.mark.parametrize("name", ["clap", "clap.output"])
+def test_section_that_is_none_is_refused(
+    name: str, call: Call, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--set", f"{name}=3") == 2
+    assert f"{name} is 3" in capsys.readouterr().err
+
+
 def test_changed_fields_are_in_the_jobs_folder(
     call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

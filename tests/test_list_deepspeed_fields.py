@@ -9,9 +9,9 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig
+from list_deepspeed_fields import TORCH_SCHEDULERS, list_fields, record_parser
 
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE
-from clap_ds.engine.list_deepspeed_fields import TORCH_SCHEDULERS, list_fields, record_parser
 from clap_ds.engine.schedule import WarmupStableDecayLR
 
 BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
@@ -30,7 +30,7 @@ def collect_defaults(fields: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_table_is_what_the_command_makes_of_the_installed_deepspeed() -> None:
     made = json.loads(json.dumps(list_fields()))
-    assert made == TABLE, "run `python -m clap_ds.engine.list_deepspeed_fields` and its reader in docs/"
+    assert made == TABLE, "run `python .ci/list_deepspeed_fields.py`, then the command of the page in docs/"
 
 
 def test_every_name_that_deepspeed_asks_for_is_accepted_or_refused_with_a_reason() -> None:

@@ -1,6 +1,6 @@
 """Write `clap_ds/config/deepspeed_fields.json`: the fields of a DeepSpeed configuration that runs may set, as JSON schemas.
 
-python -m clap_ds.engine.list_deepspeed_fields
+python .ci/list_deepspeed_fields.py
 
 Names, types, defaults and bounds are read from the installed DeepSpeed and torch. DeepSpeed parses some sections with pydantic
 models. For others, a dictionary records the names that DeepSpeed's parser asks for, and defaults tell the types. The `params`
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import collections.abc
 import inspect
+import sys
 from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
@@ -32,6 +34,7 @@ from deepspeed.utils.logging import log_levels
 from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import PydanticUndefined
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from clap_ds.config.files import write_object
 from clap_ds.config.paths import PACKAGE, version
 from clap_ds.config.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
