@@ -16,7 +16,7 @@ if not __package__:  # run as a file
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.distributed.hostfile import expand, format_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import expand_by_slurm, format_hostfile, slots_from_slurm
 
 
 def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
@@ -28,7 +28,7 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
     elif slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment does not describe these hosts")
     else:
-        hosts = dict.fromkeys(expand(nodelist), slots)
+        hosts = dict.fromkeys(expand_by_slurm(nodelist), slots)
     if output:
         write_atomically(output, format_hostfile(hosts))
     else:

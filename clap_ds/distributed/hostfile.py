@@ -12,7 +12,7 @@ import random
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from clap_ds.config.files import read_bytes
 
@@ -25,38 +25,47 @@ STEP_GPUS = ("SLURM_GPUS_ON_NODE",)
 JOB_GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", *STEP_GPUS)
 _RANGE = r"\d{1,18}(?:-\d{1,18})?"
 _TERM = re.compile(rf"(?=[\w[])[\w.-]*(?:\[{_RANGE}(?:,{_RANGE})*\][\w.-]*)*", re.ASCII)
+_HOSTS = re.compile(r"(?:\w[\w.-]*\n)+", re.ASCII)
 _TASKS = re.compile(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,4})\))?", re.ASCII)
 _GPUS = re.compile(r"(?:[\w.-]+:){0,2}(\d{1,9})", re.ASCII)
 _EXPECTED = "expected a node list such as a[01-03,7],b, found"
 
 
+def expand_by_slurm(nodelist: str) -> list[str]:
+    """Expand a node list by `scontrol show hostnames` if it answers, else by `expand`. Raises ValueError if malformed."""
+    # scontrol misreads malformed lists (`n[1, 2]` as n1, n02), exits with 0, and doesn't limit its output. `!` is no host.
+    terms = ",".join(_split(nodelist))
+    command = f'{{ timeout 10 scontrol show hostnames "$1" || echo !; }} | head -n {MOST_HOSTS + 1}'
+    output = subprocess.run(["sh", "-c", command, "sh", terms], capture_output=True, text=True).stdout
+    hosts = output.splitlines()
+    is_valid = _HOSTS.fullmatch(output) and len({*hosts}) == len(hosts) <= MOST_HOSTS
+    return hosts if is_valid else expand(nodelist)
+
+
 def expand(nodelist: str) -> list[str]:
-    """Expand a SLURM node list such as `a[01-03,7],r[1-2]n[1-4]`. Raises ValueError if it is malformed."""
-    terms = re.split(r"(?:\s*,\s*|\s+)(?![^\[]*\])", nodelist.strip())  # at commas or spaces outside brackets
-    hosts: list[str] = []
+    """Expand a SLURM node list such as `a[01-03,7],r[1-2]n[1-4]` without SLURM. Raises ValueError if it is malformed."""
+    hosts = [*itertools.islice(_expand_terms(nodelist), MOST_HOSTS + 1)]
+    if len({*hosts}) < len(hosts) or len(hosts) > MOST_HOSTS:
+        raise ValueError(f"{_EXPECTED} a host twice, or more than {MOST_HOSTS:,}, in {nodelist!r}")
+    return hosts
+
+
+def _split(nodelist: str) -> list[str]:
+    """Split a node list at commas or spaces outside brackets."""
+    terms = re.split(r"(?:\s*,\s*|\s+)(?![^\[]*\])", nodelist.strip())
     for term in terms:
         if not _TERM.fullmatch(term):
             raise ValueError(f"{_EXPECTED} {term!r} in {nodelist!r}")
+    return terms
+
+
+def _expand_terms(nodelist: str) -> Iterator[str]:
+    for term in _split(nodelist):
+        if term.count("[") > 2:  # SLURM orders these hosts in a way of its own
+            raise ValueError(f"{_EXPECTED} {term!r}: run this where scontrol expands more than two brackets")
         parts = re.split(r"[\[\]]", term)  # alternately text and ranges
         choices = [_expand_ranges(part) if position % 2 else [part] for position, part in enumerate(parts)]
-        hosts += itertools.islice(map("".join, itertools.product(*choices)), MOST_HOSTS + 1)
-        if len(hosts) > MOST_HOSTS:
-            raise ValueError(f"{_EXPECTED} more than {MOST_HOSTS:,} hosts in {nodelist!r}")
-    if len({*hosts}) < len(hosts):
-        raise ValueError(f"{_EXPECTED} a host twice in {nodelist!r}")
-    needs_order = any(term.count("[") > 2 for term in terms)
-    return _order_by_slurm(hosts, ",".join(terms)) if needs_order else hosts
-
-
-def _order_by_slurm(hosts: list[str], nodelist: str) -> list[str]:
-    """Return these hosts in SLURM's order, which with more than two brackets is not that of the brackets."""
-    command = ["scontrol", "show", "hostnames", nodelist]
-    ordered: list[str] = []
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ordered = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).split()
-    if sorted(ordered) != sorted(hosts):
-        raise ValueError(f"{_EXPECTED} more than two brackets in {nodelist!r}: run this where scontrol expands them")
-    return ordered
+        yield from map("".join, itertools.product(*choices))
 
 
 def _expand_ranges(ranges: str) -> list[str]:
@@ -95,7 +104,7 @@ def slots_from_slurm(
     variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
     if not (nodelist := environment.get(variable)):
         raise ValueError(f"{variable} is not set: run inside an allocation, such as salloc's shell")
-    hosts = expand(nodelist)
+    hosts = expand_by_slurm(nodelist)
     if wanted is not None:
         return dict.fromkeys(hosts, wanted)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
-from clap_ds.distributed.hostfile import expand, read_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import expand, expand_by_slurm, read_hostfile, slots_from_slurm
 from clap_ds.launch import preflight
 from clap_ds.launch.hostfile import main
 from tests import needs
@@ -60,7 +60,7 @@ def test_expands() -> None:
     assert {nodelist: expand(nodelist) for nodelist in lists} == {name: hosts.split() for name, hosts in lists.items()}
 
 
-@pytest.mark.parametrize("nodelist", MALFORMED)
+@pytest.mark.parametrize("nodelist", [*MALFORMED, "a[1-2]b[1-2]c[1-2]"])
 def test_expand_malformed_is_refused(nodelist: str) -> None:
     with pytest.raises(ValueError, match="expected a node list"):
         expand(nodelist)
@@ -69,20 +69,25 @@ def test_expand_malformed_is_refused(nodelist: str) -> None:
 @pytest.mark.usefixtures("scontrol")
 def test_expand_equals_scontrol() -> None:
     command = ["scontrol", "show", "hostnames"]
-    lists = [*LISTS, "x,a[1-2]b[1]c[3],n[1-2]", "a[1-2]b[1-3]c[08-9]d[2,1]"]
-    shown = {nodelist: subprocess.check_output([*command, nodelist], text=True).split() for nodelist in lists}
-    assert shown == {nodelist: expand(nodelist) for nodelist in lists}
+    shown = {nodelist: subprocess.check_output([*command, nodelist], text=True).split() for nodelist in LISTS}
+    assert shown == {nodelist: expand(nodelist) for nodelist in LISTS}
 
 
-@pytest.mark.parametrize("script", ["exit 1", "echo a1b1c3; exit 1", "echo a1b1c3", "echo a1b1c3; echo 'error: x'"])
-def test_expand_more_than_two_brackets_without_an_answer_is_refused(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(ValueError, match="scontrol"):
-        expand("a[1-2]b[1]c[3]")
+@pytest.mark.usefixtures("scontrol")
+def test_expand_by_slurm_adds_what_only_scontrol_reads() -> None:
+    assert expand_by_slurm("a[1-2]b[1]c[3]") == ["a1b1c3", "a2b1c3"]
+    assert expand_by_slurm("c[1-2].org") == ["c1.org", "c2.org"]  # by either
+    for nodelist in MALFORMED:
+        with pytest.raises(ValueError, match="expected a node list"):
+            expand_by_slurm(nodelist)
+
+
+def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script in ("exit 1", "echo n1; exit 1", "echo n1; echo 'error: x'"):
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        assert expand_by_slurm("n[1-2]") == ["n1", "n2"]
 
 
 @pytest.mark.parametrize(
