@@ -56,7 +56,7 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object) 
 def _reorder_groups(state: dict[str, Any], engine: ClapEngine, *, to_model_order: bool) -> dict[str, Any]:
     """Return an optimizer's state, of torch or of DeepSpeed's 16-bit wrappers, with each group's parameters in the order of the
     model, or from that order in the optimizer's. The given state doesn't change."""
-    positions = {parameter: position for position, parameter in enumerate(engine.model.parameters())}
+    positions: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(engine.model.parameters())}
     reordered = tree_map(lambda leaf: leaf, state)  # copies dictionaries and lists, not tensors
     inner = reordered.get(OPTIMIZER_STATE_DICT, reordered)
     for number, parameters in enumerate(grouped_parameters(engine.deepspeed.optimizer)):
