@@ -13,9 +13,9 @@ from pathlib import Path
 
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
-from clap_ds.analysis.table import count_of, markdown_table
+from clap_ds.analysis.table import markdown_table
 from clap_ds.analysis.weak_scaling import LAWS, Series, series_of
-from clap_ds.config.errors import run_alone
+from clap_ds.config.errors import count_of, run_alone
 
 ABOUT_BAND = (
     "Rows without a measurement are extrapolated. The band covers noise, fitted parameters, all laws weighted by their fit, "

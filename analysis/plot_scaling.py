@@ -67,11 +67,6 @@ def name_series(rows: Sequence[Scale]) -> str:
     return f"{PUBLISHED_BY}, {rows[0].title}" if is_published else rows[0].title
 
 
-def total_rate(row: Scale) -> float:
-    rate = row.rate or 0.0
-    return rate * row.gpus
-
-
 @styled()
 def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     """Draw efficiency with the 95% band of the fitted growth, and samples/s of all GPUs beside the ideal line.
@@ -90,7 +85,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         gpus = [row.gpus for row in rows]
         percents = [row.scaling_efficiency_percent or 0.0 for row in rows]
         percent_errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in rows]
-        totals = [total_rate(row) for row in rows]
+        totals = [row.samples_per_s or 0.0 for row in rows]
         relative_errors = [row.relative_half or 0.0 for row in rows]
         total_errors = [share * total for share, total in zip(relative_errors, totals, strict=True)]
         # Hollow markers show the points below them, and dashes would look like an extrapolation.
@@ -118,7 +113,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         percents = [row.scaling_efficiency_percent or 0.0 for row in lasts]
         mark_ends(efficiency, lasts, percents, [f"{percent:.1f}%" for percent in percents])
         rates = [f"{format_cell('samples_per_s_per_gpu', row.rate)}\nper {row.unit}" for row in lasts]
-        mark_ends(throughput, lasts, [total_rate(row) for row in lasts], rates)
+        mark_ends(throughput, lasts, [row.samples_per_s or 0.0 for row in lasts], rates)
     extent = "–".join(f"{count:,}" for count in sorted({min(scales), max(scales)}))
     picture.title(", ".join(filter(None, [common, f"{extent} {units}"])))
     picture.name_below(efficiency, 1, "Shaded: 95% band of the fitted growth" if is_banded else "")

@@ -15,7 +15,7 @@ from clap_ds.analysis.table import ENERGY, Run, checked
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
-from clap_ds.run_records.run_dir import with_liveness
+from clap_ds.run_records.run_dir import mark_killed
 
 BY_TIMER = "by DeepSpeed's timer"
 
@@ -69,7 +69,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
     found = files.read_object(file) if file.is_file() else {}
-    return with_liveness(path, current(found)) if name == "summary" else found
+    return mark_killed(path, current(found)) if name == "summary" else found
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -126,7 +126,7 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="run directories, logs, folders of them, sweeps, tables")
     rate = "use the throughput that this project measured, or that of DeepSpeed's timer"
-    add("--rate", type=_rate, choices=("measured", "deepspeed"), default="measured", help=rate)
+    add("--rate", type=_parse_rate, choices=("measured", "deepspeed"), default="measured", help=rate)
     add = parser.add_argument_group("for inputs that don't state it").add_argument
     add("--nodes", type=whole_number(), metavar="N", help="set the number of nodes")
     add("--gpus", type=whole_number(), metavar="N", help="set the total number of GPUs")
@@ -140,7 +140,7 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _rate(text: str) -> str:
+def _parse_rate(text: str) -> str:
     return "deepspeed" if text == "engine" else text  # its former name
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
-from clap_ds.config.errors import UserError, printable
+from clap_ds.config.errors import UserError, count_of, printable
 from clap_ds.config.files import open_regular
 from clap_ds.config.model_names import preset_of
 from clap_ds.run_records.metrics_schema import STEP_PHASES
@@ -183,10 +183,6 @@ def relative_to(rows: Sequence[Row]) -> str:
     """Return `relative to 2 nodes` for the rows of one series; empty if the baseline is one node."""
     nodes = next((row.baseline_nodes for row in rows if row.baseline_nodes), 1)
     return "" if nodes == 1 else f"relative to {count_of(nodes, 'node')}"
-
-
-def count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def unit(device: str) -> str:

@@ -169,20 +169,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)")
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
-    if not (found := nvidia_smi()) or choose_accelerator() == "cpu":
+    if not (gpus := nvidia_smi()) or choose_accelerator() == "cpu":
         raise UserError("no NVIDIA GPU found: check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR")
-    device = found[0].split(",")[0].strip()
+    device = gpus[0].split(",")[0].strip()
     gpu = getattr(peak_for(device), "name", "") or device
     exit_on_sigterm()
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
-    kept = options.output or work_folder() / "results" / short
-    kept.mkdir(parents=True, exist_ok=True)
+    results = options.output or work_folder() / "results" / short
+    results.mkdir(parents=True, exist_ok=True)
     folder = work_folder() / "runs" / "gpu_check" / short / f"call{options.call}"
     caches = compile_cache_dir("gpu_check")
     shutil.rmtree(folder, ignore_errors=True)
-    others = f"call[!{options.call}]_profile_*.tar.xz"
-    restore([*kept.glob("caches*.tar.xz")], caches.parent)
-    restore([*kept.glob(others)], folder.parent.parent)
+    other_profiles = f"call[!{options.call}]_profile_*.tar.xz"
+    restore([*results.glob("caches*.tar.xz")], caches.parent)
+    restore([*results.glob(other_profiles)], folder.parent.parent)
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
     rows: list[dict[str, Any]] = []
     for name, step in CALLS[options.call].items():
@@ -197,11 +197,11 @@ def main(argv: list[str] | None = None) -> int:
         finally:  # also if this call is ended
             compare_losses(rows)
             show(folder / "table.md", f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}", rows)
-            shutil.copy(folder / "table.md", kept / f"call{options.call}.md")
+            shutil.copy(folder / "table.md", results / f"call{options.call}.md")
             if (shares := folder / "efficiencies.json").exists():
-                shutil.copy(shares, kept)
-            archive(folder / name, folder.parent, kept / f"call{options.call}_{name}.tar.xz")
-            archive(caches, caches.parent, kept / f"caches_{len([*kept.glob('caches*')]):03}.tar.xz", began_s)
+                shutil.copy(shares, results)
+            archive(folder / name, folder.parent, results / f"call{options.call}_{name}.tar.xz")
+            archive(caches, caches.parent, results / f"caches_{len([*results.glob('caches*')]):03}.tar.xz", began_s)
     return int(any(row["state"] != "completed" for row in rows))
 
 

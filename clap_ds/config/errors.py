@@ -75,6 +75,11 @@ def some(items: Sequence[object]) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return a number and its noun, such as `1 rank` and `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def run_alone(main: Callable[[], object]) -> NoReturn:
     """Run the main function of a single-process command and exit with its code."""
     sys.exit(exit_code_of(main))

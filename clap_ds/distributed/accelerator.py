@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-HIDING = ("", "-1", "NoDevFiles")
+HIDE_ALL_GPUS = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 CORES = len(os.sched_getaffinity(0))  # available to this process
 
@@ -32,14 +32,11 @@ def choose_accelerator() -> str:
 
     if torch.cuda.is_available():
         return "cuda"
-    if found := find_gpu():
-        try:
-            torch.cuda.init()
-        except Exception as error:  # names the driver's version
-            raise UserError(
-                f"torch {torch.__version__} can't use this machine's GPU, {found}: {first_line(error)}"
-                " See “GPUs and drivers” in docs/clusters.md, or set DS_ACCELERATOR=cpu to run on CPUs"
-            ) from None
+    if (gpu := find_gpu()) and (problem := find_cuda_problem()):
+        raise UserError(
+            f"torch {torch.__version__} can't use this machine's GPU, {gpu}: {problem}"
+            " See “GPUs and drivers” in docs/clusters.md, or set DS_ACCELERATOR=cpu to run on CPUs"
+        )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return "cpu"
 
@@ -78,7 +75,7 @@ def set_up_cuda() -> None:
 def find_gpu() -> str:
     """Return the evidence that this process has a GPU, a usable device file or SLURM's variable, or an empty string."""
     files = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
-    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in HIDING:
+    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in HIDE_ALL_GPUS:
         return min(files)
     count = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     return f"SLURM_GPUS_ON_NODE={count}" if count != "0" else ""
@@ -86,16 +83,21 @@ def find_gpu() -> str:
 
 def explain_no_gpu() -> str:
     """Return why torch has no GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in HIDE_ALL_GPUS:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}"
+    return find_cuda_problem() or "torch lists none"
+
+
+def find_cuda_problem() -> str:
+    """Return why CUDA can't be initialized: torch without it, no driver, or one that is too old; empty if it can."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in HIDING:
-        return f"CUDA_VISIBLE_DEVICES is {visible!r}"
     try:
         torch.cuda.init()
-    except Exception as error:  # torch without CUDA, no driver, or one that is too old
+    except Exception as error:  # names the driver's version
         return first_line(error)
-    return "torch lists none"
+    return ""
 
 
 def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:

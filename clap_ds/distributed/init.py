@@ -22,7 +22,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.arguments import add_config, make_parser
-from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, how_to_install, printable
+from clap_ds.config.errors import (
+    INTERRUPTED,
+    USER_ERROR,
+    CollectiveUserError,
+    UserError,
+    count_of,
+    how_to_install,
+    printable,
+)
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
@@ -105,8 +113,8 @@ def _read_number(name: str, largest: int | None = None) -> int:
     if text.isdecimal() and (largest is None or int(text) <= largest):
         return int(text)
     limit = "" if largest is None else f", at most {largest}"
-    found = f"found {text!r}" if text else "but it isn't set"
-    raise UserError(f"{name}: expected a whole number{limit}, {found}; {LAUNCHERS}")
+    problem = f"found {text!r}" if text else "but it isn't set"
+    raise UserError(f"{name}: expected a whole number{limit}, {problem}; {LAUNCHERS}")
 
 
 def _reject_other_launchers(*size_variables: str, num_ranks: int = 1) -> None:
@@ -188,7 +196,7 @@ def announce_accelerator(ranks: Ranks) -> None:
     """Choose GPUs or CPUs before DeepSpeed is imported. Rank 0 prints if CPUs run because there is no GPU."""
     is_cpu_requested = os.environ.get("DS_ACCELERATOR") == "cpu"
     if choose_accelerator() == "cpu" and ranks.is_main_process and not is_cpu_requested:
-        print(f"no GPU: {ranks.world_size} CPU ranks ({explain_no_gpu()})", flush=True)
+        print(f"no GPU: {count_of(ranks.world_size, 'CPU rank')} ({explain_no_gpu()})", flush=True)
 
 
 def prepare_debugging(settings: DebugSettings) -> None:

@@ -56,11 +56,11 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object) 
 def _reorder_groups(state: dict[str, Any], engine: ClapEngine, *, to_model_order: bool) -> dict[str, Any]:
     """Return an optimizer's state, of torch or of DeepSpeed's 16-bit wrappers, with each group's parameters in the order of the
     model, or from that order in the optimizer's. The given state doesn't change."""
-    positions = {id(parameter): position for position, parameter in enumerate(engine.model.parameters())}
+    positions: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(engine.model.parameters())}
     reordered = tree_map(lambda leaf: leaf, state)  # copies dictionaries and lists, not tensors
     inner = reordered.get(OPTIMIZER_STATE_DICT, reordered)
     for number, parameters in enumerate(grouped_parameters(engine.deepspeed.optimizer)):
-        in_model_order = sorted(parameters, key=lambda parameter: positions[id(parameter)])
+        in_model_order = sorted(parameters, key=positions.__getitem__)
         orders = (parameters, in_model_order) if to_model_order else (in_model_order, parameters)
         if "fp32_groups_flat" in state:
             moments = inner["state"].get(number, {})
@@ -77,11 +77,12 @@ def _reorder_groups(state: dict[str, Any], engine: ClapEngine, *, to_model_order
 def _reorder(values: Any, before: list[Tensor], after: list[Tensor]) -> Any:
     """Return a list of a value per parameter, or their flat tensor, in the order `after` instead of `before`."""
     if [*map(id, before)] == [*map(id, after)]:
-        return values
-    parts = values.split([parameter.numel() for parameter in before]) if isinstance(values, Tensor) else values
-    parts_by_parameter = {id(parameter): part for parameter, part in zip(before, parts, strict=True)}
-    reordered = [parts_by_parameter[id(parameter)] for parameter in after]
-    return torch.cat(reordered) if isinstance(values, Tensor) else reordered
+        return values  # without copying a flat tensor
+    is_flat = isinstance(values, Tensor)
+    parts = values.split([parameter.numel() for parameter in before]) if is_flat else values
+    part_of = dict(zip(before, parts, strict=True))
+    reordered = [part_of[parameter] for parameter in after]
+    return torch.cat(reordered) if is_flat else reordered
 
 
 def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samples: int) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
+from clap_ds.config.errors import count_of
 from clap_ds.config.schema import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0
@@ -56,8 +58,8 @@ def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
         settings = clap.model.model_copy(update={"pretrained_text": False})
         with torch.device("meta"):
             model = build_model(settings, clap.loss, device, clap.train.freeze)
-        weights = sum(each.numel() for each in model.parameters())
-        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     weight_bytes = 2 if run.precision in ("bf16", "fp16") else 4
     bytes_per_trained = 4 if weight_bytes == 2 else 0  # fp32 master weights
@@ -103,7 +105,7 @@ def least_activations(run: RunSettings, device: torch.device) -> int:
             width = 6 if tower == "audio" else 6 + mlp_ratios[tower]
         kept_width = 1 if tower in clap.model.activation_checkpointing else width
         at_start += kept_width * sum(blocks[tower])
-        in_largest = max([in_largest, *(width * elements for elements in blocks[tower])])
+        in_largest = max(in_largest, width * max(blocks[tower], default=0))
     return (4 if run.precision == "fp32" else 2) * max(at_start, in_largest)
 
 
@@ -126,20 +128,19 @@ def describe_shortage(
 ) -> str:
     """Return what to print if the limits of all ranks, each with its host, are too low for the bound; empty if they aren't.
     Ranks with the same limit of a host share it."""
-    limits = [limit for of_rank in by_rank for limit in of_rank]
-    sharing = Counter((host, limit.name) for host, limit in limits)
-    host, limit = min(limits, key=lambda each: each[1].free / sharing[each[0], each[1].name])
-    num_ranks = sharing[host, limit.name]
-    available = limit.free / num_ranks
+    limits = list(chain.from_iterable(by_rank))
+    num_sharing = Counter((host, limit.name) for host, limit in limits)
+    available, host, limit = min((limit.free / num_sharing[host, limit.name], host, limit) for host, limit in limits)
     if least.total(micro_batch) <= available:
         return ""
 
+    num_ranks = num_sharing[host, limit.name]
     largest = least.largest_micro_batch(available)
     fitting = f"at most {largest} may fit" if largest else "not even 1 fits"
     return (
         f"micro-batch {micro_batch} needs at least {least.total(micro_batch) / 1e9:.1f} GB per rank,"
         f" {least.per_sample / 1e6:.0f} MB per sample and {least.state / 1e9:.1f} GB of weights and optimizer state, but"
-        f" {host} has {limit.free / 1e9:.1f} GB for {num_ranks} rank(s): {limit.name}."
+        f" {host} has {limit.free / 1e9:.1f} GB for {count_of(num_ranks, 'rank')}: {limit.name}."
         f" Of micro-batches, {fitting}: {advise_on_memory(device_type)}"
     )
 

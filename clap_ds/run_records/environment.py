@@ -96,9 +96,10 @@ def memory_limits(device: torch.device) -> list[MemoryLimit]:
     swap = psutil.swap_memory().free
     limits = [MemoryLimit("available memory", psutil.virtual_memory().available + swap)]
     limits += [MemoryLimit(name, free + swap) for name, free in cgroup_limits()]
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limits.append(MemoryLimit(f"ulimit -v of process {os.getpid()}", most - psutil.Process().memory_info().vms))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        free = address_space - psutil.Process().memory_info().vms
+        limits.append(MemoryLimit(f"ulimit -v of process {os.getpid()}", free))
     return limits
 
 
@@ -109,16 +110,16 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
         _, controllers, path = line.split(":", 2)
         if controllers not in CGROUP_FILES:
             continue
-        limit, use, prefix = CGROUP_FILES[controllers]
+        limit_file, usage_file, prefix = CGROUP_FILES[controllers]
         top = root / "sys/fs/cgroup" / controllers
         group = top / path.strip("/")
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError, KeyError):  # not limited or, in a container, not visible
-                most = int((folder / limit).read_text())
+                limit = int((folder / limit_file).read_text())
                 statistics = dict(text.split() for text in (folder / "memory.stat").read_text().splitlines())
                 cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-                used = int((folder / use).read_text()) - cached
-                yield MemoryLimit(f"memory limit of cgroup /{folder.relative_to(top)}", most - used)
+                used = int((folder / usage_file).read_text()) - cached
+                yield MemoryLimit(f"memory limit of cgroup /{folder.relative_to(top)}", limit - used)
 
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:

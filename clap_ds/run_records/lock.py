@@ -24,14 +24,14 @@ FILE = "writer.json"
 def identify_process(job: Path | None = None) -> dict[str, Any]:
     """Return what identifies this process, in a job identified by its folder or by SLURM."""
     return {
-        "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _kernel(),
+        "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _identify_kernel(),
         "user": os.environ.get("USER", ""), "job": str(job or os.environ.get("SLURM_JOB_ID", "")),
     }  # fmt: skip
 
 
 def has_ended(process: Mapping[str, Any]) -> bool | None:
     """Return whether an identified process has ended; None if it isn't of this host, container and boot."""
-    kernel = _kernel()
+    kernel = _identify_kernel()
     if not kernel or process.get("kernel") != kernel:
         return None
     return _start_time(process.get("pid")) != process.get("started")
@@ -78,7 +78,7 @@ class FolderLock:
         return printable(f"{self._path.parent} {what} host {host}, pid {pid}, user {user}, job {job or 'none'}")
 
 
-def _kernel() -> str:
+def _identify_kernel() -> str:
     """Return this boot and container, within which process ids are unique; empty on other systems than Linux."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

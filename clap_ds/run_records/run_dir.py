@@ -109,7 +109,7 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
     return record.path
 
 
-def with_liveness(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
+def mark_killed(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """Return a run's summary with the state `killed` if it is `running` without its process. If that isn't known, as on another
     host, `error` has the time at which the run last wrote a file."""
     environment = path / "environment.json"

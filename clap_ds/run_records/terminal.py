@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from clap_ds.config.errors import printable
+from clap_ds.config.errors import count_of, printable
 from clap_ds.run_records.metrics_schema import Summary, current
 
 
@@ -29,11 +29,10 @@ class Progress:
 def run_title(summary: Summary) -> str:
     """Return what a run computes, and where. `analysis/log_formats.py` reads it from logs; with packed captions it doesn't,
     as their number of tokens is unknown."""
-    nodes = summary["num_nodes"]
     accumulation = summary.get("gradient_accumulation_steps", 1)
     parts = [
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']}",
-        f"{nodes} node" if nodes == 1 else f"{nodes} nodes",
+        count_of(summary["num_nodes"], "node"),
         summary["precision"],
         f"micro-batch {summary['micro_batch_per_gpu']}",
     ]

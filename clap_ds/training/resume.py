@@ -2,6 +2,7 @@
 
 import uuid
 
+from clap_ds.config.errors import count_of
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.init import Ranks
@@ -69,7 +70,7 @@ def resume(
     if ranks.is_main_process:
         record.update_summary(resumed_from=str(path), resumed_at_step=state.step)
         before, now = len(state.data), ranks.world_size
-        on = "" if now == before else f", on {now} rank(s) instead of {before}"
+        on = "" if now == before else f", on {count_of(now, 'rank')} instead of {before}"
         print(f"resuming from {path}: step {state.step}, {state.samples:,} samples{on}", flush=True)
     return state
 

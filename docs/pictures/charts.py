@@ -55,7 +55,7 @@ HARDWARE = r"# (.+)\n\n(\d+) threads, (micro-batch \d+),[^\0]*?ours native \((\w
 """Model and processor, threads, batch and instructions in the text of `compare_baselines`."""
 
 
-def bars_of(axes: Axes) -> list[BarContainer]:
+def list_bars(axes: Axes) -> list[BarContainer]:
     return [bars for bars in axes.containers if isinstance(bars, BarContainer)]
 
 
@@ -68,7 +68,7 @@ def draw_flops(paths: Sequence[Path]) -> Picture:
     parts = pd.DataFrame([record["published"]["components"] for record in records])
     groups = pd.DataFrame({name: parts[[*components]].sum(axis=1) for name, components in FLOPS_GROUPS.items()})
     groups.plot.bar(ax=axes, stacked=True, color=[COLORS[place] for place in (4, 0, 3, 5, 1, 2)], legend=False, rot=0)
-    axes.bar_label(bars_of(axes)[-1], [f"{total:.2f}" for total in parts["forward"]], padding=2, weight="bold")
+    axes.bar_label(list_bars(axes)[-1], [f"{total:.2f}" for total in parts["forward"]], padding=2, weight="bold")
     axes.set_xticks(range(len(records)), [f"{record['text_tokens']} tokens" for record in records])
     for name in dict.fromkeys(record["preset"] for record in records):
         published = FORWARD_GFLOPS[name]
@@ -82,14 +82,14 @@ def draw_flops(paths: Sequence[Path]) -> Picture:
     return picture
 
 
-def kernel_times_ms(path: Path, heading: str) -> pd.Series[float]:
+def read_kernel_times_ms(path: Path, heading: str) -> pd.Series[float]:
     """Return ms per step by class of kernels, from the first table after a heading of a record of `plan_validation`."""
     section = path.read_text().partition(heading)[2] if heading else path.read_text()
     rows = re.findall(r"^\| +(.+?) \| +\S+ \| +([\d.]+) \| +[\d.]+ \|$", section.split("\n## ")[0], re.MULTILINE)
     return pd.Series({name: float(ms) for name, ms in rows})
 
 
-def median_step_ms(archive: Path, folder: str) -> float:
+def read_median_step_ms(archive: Path, folder: str) -> float:
     """Return the median step of a run, from an archive of its records."""
     with tarfile.open(archive) as files:
         (name,) = (name for name in files.getnames() if re.fullmatch(rf"{folder}(run-[^/]+/)?summary\.json", name))
@@ -106,17 +106,17 @@ def draw_gpu_step(paths: Sequence[Path]) -> Picture:
     records = {path.name: path for path in paths}
     bars = {}
     for bar, (record, heading, archive, folder) in GPU_STEPS.items():
-        times = kernel_times_ms(records[record], heading)
+        times = read_kernel_times_ms(records[record], heading)
         # Copies of batches run beside the kernels.
         times = times.drop("not in the plan: aten::copy_")
         names = [next(group for group, rule in KERNEL_GROUPS.items() if re.search(rule, name)) for name in times.index]
         groups = times.groupby(names).sum().reindex([*KERNEL_GROUPS], fill_value=0.0)
-        step_ms = median_step_ms(records[archive], folder)
+        step_ms = read_median_step_ms(records[archive], folder)
         bars[f"{bar}\n{step_ms:.1f} ms"] = {**groups, "rest of the timed step": step_ms - groups.sum()}
     table = pd.DataFrame(bars).T
     colors = [*(COLORS[place] for place in (0, 1, 4, 5, 3, 2)), "0.92"]
     table.plot.barh(ax=axes, stacked=True, width=0.8, color=colors, edgecolor="white", legend=False)
-    for part, name, color in zip(bars_of(axes), table, "wwkkwkk", strict=True):
+    for part, name, color in zip(list_bars(axes), table, "wwkkwkk", strict=True):
         labels = [f"{ms:.0f}" if ms > LEAST_LABELED_MS else "" for ms in table[name]]
         axes.bar_label(part, labels, label_type="center", color=color, fontsize=7)
     axes.grid(axis="y", visible=False)
@@ -152,7 +152,7 @@ def draw_plan(paths: Sequence[Path]) -> Picture:
     return picture
 
 
-def ratios(path: Path) -> pd.DataFrame:
+def read_ratios(path: Path) -> pd.DataFrame:
     """Return each program's ratio and interval, fastest first: with SpecAugment if measured so, in its faster mode."""
     sides = pd.json_normalize(json.loads(path.read_text()), "sides", "spec_augment")
     sides["program"] = sides["side"].str.partition(",")[0].replace("ours", "clap-ds")
@@ -168,12 +168,12 @@ def draw_peers(paths: Sequence[Path]) -> Picture:
     """
     picture = Picture()
     (axes,) = picture.panels
-    records = pd.concat({CAPTIONS[path.stem.split("_")[-1]]: ratios(path) for path in paths}, axis=1)
+    records = pd.concat({CAPTIONS[path.stem.split("_")[-1]]: read_ratios(path) for path in paths}, axis=1)
     speed = {name: records.xs(f"speed.{name}", axis=1, level=1) for name in ("median", "low", "high", "coverage")}
     medians = speed["median"]
     errors = np.abs([(speed[end] - medians).to_numpy().T for end in ("low", "high")]).swapaxes(0, 1)
     medians.plot.barh(ax=axes, xerr=errors, color=COLORS, width=0.8)
-    for bars in bars_of(axes):
+    for bars in list_bars(axes):
         axes.bar_label(bars, fmt="%.2f", label_type="center", color="w", fontsize=7)
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()

@@ -23,7 +23,7 @@ LIST = Path(__file__).with_name("pictures.json")
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def drawing_code(script: Path) -> list[Path]:
+def find_drawing_code(script: Path) -> list[Path]:
     """Return a script and the modules of `analysis/` that it imports, directly or not."""
     sources = [script]
     for source in sources:  # grows
@@ -35,29 +35,29 @@ def drawing_code(script: Path) -> list[Path]:
     return sources
 
 
-def records_of(argument: str) -> Iterator[Path]:
+def list_records(argument: str) -> Iterator[Path]:
     """Yield the files of a record: those of a run directory, or a file and the text or JSON next to it."""
     path = ROOT / argument
     files = path.glob("*") if path.is_dir() else path.parent.glob(f"{path.stem}.*")
     yield from (file for file in sorted(files) if file.suffix not in FORMATS)
 
 
-def digest(command: str) -> str:
+def compute_digest(command: str) -> str:
     """Return the digest of a command's text, drawing code and records."""
     script, *arguments = shlex.split(command)
-    files = drawing_code(ROOT / script)
-    files += [file for argument in arguments for file in records_of(argument)]
+    files = find_drawing_code(ROOT / script)
+    files += [file for argument in arguments for file in list_records(argument)]
     parts = [command.encode(), *(file.read_bytes() for file in sorted(set(files)))]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def stale_pictures() -> dict[str, str]:
+def find_stale_pictures() -> dict[str, str]:
     """Return the pictures that have to be redrawn, with their commands."""
     pictures = json.loads(LIST.read_text(encoding="utf-8"))
     return {
         name: picture["command"]
         for name, picture in pictures.items()
-        if not (ROOT / name).exists() or picture["digest"] != digest(picture["command"])
+        if not (ROOT / name).exists() or picture["digest"] != compute_digest(picture["command"])
     }
 
 
@@ -65,10 +65,10 @@ def main() -> None:
     pictures = json.loads(LIST.read_text(encoding="utf-8"))
     # Without the date of drawing, equal pictures are equal files.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SOURCE_DATE_EPOCH": "0"}
-    for name, command in stale_pictures().items():
+    for name, command in find_stale_pictures().items():
         shell = [sys.executable, *shlex.split(command), "--output", name]
         subprocess.run(shell, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        pictures[name]["digest"] = digest(command)
+        pictures[name]["digest"] = compute_digest(command)
         LIST.write_text(json.dumps(pictures, indent=2) + "\n", encoding="utf-8")
         print(f"drew {name}")
 

@@ -125,7 +125,7 @@ def test_the_benchmark_of_a_gpu_is_refused_where_there_is_none_before_it_allocat
         ["-c", LIMITED, "--deepspeed_config", tmp_path / "run.json"], env={**without_gpu, "CUDA_VISIBLE_DEVICES": ""}
     )
     assert (done.returncode, done.stderr.count("error:")) == (2, 1), done.stderr
-    assert "no GPU: 1 CPU ranks (CUDA_VISIBLE_DEVICES" in done.stdout
+    assert "no GPU: 1 CPU rank (CUDA_VISIBLE_DEVICES" in done.stdout
     for part in ("micro-batch 616", "htsat_tiny_cpu"):
         assert part in done.stderr
     assert "find_micro_batch" not in done.stderr

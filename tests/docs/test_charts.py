@@ -1,7 +1,7 @@
 """Charts show their records' numbers."""
 
 import pytest
-from charts import bars_of, draw_flops, draw_gpu_step, draw_peers, draw_plan, ratios
+from charts import draw_flops, draw_gpu_step, draw_peers, draw_plan, list_bars, read_ratios
 from redraw import ROOT
 
 RESULTS = ROOT / "results"
@@ -9,7 +9,7 @@ PEERS = RESULTS / "cpu" / "peers"
 
 
 def test_bars_are_ratios_as_published_of_the_faster_mode_with_hardware() -> None:
-    medians = ratios(PEERS / "amx_padded.json")["speed.median"].round(2).to_dict()
+    medians = read_ratios(PEERS / "amx_padded.json")["speed.median"].round(2).to_dict()
     assert medians == {"clap-ds": 1.0, "transformers": 1.71, "open_clip": 2.15, "LAION-CLAP": 2.22}
     picture = draw_peers([PEERS / "amx_padded.json", PEERS / "amx_packed.json"])
     title = picture.figure.get_suptitle()
@@ -19,14 +19,14 @@ def test_bars_are_ratios_as_published_of_the_faster_mode_with_hardware() -> None
 def test_flops_are_all_components_and_equal_the_published_at_514_tokens() -> None:
     picture = draw_flops([RESULTS / "flops" / f"htsat_tiny_{tokens}.json" for tokens in (77, 514)])
     (axes,) = picture.panels
-    tops = [bar.get_y() + bar.get_height() for bar in bars_of(axes)[-1]]
+    tops = [bar.get_y() + bar.get_height() for bar in list_bars(axes)[-1]]
     assert tops == pytest.approx([27.44, 111.20], abs=0.01)
 
 
 def test_parts_of_a_gpus_step_add_up_to_its_time() -> None:
     names = ("efficiencies.md", "step.md", "call1.tar.xz", "step.tar.xz")
     (axes,) = draw_gpu_step([RESULTS / "h200" / name for name in names]).panels
-    parts = {bars.get_label(): bars.datavalues for bars in bars_of(axes)}
+    parts = {bars.get_label(): bars.datavalues for bars in list_bars(axes)}
     assert sum(parts.values()) == pytest.approx([251.56, 193.30, 184.38], abs=0.01)
     assert parts["matrix products"][2] == pytest.approx(53.200 + 11.455 + 6.360 + 2.182)
     assert min(map(min, parts.values())) >= 0

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import redraw
-from redraw import FORMATS, LIST, ROOT, digest, stale_pictures
+from redraw import FORMATS, LIST, ROOT, compute_digest, find_stale_pictures
 
 from clap_ds.config.files import read_json
 
 
 def test_committed_pictures_are_of_todays_records_and_code() -> None:
-    assert stale_pictures() == {}, "run: make pictures"
+    assert find_stale_pictures() == {}, "run: make pictures"
 
 
 def test_committed_pictures_are_all_in_the_list() -> None:
@@ -30,9 +30,9 @@ def test_a_changed_record_or_module_changes_the_digest(
         (tmp_path / name).write_text("1")
     (tmp_path / "analysis" / "drawer.py").write_text("from clap_ds.analysis.style import COLORS")
     command = "analysis/drawer.py record.json"
-    before = digest(command)
+    before = compute_digest(command)
     for name in ("record.png", "analysis/other.py"):
         (tmp_path / name).write_text("2")
-    assert digest(command) == before
+    assert compute_digest(command) == before
     (tmp_path / changed).write_text("2")
-    assert digest(command) != before
+    assert compute_digest(command) != before

@@ -117,10 +117,10 @@ def test_ranks_share_their_hosts_limits_and_have_their_own() -> None:
     host = MemoryLimit("available memory", 17 * GB)
     ranks = [[("n1", host), ("n1", MemoryLimit(f"ulimit -v of process {pid}", 9 * GB))] for pid in (5, 6)]
     assert not describe_shortage(least, 16, "cpu", ranks)
-    assert "n1 has 17.0 GB for 2 rank" in describe_shortage(least, 20, "cpu", ranks)
+    assert "n1 has 17.0 GB for 2 ranks" in describe_shortage(least, 20, "cpu", ranks)
     assert not describe_shortage(least, 20, "cpu", [[("n1", host)], [("n2", host)]])
     ranks[1][1] = ("n1", MemoryLimit("ulimit -v of process 6", 6 * GB))
-    assert "6.0 GB for 1 rank(s): ulimit -v of process 6" in describe_shortage(least, 16, "cpu", ranks)
+    assert "6.0 GB for 1 rank: ulimit -v of process 6" in describe_shortage(least, 16, "cpu", ranks)
 
 
 def test_a_fitting_micro_batch_is_named_unless_weights_alone_do_not_fit() -> None:

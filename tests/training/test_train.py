@@ -108,7 +108,7 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     assert "Traceback" not in ranks.outputs[0]
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
     commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps are trained again
-    assert "on 1 rank(s) instead of 2" in commands.train(config, world_size=1)
+    assert "on 1 rank instead of 2" in commands.train(config, world_size=1)
     summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
     assert all(row["epoch"] == pytest.approx(row["samples"] / 60, abs=1e-6) for row in commands.lines(config))
     assert (summary["epoch"], summary["epoch_samples"], summary["samples"]) == (3.2, 60, samples)
