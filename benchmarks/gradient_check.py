@@ -5,6 +5,8 @@
 All sides use the same batches, without dropout, stochastic depth and SpecAugment. The reference is the same model by torch's
 operations in eager fp32. A gradient is wrong if its error is more than three times that of torch's operations in eager bf16,
 plus 1% of its norm. Both errors are medians over the batches: a rounding that flips a ReLU changes one batch's error a lot.
+
+Before, `dropout_check` checks compiled dropout by itself.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import make_parser, show, table
+from benchmarks.common import make_parser, save, show, table
+from benchmarks.dropout_check import check_dropout
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
 from clap_ds.distributed.init import Ranks, initialize
-from clap_ds.engine.compile import compile_towers
+from clap_ds.engine.compile import compile_towers, reason_of
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.model.contrastive import ContrastiveModel
@@ -40,7 +43,7 @@ SHARPEN = 3.0
 SHARPENED = ("qkv", "query", "key")
 """Linears whose weights are multiplied: attention of a new model is so even that queries and keys have almost no gradient."""
 COLUMNS = (
-    "parameter {name} | norm {norm:.2e} | eager, off by {eager:.2e} | compiled, off by {compiled:.2e}"
+    "parameter or property {name} | norm {norm:.2e} | eager, off by {eager:.2e} | compiled, off by {compiled:.2e}"
     " | share of the bound {share:.2f} | wrong {wrong}"
 )
 
@@ -95,9 +98,7 @@ def compare(
     eager_errors: dict[str, list[float]] = defaultdict(list)
     compiled_errors: dict[str, list[float]] = defaultdict(list)
     for batch in batches:
-        eager = gradients(plain, batch)
-        expected = gradients(reference, batch)
-        compiled = gradients(model, batch)
+        eager, expected, compiled = (gradients(each, batch) for each in (plain, reference, model))
         floor = 1e-4 * max(float(gradient.norm()) for gradient in expected.values())  # smaller ones are rounding errors
         for name, gradient in expected.items():
             norm = float(gradient.norm())
@@ -121,11 +122,21 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    for rows in compare(load_run(options.deepspeed_config, 1), device, options.clips):
+    dropout_rows = list[dict[str, Any]]()
+    try:
+        for row in check_dropout(device):
+            dropout_rows.append(row)
+            print(row["name"], "wrong" if row["wrong"] else "right", sep=": ", flush=True)
+            save(options.output, table(COLUMNS, dropout_rows), dropout_rows)
+    except Exception as error:  # the gradients are still worth checking
+        dropout_rows.append({"name": f"the dropout check failed: {reason_of(error)}", "wrong": True})
+    for gradient_rows in compare(load_run(options.deepspeed_config, 1), device, options.clips):
+        rows = [*dropout_rows, *gradient_rows]
         wrong = [row["name"] for row in rows if row["wrong"]]
-        show(options.output, f"{len(rows)} gradients, {len(wrong)} wrong\n\n{table(COLUMNS, rows[:12])}", rows)
+        summary = f"{len(gradient_rows)} gradients and {len(dropout_rows)} properties of dropout, {len(wrong)} wrong"
+        show(options.output, f"{summary}\n\n{table(COLUMNS, rows[: len(dropout_rows) + 12])}", rows)
     if wrong:
-        raise UserError(f"{len(wrong)} gradients are wrong: {', '.join(wrong[:5])}")
+        raise UserError(f"{len(wrong)} gradients or properties are wrong: {', '.join(wrong[:5])}")
 
 
 if __name__ == "__main__":
