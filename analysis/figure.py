@@ -86,7 +86,11 @@ class Picture:
 
     @styled()
     def save(self, path: Path, *beside: str) -> None:
-        """Write the figure in the format of its suffix, such as .png, and also with the suffixes `beside`."""
+        """Write the figure in the format of its suffix, such as .png, and also with the suffixes `beside`. UserError for a
+        folder."""
+        if path.is_dir():
+            raise UserError(f"--output {path}: expected a file such as scaling.png, found a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
         for each in dict.fromkeys([path, *map(path.with_suffix, beside)]):
             self.figure.savefig(each)
 

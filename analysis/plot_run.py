@@ -49,8 +49,9 @@ def draw_benchmark(directory: Path) -> Picture:
     run = read_record(directory)
     if not (run.rate and run.step_time_s):
         raise UserError(f"{directory}: no timed windows in this run (state {run.state!r})")
-    picture = Picture((1.6, 0.6))
-    times, parts = picture.panels
+    # A run that was ended before its instrumented steps has no breakdown.
+    picture = Picture((1.6, 0.6) if run.breakdown_s else (1.6,))
+    times = picture.panels[0]
     rate = f"{run.rate:,.2f} samples/s/{run.unit}"
     if len(run.windows) > 1:
         rate += f" (windows: {min(run.windows):,.2f} – {max(run.windows):,.2f})"
@@ -63,7 +64,8 @@ def draw_benchmark(directory: Path) -> Picture:
     times.axhline(median_ms, color="black", linewidth=0.8, linestyle="--", label=f"median {median_ms:,.0f} ms")
     times.set(xlabel="step", ylabel="step time (ms)", ylim=(0, 1.1 * times.dataLim.ymax))
     times.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-    _draw_parts(picture, parts, [run])
+    if run.breakdown_s:
+        _draw_parts(picture, picture.panels[1], [run])
     return picture
 
 

@@ -106,7 +106,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     efficiency.set(ylim=(lowest, max(105.0, 1.02 * efficiency.dataLim.ymax)))
     efficiency.set_ylabel(f"scaling efficiency (%), axis from {lowest}%")
     throughput.set_ylim(bottom=0)
-    throughput.yaxis.set_major_formatter("{x:,.0f}")
+    throughput.yaxis.set_major_formatter("{x:,.10g}")  # on CPUs, a tick may be 0.25
     throughput.set_ylabel(f"samples/s of all {units}")
     if len(curves) <= FEW_SERIES:
         lasts = [max(rows, key=lambda row: row.gpus) for rows in curves.values()]

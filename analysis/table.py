@@ -242,6 +242,8 @@ def read_table_runs(path: Path) -> list[Run]:
             frame = pd.read_csv(
                 file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""]
             )
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     frame = frame.rename(columns=FORMER_COLUMNS)

@@ -2,7 +2,7 @@
 
 Examples:
     clap-ds plan --config htsat_tiny --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4
-    clap-ds plan --config my_run.json --gpu a100-80gb --find_micro_batch
+    clap-ds plan --config my_run.json --gpu a100-sxm-80gb --find_micro_batch
 
 docs/estimation.md describes the method and its accuracy.
 """

@@ -123,7 +123,8 @@ def load_profile(name: str) -> ClusterProfile:
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
-        hint = f"{did_you_mean(name, known)}; make one with `cp {FOLDER / 'generic.json'} {path}`"
+        command = shlex.join(["cp", str(FOLDER / "generic.json"), str(path)])
+        hint = f"{did_you_mean(name, known)}; make one with `{command}`"
         raise UserError(f"--cluster {name}: {path}: no such file{hint}")
     profile = typed(ClusterProfile, read_object(path), path)
     _reject(path, _wrong_values(profile))

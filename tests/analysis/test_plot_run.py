@@ -51,6 +51,11 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert bars == [(0, 100), (100, 200)]
 
 
+def test_benchmark_that_ended_before_its_breakdown_is_drawn_without_it(tmp_path: Path) -> None:
+    (times,) = draw_benchmark(benchmark(tmp_path / "run", breakdown_s=None)).panels
+    assert len(times.lines) == 3
+
+
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     picture = draw_training([training(tmp_path / "run")])
     loss, rate, _, norm, speed, evaluation = picture.panels

@@ -9,6 +9,7 @@ from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_cu
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Row, Run, Scale, by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import series_of
+from clap_ds.config.errors import UserError
 from tests.analysis.samples import BASE, DATA, TINY, command, given, run
 
 MICRO = [
@@ -69,6 +70,20 @@ def test_an_axis_names_all_units_and_starts_at_0_or_50_percent() -> None:
     assert [efficiency.get_ylim()[0], lone.get_ylim()[0], throughput.get_xlim()[0]] == [0, 50, 0]
     assert [efficiency.get_xlabel(), lone.get_xlabel()] == ["ranks or GPUs", "ranks"]
     assert [text.get_text() for text in efficiency.texts] == ["25.0%"]
+
+
+def test_rates_below_one_have_ticks_that_differ() -> None:
+    _, throughput = draw(curves(run(1, 0.3, gpus=2), run(2, 0.25, gpus=4))).panels
+    labels = throughput.yaxis.get_major_formatter().format_ticks(throughput.get_yticks())
+    assert len({*labels}) == len(labels)
+
+
+def test_picture_whose_path_is_a_folder_is_refused_and_missing_folders_are_made(tmp_path: Path) -> None:
+    picture = draw(curves(run(1, 0.3, gpus=2)))
+    with pytest.raises(UserError, match="folder"):
+        picture.save(tmp_path)
+    picture.save(tmp_path / "new" / "scaling.png")
+    assert (tmp_path / "new" / "scaling.png").exists()
 
 
 def test_an_ideal_is_the_smallest_scales_also_if_more_nodes_have_fewer_gpus() -> None:

@@ -51,6 +51,11 @@ def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str | b
         read_table_runs(path)
 
 
+def test_table_that_is_missing_is_named_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"missing\.csv: no such file$"):
+        read_table_runs(tmp_path / "missing.csv")
+
+
 def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
     text = "\ufeff" + HEADER.replace(",", ";") + "1;4;623,75;2495;21;100\n2;8;;;;\n"
     first, second = read_table_runs(write(tmp_path / "t.csv", text))
