@@ -125,3 +125,11 @@ def test_mistakes_are_said(write_run: WriteRun, options: str, said: str) -> None
     whole = {"train_batch_size": 32, "gradient_accumulation_steps": None}  # on four GPUs, two passes per step
     with pytest.raises(UserError, match=said):
         plan.main(["--deepspeed_config", str(write_run(**whole)), "--gpu", "h200", *options.split()])
+
+
+def test_gpus_that_pages_and_help_name_are_known() -> None:
+    root = Path(__file__).resolve().parents[1]
+    texts = [page.read_text(encoding="utf-8") for page in (root / "docs").glob("*.md")]
+    names = {name for text in [*texts, plan.__doc__ or ""] for name in re.findall(r"--gpu ([a-z][\w-]*)", text)}
+    assert len(names) > 3
+    assert all(gpu_named(name) for name in names)
