@@ -109,8 +109,8 @@ def stragglers(runs: Sequence[Run]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
-    told = "write report.html, report.md, table.csv and pictures to this folder"
-    parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
+    output_help = "write report.html, report.md, table.csv and pictures to this folder"
+    parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=output_help)
     options = parser.parse_args(argv)
     runs, folder = read_runs(options.inputs, options), options.output
     rows = scaling.scaling_table(runs)

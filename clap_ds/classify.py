@@ -57,8 +57,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
     labels.add_argument("--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line")
-    told = "add a caption with {} for the label; repeatable (default: evaluation's templates)"
-    add("--template", action="append", metavar="TEXT", help=told)
+    template_help = "add a caption with {} for the label; repeatable (default: evaluation's templates)"
+    add("--template", action="append", metavar="TEXT", help=template_help)
     add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row")
     add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
     options.add_model_options(parser)

@@ -188,7 +188,8 @@ def next_commands(run: RunSettings) -> list[str]:
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     changes = "".join(f" --set {shlex.quote(text)}" for text in run.assignments)
     evaluation = f"--config {path}{changes}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    commands, preset = [f"clap-ds evaluate {folder} {evaluation}"], run.clap.preset()
+    commands = [f"clap-ds evaluate {folder} {evaluation}"]
+    preset = run.clap.preset()
     if preset.text.pooling == "cls_pooler":
         commands.append(f"clap-ds export {folder} FOLDER")
     elif preset.text.hub_name and not preset.open_clip:

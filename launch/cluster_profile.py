@@ -39,7 +39,8 @@ _FORMER = {PROFILE: "site.json", SUBMISSION: "jobs.json", ATTEMPTS: "job.json"}
 
 def job_file(folder: Path, name: str) -> Path:
     """Return the path of one of these files, by its former name if only that exists."""
-    path, former = folder / name, folder / _FORMER[name]
+    path = folder / name
+    former = folder / _FORMER[name]
     return former if former.exists() and not path.exists() else path
 
 
