@@ -45,18 +45,13 @@ def sizes_of_clap(fields: dict[str, Any]) -> dict[str, Any]:
     audio, text = (fields.get(f"{tower}_config") or {} for tower in ("audio", "text"))
     patch, ratio = audio.get("patch_size", 4), audio.get("mlp_ratio", 4.0)
     activation, joint_dim = fields.get("projection_hidden_act", "relu"), fields.get("projection_dim", 512)
-    checks: list[tuple[str, Any, list[Any]]] = [
-        *((f"audio_config.{fixed}", audio.get(fixed, value), [value]) for fixed, value in FIXED_AUDIO.items()),
-        *((f"text_config.{fixed}", text.get(fixed, value), [value]) for fixed, value in FIXED_TEXT.items()),
-        ("audio_config.fusion_type", audio.get("fusion_type"), [None, "aff_2d"]),
-        ("audio_config.patch_stride", audio.get("patch_stride", patch), [patch, [patch, patch]]),
-        ("audio_config.mlp_ratio", ratio, [round(ratio)]),
-        ("projection_hidden_act", activation, ["relu", "gelu"]),
-    ]
-    for field, found, expected in checks:
-        if found not in expected:
-            only = " or ".join(map(repr, expected))
-            raise ValueError(f"{field} is {found!r}; only {only} is supported")
+    expected = FIXED_AUDIO | {
+        "fusion_type": "aff_2d" if audio.get("fusion_type") else None,
+        "patch_stride": patch if audio.get("patch_stride") == patch else [patch, patch],
+        "mlp_ratio": round(ratio),
+    }
+    _require(audio, expected, "audio_config.")
+    _require(text, FIXED_TEXT, "text_config.")
     tiny = read_object(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
@@ -72,12 +67,11 @@ def convert_front_end(saved: dict[str, Any], audio: dict[str, Any]) -> dict[str,
     """Convert a saved `ClapFeatureExtractor` to fields of a preset's `audio` section. Raises ValueError for a value that the
     front end here can't have."""
     extractor = {"frequency_min": 0, "max_length_s": 10} | saved  # the defaults of its class, or LAION-CLAP's values
-    for field, value in extractor.items():
-        if isinstance(value, float) and value.is_integer():
-            extractor[field] = int(value)
     sizes = {ours: extractor.get(theirs, audio[ours]) for ours, theirs in FRONT_END.items()}
+    sizes["fmax"] = int(sizes["fmax"])  # saved as 14000 or 14000.0
     sizes["num_samples"] = extractor["max_length_s"] * sizes["sample_rate"]
     expected = FIXED_FRONT_END | {
+        "frequency_max": sizes["fmax"],
         "feature_size": audio["mel_bins"],
         "nb_max_samples": sizes["num_samples"],
         "nb_frequency_bins": sizes["stft_window"] // 2 + 1,
@@ -87,10 +81,15 @@ def convert_front_end(saved: dict[str, Any], audio: dict[str, Any]) -> dict[str,
         expected["truncation"] = "fusion"
     elif extractor.get("truncation") == "fusion":
         expected["truncation"] = "rand_trunc"
-    for field, value in expected.items():
-        if extractor.get(field, value) != value:
-            raise ValueError(f"{field} is {extractor[field]!r}; only {value!r} is supported with this config.json")
+    _require(extractor, expected)
     return sizes
+
+
+def _require(fields: dict[str, Any], expected: dict[str, Any], section: str = "") -> None:
+    """Raise ValueError for a field that has another value than expected."""
+    for field, value in expected.items():
+        if fields.get(field, value) != value:
+            raise ValueError(f"{section}{field} is {fields[field]!r}; only {value!r} is supported with this model")
 
 
 def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where}: can't be read: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if saved is None and os.environ.get("RANK", "0") == "0":
+    if saved is None and os.environ.get("RANK") in (None, "0"):
         assumed = "assuming LAION-CLAP's front end: 48 kHz, 10 s, window 1024, hop 480, 50 to 14,000 Hz"
         print(f"note: no processor_config.json or preprocessor_config.json by {path}: {assumed}", file=sys.stderr)
     return sizes

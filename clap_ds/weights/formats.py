@@ -26,7 +26,7 @@ METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
-_OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_text", "logit_scale_t")
+_OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_t")
 _FUSION = (".mel_conv2d.", ".fusion_model.")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Suffixes of constants that other CLAPs save as tensors."""

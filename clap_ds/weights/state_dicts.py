@@ -104,8 +104,8 @@ def from_state_dict(path: str | Path, content: Any, config: ClapConfig | None = 
             return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as in their training
     if mismatches:
         problem = str(min(mismatches, key=lambda error: error.count))
-    shapes = [f".{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    reasons = [reason for part, reason in _UNSUPPORTED.items() if any(part in shape for shape in shapes)]
+    shapes = " ".join(f".{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    reasons = [reason for part, reason in _UNSUPPORTED.items() if part in shapes]
     raise ValueError(f"{path}: {'; '.join([*reasons, problem])}")
 
 
@@ -137,11 +137,12 @@ def _check_front_end(tensors: State, config: ClapConfig, path: str | Path) -> No
 
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
     """List the presets and LAION's HTSAT-base with tiny's heads. Each has other shapes."""
-    presets = [load_preset(name) for name in preset_names()]
-    tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
+    presets = {name: load_preset(name) for name in preset_names()}
+    tiny = presets["clap_htsat_tiny_roberta_base"]
+    base = presets["htsat_base_roberta_base"]
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
-    return [each for each in [*presets, music] if each.audio.fusion == has_fusion]
+    return [layout for layout in [*presets.values(), music] if layout.audio.fusion == has_fusion]
 
 
 def read_pickled(path: Path) -> Any:
