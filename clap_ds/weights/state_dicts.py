@@ -94,14 +94,14 @@ def from_state_dict(path: str | Path, content: Any, config: ClapConfig | None = 
         weights = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in _IGNORED)}
         for layout in [config] if config else _layouts(any(".mel_conv2d." in name for name in weights)):
             try:
-                found = renamed_checkpoint(layout, weights, names, "it")
+                checkpoint = renamed_checkpoint(layout, weights, names, "it")
             except MismatchError as error:
                 mismatches.append(error)
                 continue
-            if found.is_audio_tower:  # LAION-CLAP, too, starts from HTSAT's weights of another sample rate
-                return found
+            if checkpoint.is_audio_tower:  # LAION-CLAP, too, starts from HTSAT's weights of another sample rate
+                return checkpoint
             _check_front_end(tensors, layout, path)
-            return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as in their training
+            return replace(checkpoint, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as in their training
     if mismatches:
         problem = str(min(mismatches, key=lambda error: error.count))
     shapes = " ".join(f".{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
@@ -130,8 +130,8 @@ def _check_front_end(tensors: State, config: ClapConfig, path: str | Path) -> No
         atol = float(_ROUNDINGS * expected.max())
         if tensor.shape != expected.shape or not torch.allclose(tensor.float(), expected, rtol, atol):
             raise ValueError(
-                f"{path} fits {config.name} but for its front end: {suffix}, {tuple(tensor.shape)}, isn't that of the preset,"
-                f" {tuple(expected.shape)}; set the preset to a JSON with its stft_window, sample_rate, fmin and fmax"
+                f"{path} fits {config.name}, but its front end differs: {suffix}, {tuple(tensor.shape)}, isn't equal to that of"
+                f" the preset, {tuple(expected.shape)}; use a preset's JSON with its stft_window, sample_rate, fmin and fmax"
             )
 
 
