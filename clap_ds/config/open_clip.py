@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR
 
 PREFIX, FILE = "open_clip:", "open_clip_config.json"
+VERSION = "4.2.0.dev0"
+REQUIREMENT = "open_clip_torch[audio] @ git+https://github.com/mlfoundations/open_clip"
+"""Package indexes have no such version yet."""
 AUDIO = {
     "sample_rate": "sample_rate", "num_samples": "clip_samples", "stft_window": "window_size", "hop_size": "hop_size",
     "fmin": "fmin", "fmax": "fmax",
@@ -42,8 +46,9 @@ def _config_of(name: str) -> dict[str, Any]:
     spec = find_spec("open_clip")
     folder = Path(spec.origin).parent if spec and spec.origin else Path()
     if not (folder / "clap_model.py").exists():
+        installed = next((item.version for item in distributions(name="open_clip_torch")), "none")
         raise ValueError(
-            f"{PREFIX}{name} needs open_clip 4.2 or later with its audio requirements: install open_clip_torch"
+            f"{PREFIX}{name} needs open_clip_torch {VERSION} or later, found {installed}: pip install '{REQUIREMENT}'"
         )
     schema, _, place = name.partition(":")
     if not place:

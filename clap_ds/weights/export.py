@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import run_alone
 from clap_ds.config.files import drafted
+from clap_ds.weights.checkpoint_files import WEIGHTS
 
 if TYPE_CHECKING:
     from clap_ds.weights.formats import Checkpoint
@@ -26,6 +27,12 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
     expressed, no tokenizer fits, or the folder exists."""
     if folder.exists():
         raise ValueError(f"{folder} exists: expected a new folder")
+    if found.config.open_clip:
+        weights = Path(found.path)
+        if weights.is_dir():
+            weights /= WEIGHTS
+        loading = f"open_clip.create_model({found.config.open_clip!r}, pretrained={str(weights)!r})"
+        raise ValueError(f"{weights} has open_clip's names already: load it by {loading}")
     # Importing torch and transformers takes seconds: options are parsed before.
     import safetensors
 

@@ -26,10 +26,16 @@ METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
-_OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_text")
+_OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_t")
 _FUSION = (".mel_conv2d.", ".fusion_model.")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Suffixes of constants that other CLAPs save as tensors."""
+
+
+class MismatchError(ValueError):
+    """Raised for tensors that don't fit a model: `count` of them."""
+
+    count: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> C
 def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises ValueError if they don't fit `config`."""
+    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises MismatchError if they don't fit."""
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
     if not any("text" in name for name in tensors):
         expected = htsat_alone(expected)
@@ -173,7 +179,7 @@ def _expected(sizes: str, *, learns_bias: bool = False) -> State:
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
-    """Raise ValueError for missing, unexpected or differently shaped tensors."""
+    """Raise MismatchError for missing, unexpected or differently shaped tensors."""
     problems = {
         "missing": [name for name in expected if name not in found and not any(part in name for part in _OPTIONAL)],
         "unexpected": [name for name in found if name not in expected and not name.endswith(_CONSTANTS)],
@@ -184,7 +190,9 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
         ],
     }
     if told := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
-        raise ValueError(". ".join([complaint, *told]))
+        error = MismatchError(". ".join([complaint, *told]))
+        error.count = sum(map(len, problems.values()))
+        raise error
 
 
 def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:

@@ -12,7 +12,6 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
     """Return a model's `transformers.ClapConfig`. Raises ValueError if there is none."""
     audio, text, head = config.audio, config.text, config.audio.projection
     problems = {
-        "it is open_clip's": bool(config.open_clip),
         f"its text tower is a {text.architecture} with pooling {text.pooling!r}, not a roberta with 'cls_pooler'":
             (text.architecture, text.pooling) != ("roberta", "cls_pooler"),
         f"its projections aren't equal and {config.joint_dim} wide, with biases":

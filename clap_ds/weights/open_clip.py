@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.config.open_clip import AUDIO
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.mel import LogMel
 from clap_ds.weights.key_mapping import State, open_clip_names, refuse, to_names
@@ -15,10 +16,8 @@ from clap_ds.weights.state_file import write_tensors
 WEIGHTS = "open_clip_model.safetensors"
 _VARIANTS = {"tiny": (96, [2, 2, 6, 2]), "base": (128, [2, 2, 12, 2]), "large": (256, [2, 2, 12, 2])}
 _FIXED = {"num_heads": [4, 8, 16, 32], "image_size": 256, "patch_size": 4, "attention_window": 8, "mlp_ratio": 4}
-_RENAMED = {"clip_samples": "num_samples", "window_size": "stft_window", "class_num": "num_classes"}
-_RENAMED |= {"enable_fusion": "fusion"} | {
-    name: name for name in ("sample_rate", "hop_size", "mel_bins", "fmin", "fmax")
-}
+_RENAMED = {theirs: ours for ours, theirs in AUDIO.items()}
+_RENAMED |= {"class_num": "num_classes", "enable_fusion": "fusion", "mel_bins": "mel_bins"}
 """Our fields by open_clip's."""
 
 
@@ -39,7 +38,6 @@ def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
     heads = {("gelu", False, (text.hidden_size + width) // 2): "mlp", ("relu", True, width): "clap_mlp"}
     head = heads.get((text.projection.activation, text.projection.bias, text.projection.hidden_dim))
     problems = {
-        "its weights.safetensors are open_clip's already": bool(config.open_clip),
         "its audio tower is not HTSAT-tiny, -base or -large": variant is None,
         f"its audio projection isn't {width} wide with biases": audio.projection.hidden_dim != width
         or not audio.projection.bias,
@@ -66,9 +64,16 @@ def to_open_clip(model: ContrastiveModel) -> State:
             state[f"{name}.attn.relative_position_index"] = block.attention.relative_position_index
             if block.shift:
                 state[f"{name}.attn_mask"] = stage.mask.clone()
-    front_end = LogMel(model.config.audio.model_copy(update={"fusion": False}))  # with fusion unused
-    waves_KN = torch.fft.rfft(torch.diag(front_end.window.double()), dim=0)[:, None]
-    state["audio.encoder.spectrogram_extractor.stft.conv_real.weight"] = waves_KN.real.float()
-    state["audio.encoder.spectrogram_extractor.stft.conv_imag.weight"] = waves_KN.imag.float()
-    state["audio.encoder.logmel_extractor.melW"] = front_end.mel_filters.T
+    state |= {f"audio.encoder.{name}": tensor for name, tensor in front_end_tensors(model.config.audio).items()}
     return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+
+def front_end_tensors(audio: AudioConfig) -> State:
+    """Return the STFT's kernels and mel filters (frequencies, mel bins) that torchlibrosa, the front end of HTSAT, saves."""
+    front_end = LogMel(audio.model_copy(update={"fusion": False}))  # with fusion unused
+    waves_KN = torch.fft.rfft(torch.diag(front_end.window.double()), dim=0)[:, None]
+    return {
+        "spectrogram_extractor.stft.conv_real.weight": waves_KN.real.float(),
+        "spectrogram_extractor.stft.conv_imag.weight": waves_KN.imag.float(),
+        "logmel_extractor.melW": front_end.mel_filters.T,
+    }

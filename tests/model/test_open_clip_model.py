@@ -3,6 +3,7 @@
 `benchmarks/open_clip_training.py` compares losses with open_clip's own loop."""
 
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
+from clap_ds.config.open_clip import REQUIREMENT, VERSION
 from clap_ds.config.schema import ModelSettings
 from clap_ds.config.settings import load_run
 from clap_ds.engine.factory import build_model
@@ -23,6 +25,8 @@ from clap_ds.weights.tokenizer import load_tokenizer, tokenize
 from tests.model import fake_open_clip
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import CPU, engine_of, micro_batches, settings
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +75,28 @@ def test_names_that_open_clip_lacks_and_settings_that_do_not_fit(write_run: Call
         UserError, match=r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16"
     ):
         load_run(path)
+
+
+def test_the_needed_version_is_the_same_in_message_docs_and_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No package index has the version, so it is installed by its address."""
+    released = tmp_path / "released"
+    (released / "open_clip_torch-3.3.0.dist-info").mkdir(parents=True)
+    (released / "open_clip_torch-3.3.0.dist-info" / "METADATA").write_text("Name: open_clip_torch\nVersion: 3.3.0\n")
+    (released / "open_clip").mkdir()
+    (released / "open_clip" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(released))
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    with pytest.raises(ValueError, match=rf"needs .*{VERSION} or later, found 3\.3\.0: .*git\+https") as refusal:
+        load_preset("open_clip:CLAP-HTSAT-tiny")
+    assert f"pip install '{REQUIREMENT}'" in str(refusal.value)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["open_clip"] == [REQUIREMENT]
+    for page in ("quick_start.md", "migration.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert REQUIREMENT.partition(" @ ")[2] in text, page
+        assert VERSION in text, page
 
 
 def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dict[str, float]]:

@@ -87,6 +87,17 @@ def test_what_transformers_cannot_express_is_refused_with_every_reason() -> None
     assert "window" not in str(told.value)
 
 
+@pytest.mark.parametrize("form", ["transformers", "open_clip"])
+def test_a_run_of_an_open_clip_model_is_refused_with_the_file_that_open_clip_loads(form: str, tmp_path: Path) -> None:
+    model = random_model()
+    model.config = MICRO.model_copy(update={"name": "open_clip:CLAP-HTSAT-tiny"})
+    path = checkpoint_of(model, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"create_model\('CLAP-HTSAT-tiny', pretrained='.*'\)$") as refusal:
+        export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", form])
+    assert f"pretrained='{path}/weights.safetensors'" in str(refusal.value)
+    assert "projection" not in str(refusal.value)
+
+
 def test_captions_are_cut_at_the_trained_length(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import clap_ds
 from clap_ds.config.clap_json import sizes_of_clap
 from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import load_transformers, save_transformers
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import train_tokenizer
 from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, randomise
 from tests.weights.fake_checkpoints import save_safetensors
 
@@ -41,15 +43,25 @@ def without_classifier(model: ClapModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)}
 
 
+FRONT_END: dict[str, Any] = {"feature_size": 16, "max_length_s": 1, "frequency_min": 50, "truncation": "rand_trunc"}
+
+
+def save_clap(folder: Path, *, fusion: bool = False) -> transformers.ClapModel:
+    """Save a micro `ClapModel`, without a front end."""
+    audio = {**MICRO_AUDIO, "enable_fusion": fusion, "fusion_type": "aff_2d" if fusion else None}
+    model = transformers.ClapModel(
+        transformers.ClapConfig(audio_config=audio, text_config=MICRO_TEXT, projection_dim=32)
+    )
+    randomise(model.state_dict(), 6)
+    model.eval().save_pretrained(folder)
+    return model
+
+
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
     """Save a micro `transformers.ClapModel` with transformers, including its text epsilon of 1e-12."""
-    config = transformers.ClapConfig(audio_config=MICRO_AUDIO, text_config=MICRO_TEXT, projection_dim=32)
-    model = transformers.ClapModel(config)
-    randomise(model.state_dict(), 5)
-    model.save_pretrained(tmp_path / "hf")
-    front_end: dict[str, Any] = {"feature_size": 16, "max_length_s": 1, "frequency_min": 50, "truncation": "rand_trunc"}
-    transformers.ClapFeatureExtractor(**front_end).save_pretrained(tmp_path / "hf")
+    save_clap(tmp_path / "hf")
+    transformers.ClapFeatureExtractor(**FRONT_END).save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -76,12 +88,7 @@ def test_ours_to_transformers_and_back_is_exact(tmp_path: Path, dtype: torch.dty
 
 
 def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
-    config = transformers.ClapConfig(
-        audio_config={**MICRO_AUDIO, "enable_fusion": True}, text_config=MICRO_TEXT, projection_dim=32
-    )
-    theirs = transformers.ClapModel(config)
-    randomise(theirs.state_dict(), 6)
-    theirs.save_pretrained(tmp_path / "hf")
+    theirs = save_clap(tmp_path / "hf", fusion=True)
     transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1).save_pretrained(tmp_path / "hf")
     model = load_transformers(tmp_path / "hf").build()
     save_transformers(model, tmp_path / "back")
@@ -89,6 +96,101 @@ def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
     assert (model.config.audio.fusion, back.config.audio_config.enable_fusion) == (True, True)
     assert_same(back.state_dict(), {**theirs.state_dict(), "logit_scale_t": theirs.logit_scale_a.detach()})
     assert transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back").truncation == "fusion"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["a dog barks"] * 20, folder, vocab_size=300)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+SLOW = FRONT_END | {"sampling_rate": 16000, "hop_length": 160, "fft_window_size": 512, "frequency_max": 8000.0}
+
+
+@pytest.mark.parametrize(
+    ("front_end", "fusion"),
+    [
+        (FRONT_END, False),
+        (FRONT_END | {"frequency_min": 0}, False),
+        (SLOW, False),
+        (FRONT_END | {"truncation": "fusion"}, True),
+    ],
+)
+def test_folders_saved_by_transformers_are_read_with_their_front_end(
+    front_end: dict[str, Any], fusion: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    extractor = transformers.ClapFeatureExtractor(**front_end)
+    torch.manual_seed(3)
+    sound = torch.randn(extractor.sampling_rate * 2 // 3) / 10
+    inputs = extractor(sound.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+    inputs["is_longer"] = torch.tensor([[False]])
+    # transformers 5 saves both in processor_config.json, version 4 saved the second file.
+    for saved in (transformers.ClapProcessor(extractor, tokenizer), extractor):
+        folder = tmp_path / type(saved).__name__
+        model = save_clap(folder, fusion=fusion)
+        saved.save_pretrained(folder)
+        assert load_preset(str(folder)) == load_weights(folder).config
+        with torch.no_grad():
+            theirs = model(**inputs, input_ids=torch.tensor([[0, 2]])).audio_embeds[0]
+        ours = torch.from_numpy(clap_ds.load(folder, device="cpu").embed_audio(sound.numpy(), extractor.sampling_rate))
+        assert float(ours[0] @ theirs) > 0.999999
+
+
+def change_front_end(path: Path, **fields: Any) -> None:
+    """Change fields of a saved front end in a processor's or its own file."""
+    content = json.loads(path.read_text())
+    content.get("feature_extractor", content).update(fields)
+    path.write_text(json.dumps(content))
+
+
+def test_of_two_front_ends_the_one_that_transformers_prefers_is_read(tokenizer: Any, tmp_path: Path) -> None:
+    save_clap(tmp_path)
+    transformers.ClapProcessor(transformers.ClapFeatureExtractor(**SLOW), tokenizer).save_pretrained(tmp_path)
+    transformers.ClapFeatureExtractor(**FRONT_END).save_pretrained(tmp_path)
+    for sample_rate in (16000, 48000):
+        assert transformers.ClapFeatureExtractor.from_pretrained(tmp_path).sampling_rate == sample_rate
+        assert load_preset(str(tmp_path)).audio.sample_rate == sample_rate
+        # A processor of version 4 names only its class.
+        (tmp_path / "processor_config.json").write_text('{"processor_class": "ClapProcessor"}')
+
+
+def test_every_field_of_a_front_end_is_mapped_or_refused(tokenizer: Any, tmp_path: Path) -> None:
+    save_clap(tmp_path)
+    processor = transformers.ClapProcessor(transformers.ClapFeatureExtractor(**FRONT_END), tokenizer)
+    processor.save_pretrained(tmp_path)
+    path = tmp_path / "processor_config.json"
+    whole = path.read_text()
+    config = load_preset(str(tmp_path))
+    changes: dict[str, Any] = {"padding": "pad", "padding_side": "left", "truncation": "fusion", "top_db": 80}
+    changes |= {"return_attention_mask": True, "feature_extractor_type": "WhisperFeatureExtractor"}
+    fields = json.loads(whole)["feature_extractor"]
+    assert len(fields) > 15
+    for field, value in fields.items():
+        path.write_text(whole)
+        changed = changes[field] if field in changes else value + 2
+        change_front_end(path, **{field: changed})
+        try:
+            assert load_preset(str(tmp_path)) != config, field
+        except ValueError as error:
+            named = "nb_max_samples" if field in ("max_length_s", "sampling_rate") else field
+            named = "nb_frequency_bins" if field == "fft_window_size" else named
+            assert f"{path}: {named} is" in str(error), field  # noqa: PT017
+    path.write_text(whole)
+    change_front_end(path, chunk_length_s=10, n_fft=1024, processor_class="ClapProcessor")  # in published files, unused
+    assert load_preset(str(tmp_path)) == config
+
+
+def test_without_a_front_end_the_assumed_one_is_printed_by_the_first_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clap"}))
+    capfd.readouterr()
+    assert load_preset(str(tmp_path)).audio == load_preset("clap_htsat_tiny_roberta_base").audio
+    assert "assuming LAION-CLAP's front end: 48 kHz" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    load_preset(str(tmp_path))
+    assert not capfd.readouterr().err
 
 
 KEY = "audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"
@@ -146,10 +248,10 @@ def test_the_published_layouts_have_configurations() -> None:
     """transformers' defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
 
     def sizes(**config: Any) -> ClapConfig:
-        return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict(), {}), "hf")
+        return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict()), "hf")
 
     tiny, preset = sizes(), load_preset("clap_htsat_tiny_roberta_base")
-    assert parse_sizes(sizes_of_clap({"model_type": "clap"}, {}), "hf") == tiny, (
+    assert parse_sizes(sizes_of_clap({"model_type": "clap"}), "hf") == tiny, (
         "missing fields have transformers' defaults"
     )
     assert (tiny.audio, tiny.joint_dim) == (preset.audio, preset.joint_dim)

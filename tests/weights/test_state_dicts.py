@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.audio_utils import mel_filter_bank, window_function
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
@@ -22,6 +23,15 @@ from tests.weights.test_formats import MICRO, assert_same, without_classifier
 
 TO_LAION = """audio_model.audio_encoder audio_branch, attention.self attn, attention.output.dense attn.proj,
 intermediate.dense mlp.fc1, output.dense mlp.fc2, layernorm_before norm1, layernorm_after norm2, batch_norm bn0"""
+
+
+def saved_front_end(window: str = "hann", size: int = 1024, rate: int = 48000, fmin: float = 50) -> dict[str, Tensor]:
+    """Compute what LAION-CLAP saves of torchlibrosa, in float64 as there."""
+    waves_NK = np.fft.rfft(np.diag(window_function(size, window)), axis=0)
+    filters = mel_filter_bank(size // 2 + 1, 16, fmin, 14000, rate, norm="slaney", mel_scale="slaney")
+    parts = {"spectrogram_extractor.stft.conv_real.weight": waves_NK.real[:, None], "logmel_extractor.melW": filters}
+    parts |= {"spectrogram_extractor.stft.conv_imag.weight": waves_NK.imag[:, None]}
+    return {f"audio_branch.{name}": torch.from_numpy(value).float() for name, value in parts.items()}
 
 
 def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -38,9 +48,9 @@ def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
                 name = name.replace(*pair.split())
         named[name.replace("text_model", "text_branch").replace("linear1", "0").replace("linear2", "2")] = tensor
     shapes = {"tscam_conv.weight": (7, 32, 2, 3), "tscam_conv.bias": (7,), "head.weight": (7, 7), "head.bias": (7,)}
-    shapes |= {"spectrogram_extractor.stft.conv_real.weight": (513, 1, 1024), "logmel_extractor.melW": (513, 16)}
     shapes |= {"layers.0.blocks.1.attn_mask": (4, 64, 64)}
     named |= {f"audio_branch.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    named |= saved_front_end()
     transforms = ("audio_transform.sequential.0.weight", "text_transform.sequential.0.weight")
     named |= dict.fromkeys(transforms, torch.randn(32, 32))
     return named | {"text_branch.embeddings.position_ids": torch.randn(1, 66)}
@@ -79,6 +89,113 @@ def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., Non
             assert_same(without_classifier(model), without_classifier(expected))
             assert torch.equal(model.audio.tscam_conv.weight, bare["audio_branch.tscam_conv.weight"])
             assert torch.equal(model.audio.head.bias, bare["audio_branch.head.bias"])
+
+
+@pytest.fixture(scope="module")
+def laion() -> dict[str, Tensor]:
+    """Return a state dict with LAION's names and without the constants and transforms that LAION's training saves."""
+    torch.manual_seed(2)
+    return to_names(ClapModel(MICRO).state_dict(), laion_names) | saved_front_end()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_front_end_in_any_precision_is_accepted(tmp_path: Path, laion: dict[str, Tensor], dtype: torch.dtype) -> None:
+    torch.save({name: tensor.to(dtype) for name, tensor in laion.items()}, tmp_path / "clap.pt")
+    assert load_weights(tmp_path / "clap.pt").config == MICRO
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"size": 1536}, r"conv_real.*\(769, 1, 1536\).*\(513, 1, 1024\).*stft_window"),  # as HTSAT-tiny-win-1536
+        ({"window": "hamming"}, "conv_real"),
+        ({"fmin": 0}, "melW"),
+        ({"rate": 32000}, "melW"),
+    ],
+)
+def test_another_front_end_is_refused_with_what_differs(
+    tmp_path: Path, laion: dict[str, Tensor], changes: dict[str, Any], reason: str
+) -> None:
+    theirs = laion | saved_front_end(**changes)
+    torch.save({name: tensor.bfloat16() for name, tensor in theirs.items()}, tmp_path / "clap.pt")
+    for config in (MICRO, None):
+        with pytest.raises(ValueError, match=rf"clap\.pt .*front end.*{reason}"):
+            load_weights(tmp_path / "clap.pt", config)
+    tower = {name: tensor for name, tensor in theirs.items() if name.startswith("audio_branch.")}
+    torch.save(tower, tmp_path / "htsat.ckpt")
+    assert load_weights(tmp_path / "htsat.ckpt", MICRO).is_audio_tower
+
+
+def test_a_preset_with_the_front_end_of_the_file_loads_it(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    config = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"stft_window": 1536})})
+    torch.save(laion | saved_front_end(size=1536), tmp_path / "clap.pt")
+    assert load_weights(tmp_path / "clap.pt", config).config == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "prefix"),
+    [
+        ([], "_orig_mod."),
+        ([], "model."),
+        (["model"], ""),
+        (["module"], "module._orig_mod."),
+        (["model_state_dict"], "clap.module."),
+        (["weights"], "module."),
+        (["checkpoint", "model"], "a.b."),
+        (["model", "model"], ""),
+    ],
+)
+def test_dicts_and_prefixes_around_tensors_make_no_difference(
+    tmp_path: Path, laion: dict[str, Tensor], keys: list[str], prefix: str
+) -> None:
+    content: dict[str, Any] = {f"{prefix}{name}": tensor for name, tensor in laion.items()}
+    for key in reversed(keys):
+        optimizer = {"state": {number: {"step": torch.ones(1)} for number in range(2)}}
+        content = {"optimizer": optimizer, "loss": 0.5, "args": {"lr": 1e-4}, key: content}
+    torch.save(content, tmp_path / "clap.pt")
+    found = load_weights(tmp_path / "clap.pt")
+    assert found.config == MICRO
+    assert torch.equal(found.state["audio.batch_norm.weight"], laion["audio_branch.bn0.weight"])
+
+
+def test_towers_compiled_one_by_one_load(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    compiled = {name.replace("_branch.", "_branch._orig_mod."): tensor for name, tensor in laion.items()}
+    torch.save({"module": compiled, "loss": torch.zeros(())}, tmp_path / "clap.pt")
+    assert load_weights(tmp_path / "clap.pt").config == MICRO
+
+
+def test_a_missing_text_scale_is_no_obstacle(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    torch.save({name: tensor for name, tensor in laion.items() if name != "logit_scale_t"}, tmp_path / "clap.pt")
+    assert load_weights(tmp_path / "clap.pt").build().logit_scale.item() == laion["logit_scale_a"].item()
+
+
+PANN = {"audio_branch.bn0.weight": torch.ones(64), "audio_branch.conv_block1.conv1.weight": torch.ones(64, 1, 3, 3)}
+BERT = {"text_branch.embeddings.word_embeddings.weight": torch.ones(30522, 1)}
+MSCLAP = {
+    "audio_encoder.base.htsat.bn0.weight": torch.ones(64),
+    "caption_encoder.base.h.0.attn.c_attn.weight": torch.ones(2, 2),
+}
+
+
+def test_other_models_and_contents_are_named(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    for content, reason in (
+        ({"model": MSCLAP, "epoch": 3}, "Microsoft's CLAP.*model, epoch"),
+        ({"state_dict": PANN}, "PANN"),
+        (laion | BERT, "BERT"),
+        (laion | {"text_branch.shared.weight": torch.ones(1)}, "BART"),
+        ({"audio_model.audio_encoder.norm.weight": torch.ones(1)}, "ClapModel.*folder"),
+        ({"first": laion, "second": laion, "epoch": 3}, "first, second, epoch"),
+        ({"epoch": 3, "model": {"depth": 2}}, "epoch, model"),
+        ([laion], "list"),
+        ({name: tensor for name, tensor in laion.items() if "tower" in name}, "expected weights"),
+        (
+            {name: t for name, t in laion.items() if "layers.0.blocks.0.norm1" not in name},
+            r"fit micro\. missing: \S*norm1",
+        ),
+    ):
+        torch.save(content, tmp_path / "clap.pt")
+        with pytest.raises(ValueError, match=rf"clap\.pt: .*{reason}"):
+            load_weights(tmp_path / "clap.pt")
 
 
 @pytest.mark.parametrize(
