@@ -6,10 +6,14 @@ The first columns are those of `published/*.csv`, under `FORMER_COLUMNS`. A miss
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -228,47 +232,84 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
     pd.DataFrame([vars(row) for row in rows], columns=COLUMNS).to_csv(path, index=False, float_format="%.7g")
 
 
+def find_encoding(file: BufferedReader) -> str:
+    """Return the encoding by a file's mark: UTF-16, as PowerShell writes it, or else UTF-8."""
+    is_utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if is_utf16 else "utf-8-sig"
+
+
 def read_table_runs(path: Path) -> list[Run]:
     """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
 
-    Columns may be separated by semicolons; commas are then decimal commas. UserError names the wrong row or column.
+    Columns are separated by commas, tabs or semicolons; with semicolons, commas are decimal commas. UserError names the wrong
+    row or column.
     """
-    import pandas as pd
-
     try:
-        with open_regular(path) as file:
-            separators = {"sep": ";", "decimal": ","} if b";" in file.readline() else {}
-            file.seek(0)
-            frame = pd.read_csv(
-                file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""]
-            )
+        with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file)) as text:
+            lines = [line for line in text if not line.startswith("sep=")]  # Excel's own
+        separator = next((mark for mark in ";\t" if lines and mark in lines[0]), ",")
+        table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    frame = frame.rename(columns=FORMER_COLUMNS)
-    if missing := [name for name in COLUMNS[:3] if name not in frame]:
-        raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
-    if frame.empty or not isinstance(frame.index, pd.RangeIndex):
-        raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
-    return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]
+    if not table:
+        raise UserError(f"{path}: not a CSV table: it is empty")
+    header = [FORMER_COLUMNS.get(name.strip(), name.strip()) for name in table[0]]
+    if missing := [name for name in COLUMNS[:3] if name not in header]:
+        raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(header)}")
+    if repeated := [name for name in COLUMNS if header.count(name) > 1]:
+        raise UserError(f"{path}: column {repeated[0]} appears twice")
+    if len(table) == 1:
+        raise UserError(f"{path}: a header and no rows")
+    runs = []
+    for number, row in enumerate(table[1:], start=1):
+        where = f"{path}, row {number}"
+        if any(row[len(header) :]):
+            raise UserError(f"{where}: more cells than the header: {len(row)} instead of {len(header)}")
+        cells = {name: cell.strip() for name, cell in zip(header, row, strict=False) if name in COLUMNS}
+        values = {name: _parse_cell(cell, name, separator, where) for name, cell in cells.items() if cell.strip()}
+        runs.append(_run(path, where, values))
+    return runs
+
+
+def _parse_cell(cell: str, column: str, separator: str, where: str) -> str | float:
+    """Return a text column's text, or a number; UserError if a cell is none."""
+    if column in TEXTS:
+        return cell
+    if separator == ";":
+        if "." in cell:
+            raise UserError(f"{where}: {column} is {cell!r}; between semicolons, numbers have decimal commas: 623,7")
+        cell = cell.replace(",", ".")
+    try:
+        return float(cell)
+    except ValueError:
+        raise UserError(f"{where}: {column} is {cell!r}; expected {_EXPECTED[_KINDS[column]]}") from None
 
 
 def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
     values = {"state": "completed", "model": path.stem, **PUBLISHED_TABLES.get(path.stem, {})}
-    values |= {name: value for name, value in cells.items() if name in COLUMNS and value == value}
+    values |= cells
     values["model"] = preset_of(values["model"])
     run = checked(Run(**values, source=str(path), kind="table"), where)
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
-    known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
-    if run.rate and run.samples_per_s:
-        known["samples_per_s_per_gpu"] = _middle(run.rate, run.samples_per_s, run.gpus)
-    return replace(run, **known)
+    counts: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
+    run = replace(run, **counts)
+    if run.batch_per_gpu and run.global_batch and run.batch_per_gpu * run.gpus != run.global_batch:
+        run = noted(
+            run, f"global_batch {run.global_batch} contradicts batch_per_gpu {run.batch_per_gpu}, which is used"
+        )
+    return _reconcile_rates(run, run.rate, run.samples_per_s) if run.rate and run.samples_per_s else run
 
 
-def _middle(rate: float, total: float, gpus: int) -> float:
-    """Return the rate per GPU: if the columns for one and for all GPUs agree, the middle of what their last digits allow."""
+def _reconcile_rates(run: Run, rate: float, total: float) -> Run:
+    """Set the rate to the middle of what the last digits of the columns for one and for all GPUs allow. If they contradict each
+    other, add a note."""
     half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
-    low, high = max(rate - half, (total - of_total) / gpus), min(rate + half, (total + of_total) / gpus)
-    return (low + high) / 2 if low <= high else rate
+    low = max(rate - half, (total - of_total) / run.gpus)
+    high = min(rate + half, (total + of_total) / run.gpus)
+    if low > high:
+        note = f"samples_per_s {total:.12g} contradicts samples_per_s_per_gpu {rate:.12g} on {run.gpus} GPUs, which is used"
+        return noted(run, note)
+    return replace(run, samples_per_s_per_gpu=(low + high) / 2)
