@@ -64,11 +64,12 @@ def _parse_number(text: str) -> float:
 
 DIALECTS = {
     # global_step=50, RunningAvgSamplesPerSec=R, CurrSamplesPerSec=c, MemAllocated=1GB, MaxMemAllocated=1GB
-    # 0/50, RunningAvgSamplesPerSec=R, CurrSamplesPerSec=c, … (before 0.8)
+    # 0/50, RunningAvgSamplesPerSec=R, CurrSamplesPerSec=c, … (0.7) or 0/50, SamplesPerSec=R, … (before)
     "DeepSpeed": Dialect(
-        "RunningAvgSamplesPerSec=",
-        rf"(?:global_step=|(?<![\d/])0/)(?P<step>\d{{1,15}}), RunningAvgSamplesPerSec=(?P<average>{NUMBER}),"
-        rf" CurrSamplesPerSec={NUMBER}(?=[,\s])(?:, MemAllocated={NUMBER}GB, MaxMemAllocated=(?P<memory_gib>{NUMBER})GB)?",
+        "SamplesPerSec=",
+        rf"(?:global_step=|(?<![\d/])0/)(?P<step>\d{{1,15}}), (RunningAvg)?SamplesPerSec=(?P<average>{NUMBER})"
+        rf"(?(2), CurrSamplesPerSec={NUMBER})(?=[,\s])"
+        rf"(?:, MemAllocated={NUMBER}GB, MaxMemAllocated=(?P<memory_gib>{NUMBER})GB)?",
         untimed=2,
         counts_data_wait=False,
     ),
@@ -77,14 +78,6 @@ DIALECTS = {
         "Train Epoch: ",
         r"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/\d{1,12} \(\d+%\)\] .{0,400}?"
         r"Batch \(t\): (?P<step_s>\d{1,9}\.\d{1,9})(?=[ ,])",
-    ),
-    # 0/40, SamplesPerSec=R, MemAllocated=0.26GB, MaxMemAllocated=9.02GB
-    "DeepSpeed before 0.7": Dialect(
-        ", SamplesPerSec=",
-        rf"(?<![\d/])0/(?P<step>\d{{1,15}}), SamplesPerSec=(?P<average>{NUMBER})(?=[,\s])"
-        rf"(?:, MemAllocated={NUMBER}GB, MaxMemAllocated=(?P<memory_gib>{NUMBER})GB)?",
-        untimed=2,
-        counts_data_wait=False,
     ),
     # iteration 12/ 500 | consumed samples: 12288 | elapsed time per iteration (ms): 865.2 | … | global batch size: 1024 |
     "Megatron-LM": Dialect(
@@ -131,7 +124,9 @@ _LINES: dict[str, dict[str, str]] = {
         "global_batch": r"global batch size " + _COUNT + ".* sequence length",
         "sequence_length": r"global batch size \d.* sequence length " + _COUNT,
     },
-    "Instantaneous batch size per ": {"micro_batch": "batch size per device = " + _COUNT + "(?!,)"},  # Hugging Face Trainer
+    "Instantaneous batch size per ": {
+        "micro_batch": "batch size per device = " + _COUNT + "(?!,)"
+    },  # Hugging Face Trainer
     "Gradient Accumulation steps ": {"accumulation": "Accumulation steps = " + _COUNT},
     " ...": {
         "gpus": r"(?<![a-z_])world_size" + _DOTS + _COUNT,

@@ -155,6 +155,8 @@ FORMER_COLUMNS = {
     "engine_samples_per_s_per_gpu": "deepspeed_samples_per_s_per_gpu",
 }
 """Columns of published and former tables → their names here."""
+_TOTALS = {"samples_per_s_per_gpu": "samples_per_s", "batch_per_gpu": "global_batch"}
+"""Columns of one GPU → of all GPUs."""
 ENERGY = ("joules_per_sample", "energy_kwh")
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
@@ -248,43 +250,42 @@ def read_table_runs(path: Path) -> list[Run]:
         with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file)) as text:
             lines = [line for line in text if not line.startswith("sep=")]  # Excel's own
         separator = next((mark for mark in ";\t" if lines and mark in lines[0]), ",")
-        table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
+        reader = csv.DictReader(lines, delimiter=separator, skipinitialspace=True)
+        rows = [row for row in reader if any(row.values())]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    if not table:
-        raise UserError(f"{path}: not a CSV table: it is empty")
-    header = [FORMER_COLUMNS.get(name.strip(), name.strip()) for name in table[0]]
+    header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, reader.fieldnames or ())]
     if missing := [name for name in COLUMNS[:3] if name not in header]:
-        raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(header)}")
+        raise UserError(f"{path}: not a CSV table of runs: no column {', '.join(missing)}; found {', '.join(header)}")
     if repeated := [name for name in COLUMNS if header.count(name) > 1]:
         raise UserError(f"{path}: column {repeated[0]} appears twice")
-    if len(table) == 1:
+    if not rows:
         raise UserError(f"{path}: a header and no rows")
     runs = []
-    for number, row in enumerate(table[1:], start=1):
+    for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        if any(row[len(header) :]):
-            raise UserError(f"{where}: more cells than the header: {len(row)} instead of {len(header)}")
-        cells = {name: cell.strip() for name, cell in zip(header, row, strict=False) if name in COLUMNS}
-        values = {name: _parse_cell(cell, name, separator, where) for name, cell in cells.items() if cell.strip()}
-        runs.append(_run(path, where, values))
+        if separator == ";":
+            where += " (with semicolons, numbers have decimal commas)"
+        if any(row.pop(None, ())):
+            raise UserError(f"{where}: more cells than the header")
+        cells = {
+            name: cell.strip() for name, cell in zip(header, row.values(), strict=True) if cell and name in COLUMNS
+        }
+        runs.append(
+            _run(path, where, {name: _parse_cell(cell, name, separator) for name, cell in cells.items() if cell})
+        )
     return runs
 
 
-def _parse_cell(cell: str, column: str, separator: str, where: str) -> str | float:
-    """Return a text column's text, or a number; UserError if a cell is none."""
-    if column in TEXTS:
-        return cell
-    if separator == ";":
-        if "." in cell:
-            raise UserError(f"{where}: {column} is {cell!r}; between semicolons, numbers have decimal commas: 623,7")
-        cell = cell.replace(",", ".")
+def _parse_cell(cell: str, column: str, separator: str) -> str | float:
+    """Return a number, or the text if the cell is none."""
+    number = cell.translate(str.maketrans(",.", ".,")) if separator == ";" else cell
     try:
-        return float(cell)
+        return cell if column in TEXTS else float(number)
     except ValueError:
-        raise UserError(f"{where}: {column} is {cell!r}; expected {_EXPECTED[_KINDS[column]]}") from None
+        return cell
 
 
 def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
@@ -296,20 +297,19 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
         raise UserError(f"{where}: nodes or gpus is empty")
     counts: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
     run = replace(run, **counts)
-    if run.batch_per_gpu and run.global_batch and run.batch_per_gpu * run.gpus != run.global_batch:
-        run = noted(
-            run, f"global_batch {run.global_batch} contradicts batch_per_gpu {run.batch_per_gpu}, which is used"
-        )
-    return _reconcile_rates(run, run.rate, run.samples_per_s) if run.rate and run.samples_per_s else run
-
-
-def _reconcile_rates(run: Run, rate: float, total: float) -> Run:
-    """Set the rate to the middle of what the last digits of the columns for one and for all GPUs allow. If they contradict each
-    other, add a note."""
-    half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
-    low = max(rate - half, (total - of_total) / run.gpus)
-    high = min(rate + half, (total + of_total) / run.gpus)
-    if low > high:
-        note = f"samples_per_s {total:.12g} contradicts samples_per_s_per_gpu {rate:.12g} on {run.gpus} GPUs, which is used"
-        return noted(run, note)
-    return replace(run, samples_per_s_per_gpu=(low + high) / 2)
+    for name, total_name in _TOTALS.items():
+        value = getattr(run, name)
+        total = getattr(run, total_name)
+        if not (value and total):
+            continue
+        # What the last digits of both columns allow.
+        half, half_of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (value, total))
+        low = max(value - half, (total - half_of_total) / run.gpus)
+        high = min(value + half, (total + half_of_total) / run.gpus)
+        if low > high:
+            run = noted(
+                run, f"{total_name} {total:.12g} contradicts {name} {value:.12g} on {run.gpus} GPUs, which is used"
+            )
+        elif name == "samples_per_s_per_gpu":
+            run = replace(run, samples_per_s_per_gpu=(low + high) / 2)
+    return run

@@ -46,9 +46,9 @@ class Progress:
             return True
         epoch, position = self._find_place(numbers)
         if epoch != self.epoch:
-            return epoch < self.epoch and position <= self.position
-        interval = self.points[-1][0] - self.points[-2][0] if self.roundings else 0.0
+            return epoch < self.epoch
         # Lines of slower ranks come up to two intervals late.
+        interval = self.points[-1][0] - self.points[-2:][0][0]
         return position < max(self.position / 2, self.position - 2 * interval)
 
     def add(self, numbers: Mapping[str, float]) -> bool:
@@ -56,7 +56,7 @@ class Progress:
         epoch, position = self._find_place(numbers)
         value_name = next(name for name in VALUES if name in numbers)
         value = numbers[value_name]
-        if epoch < self.epoch or not (position > self.dialect.untimed and 0 < value < MOST):
+        if not (position > self.dialect.untimed and 0 < value < MOST):
             return False
         if epoch > self.epoch:  # no line counts samples that the last epoch dropped
             self.position = 0.0
@@ -199,9 +199,7 @@ def _describe(log: Log, progress: Progress) -> Iterator[str]:
         of_tokens = "sequence length, which torchtitan prints at its start"
         missing = of_tokens if dialect.states("gpu_tokens") else "batch: pass --batch_per_gpu"
         yield f"no rate, because the log doesn't state its {missing}"
-    elif dialect.states("rate") and dialect.states("elapsed"):
-        yield "average of the whole run, with warm-up, evaluations and checkpoints"
     elif not is_warm:
-        yield "too short to drop the warm-up: using the running average"
+        yield "too short to drop the warm-up, or only a summary: using the average of all steps"
     if (rounding := median(progress.roundings)) > COARSE:
         yield f"the log rounds its times or rates: ±{100 * rounding:.1f}%"
