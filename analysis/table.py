@@ -250,32 +250,29 @@ def read_table_runs(path: Path) -> list[Run]:
         with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file)) as text:
             lines = [line for line in text if not line.startswith("sep=")]  # Excel's own
         separator = next((mark for mark in ";\t" if lines and mark in lines[0]), ",")
-        reader = csv.DictReader(lines, delimiter=separator, skipinitialspace=True)
-        rows = [row for row in reader if any(row.values())]
+        table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, reader.fieldnames or ())]
+    names = table[0] if table else []
+    header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, names)]
     if missing := [name for name in COLUMNS[:3] if name not in header]:
         raise UserError(f"{path}: not a CSV table of runs: no column {', '.join(missing)}; found {', '.join(header)}")
     if repeated := [name for name in COLUMNS if header.count(name) > 1]:
         raise UserError(f"{path}: column {repeated[0]} appears twice")
-    if not rows:
+    if len(table) == 1:
         raise UserError(f"{path}: a header and no rows")
     runs = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(table[1:], start=1):
         where = f"{path}, row {number}"
         if separator == ";":
             where += " (with semicolons, numbers have decimal commas)"
-        if any(row.pop(None, ())):
+        if any(row[len(header) :]):
             raise UserError(f"{where}: more cells than the header")
-        cells = {
-            name: cell.strip() for name, cell in zip(header, row.values(), strict=True) if cell and name in COLUMNS
-        }
-        runs.append(
-            _run(path, where, {name: _parse_cell(cell, name, separator) for name, cell in cells.items() if cell})
-        )
+        cells = zip(header, row, strict=False)
+        known = {name: _parse_cell(cell, name, separator) for name, cell in cells if name in COLUMNS and cell}
+        runs.append(_run(path, where, known))
     return runs
 
 

@@ -6,6 +6,7 @@ The rate is total samples over total time after the warm-up, independent of the 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,14 +40,16 @@ class Progress:
     position: float = 0.0
     """Of the last line, in its epoch."""
     elapsed_s: float = 0.0
+    first_epoch: float = 0.0
+    """Later than 0 if the log lacks earlier ones: its first line then is after the warm-up."""
 
     def begins_anew(self, numbers: Mapping[str, float]) -> bool:
         """Return whether the program has started again before this line."""
         if "elapsed" in numbers and "rate" in numbers:  # a summary of the whole run
             return True
         epoch, position = self._find_place(numbers)
-        if epoch != self.epoch:
-            return epoch < self.epoch
+        if epoch != self.epoch or numbers.get("elapsed", math.inf) < self.elapsed_s:
+            return epoch <= self.epoch
         # Lines of slower ranks come up to two intervals late.
         interval = self.points[-1][0] - self.points[-2:][0][0]
         return position < max(self.position / 2, self.position - 2 * interval)
@@ -61,6 +64,8 @@ class Progress:
         if epoch > self.epoch:  # no line counts samples that the last epoch dropped
             self.position = 0.0
             self.elapsed_s = 0.0
+        if not self.roundings:
+            self.first_epoch = epoch
         gained = position - self.position
         done, done_s = self.points[-1]
         if value_name == "average":
@@ -77,7 +82,7 @@ class Progress:
         self.roundings.append(numbers["rounding"])
         self.epoch = epoch
         self.position = position
-        self.elapsed_s = value
+        self.elapsed_s = numbers.get("elapsed", 0.0)
         return True
 
     def _find_place(self, numbers: Mapping[str, float]) -> tuple[float, float]:
@@ -88,7 +93,8 @@ class Progress:
     def rate(self, warmup: float) -> tuple[float, bool]:
         """Return what is done per second after the warm-up and True, or if all is warm-up the running average and False."""
         last, last_s = self.points[-1]
-        first, first_s = next((point for point in self.points if point[0] >= warmup), (last, last_s))
+        warm = [point for point in self.points[1:] if point[0] >= warmup or self.first_epoch]
+        first, first_s = warm[0] if warm else (last, last_s)
         if last > first:
             return (last - first) / (last_s - first_s), True
         return (last - self.dialect.untimed) / last_s, False

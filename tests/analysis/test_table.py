@@ -71,7 +71,7 @@ def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
     "text",
     [
         "nodes,gpus,samples_per_s_per_gpu\n1,4,600.5,\n2,8,580,\n",
-        "nodes,gpus,samples_per_s_per_gpu,\n1,4,600.5,\n\n2,8,580,\n,,,\n",
+        "nodes,gpus,samples_per_s_per_gpu,,\n1,4,600.5,,\n\n2,8,580\n,,,\n",
         "nodes, gpus, samples_per_s_per_gpu\r\n1, 4, 600.5\r\n2, 8, 580\r\n",
         "sep=;\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n",
         "nodes\tgpus\tsamples_per_s_per_gpu\r1\t4\t600.5\r2\t8\t580\r",

@@ -128,10 +128,11 @@ def test_epochs_that_drop_an_incomplete_batch_count_what_they_trained(tmp_path: 
 def test_lines_of_da_clip_give_the_rate_that_they_state(tmp_path: Path) -> None:
     """Lines as a public issue of DA-CLIP has them: 23 batches of 784 per epoch of 18,783 images."""
     line = "x | INFO | Train Epoch: {} [{:>5}/18783 ({}%)] Data (t): 31.0 Batch (t): {}, 24.5/s, 24.5/s/gpu LR: 0\n"
-    text = ONE_GPU.format(784) + line.format(22, 784, 4, "30.990") + line.format(22, 18032, 100, "2.954")
-    text += line.format(23, 784, 4, "31.990") + line.format(23, 18032, 100, "2.992")
+    text = ONE_GPU.format(784)
+    for epoch, first_s, mean_s in ((22, "29.990", "2.978"), (23, "30.197", "2.994")):
+        text += line.format(epoch, 784, 4, first_s) + line.format(epoch, 18032, 100, mean_s)
     run = read_log(write(tmp_path / "x.log", text))
-    assert run.rate == pytest.approx(784 * 23 / (31.990 + 22 * 2.992))
+    assert run.rate == pytest.approx(784 * 45 / (22 * 2.978 + 30.197 + 22 * 2.994))
 
 
 def test_steps_that_the_log_cannot_resolve_are_noted(tmp_path: Path) -> None:
@@ -219,6 +220,14 @@ def test_a_hugging_face_summary_is_the_rate_of_the_last_whole_run(tmp_path: Path
 def test_lightnings_epochs_add_up(tmp_path: Path) -> None:
     bar = "Epoch {}: 100%|██| {}/100 [{:02}:{:02}<00:00,  2.06it/s]\r"
     lines = [bar.format(epoch, step, 2 * step // 60, 2 * step % 60) for epoch in range(3) for step in (0, 25, 100)]
+    (run,) = read_runs([write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6))
+    assert run.rate == pytest.approx(3)
+
+
+def test_a_progress_bar_that_starts_again_within_its_epoch_is_a_new_start(tmp_path: Path) -> None:
+    bar = "Epoch 0:  47%|██| {}/9999 [{}<00:00,  2.06it/s]\r"
+    lines = [bar.format(step, f"{4 * step // 60:02}:{4 * step % 60:02}") for step in range(100, 501, 100)]
+    lines += [bar.format(500 + step, f"{2 * step // 60:02}:{2 * step % 60:02}") for step in range(0, 401, 10)]
     (run,) = read_runs([write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6))
     assert run.rate == pytest.approx(3)
 
