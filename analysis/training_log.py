@@ -148,8 +148,8 @@ class Log:
         """Return samples/s/GPU, None if the log lacks what it depends on, and whether it excludes the warm-up."""
         dialect = progress.dialect
         batch = self.global_batch
-        is_by_samples = dialect.states("samples") and batch
-        rate, is_warm = progress.rate(WARMUP_STEPS * (batch if is_by_samples else 1))
+        warmup = WARMUP_STEPS * batch if dialect.states("samples") else WARMUP_STEPS
+        rate, is_warm = progress.rate(warmup)
         if dialect.states("gpu_tokens"):
             length = self.facts.get("sequence_length")
             return length and rate / length, is_warm
@@ -177,8 +177,8 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
         raise UserError(f"{path}: no usable throughput lines of {', '.join(DIALECTS)} ({hint}); {others}")
     # Of two programs, prefer one with more than a summary, then one whose times include the wait for data.
     measured.sort(key=lambda progress: (len(progress.roundings) > 1, progress.dialect.counts_data_wait), reverse=True)
-    rates = [log.compute_rate(progress)[0] for progress in measured]
-    by_timer = [rate for rate, progress in zip(rates, measured, strict=True) if not progress.dialect.counts_data_wait]
+    by_timer = [progress for progress in measured if not progress.dialect.counts_data_wait]
+    rate, rate_by_timer = (log.compute_rate(group[0])[0] if group else None for group in (measured, by_timer))
     facts = log.facts
     accumulation = facts.get("accumulation", 1)
     micro_batch = facts.get("micro_batch") or log.global_batch // log.gpus // accumulation
@@ -186,8 +186,8 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
-        memory_peak_gib=facts.get("memory_gib") or None, samples_per_s_per_gpu=rates[0] if rates else None,
-        deepspeed_samples_per_s_per_gpu=by_timer[0] if by_timer else None,
+        memory_peak_gib=facts.get("memory_gib") or None, samples_per_s_per_gpu=rate,
+        deepspeed_samples_per_s_per_gpu=rate_by_timer,
         notes="; ".join(note for progress in measured[:1] for note in _describe(log, progress)),
     )  # fmt: skip
 
@@ -202,9 +202,7 @@ def _describe(log: Log, progress: Progress) -> Iterator[str]:
             BY_TIMER if "directory" in log.facts else f"{BY_TIMER}, which excludes data loading and time between steps"
         )
     if not rate:
-        of_tokens = "sequence length, which torchtitan prints at its start"
-        missing = of_tokens if dialect.states("gpu_tokens") else "batch: pass --batch_per_gpu"
-        yield f"no rate, because the log doesn't state its {missing}"
+        yield "no rate, because the log lacks its batch (pass --batch_per_gpu) or, of torchtitan, its sequence length"
     elif not is_warm:
         yield "too short to drop the warm-up, or only a summary: using the average of all steps"
     if (rounding := median(progress.roundings)) > COARSE:
