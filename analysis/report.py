@@ -41,9 +41,7 @@ def efficiencies(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     yield scaling.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield figure(
-            folder / "scaling.png", "Scaling efficiency, and samples/s of all GPUs beside the ideal line", picture
-        )
+        yield figure(folder / "scaling.png", "Scaling efficiency, and total samples/s beside the ideal line", picture)
 
 
 def step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
