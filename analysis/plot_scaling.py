@@ -88,8 +88,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         percents = [row.scaling_efficiency_percent or 0.0 for row in compared]
         percent_errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in compared]
         totals = [row.samples_per_s or 0.0 for row in rows]
-        relative_errors = [row.relative_half or 0.0 for row in rows]
-        total_errors = [share * total for share, total in zip(relative_errors, totals, strict=True)]
+        total_errors = [row.gpus * (row.samples_per_s_per_gpu_ci95 or 0.0) for row in rows]
         # Hollow markers show the points below them, and dashes would look like an extrapolation.
         look = {**style, "markerfacecolor": "none", "linestyle": "-", "elinewidth": 0.8}
         label = fill("; ".join([f"{name}, {answer(rows)}", *list_doubts(rows)]), 110)

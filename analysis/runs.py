@@ -66,10 +66,10 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
 
 def _read_log(path: Path, given: argparse.Namespace) -> Run:
     """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `n2-gpus8.log`, `nodes_4/slurm.out`."""
-    named: dict[str, int] = {}
-    if not (given.nodes or given.gpus):
-        counts = _NAMED.findall(path.name.lower()) or _NAMED.findall(path.absolute().parent.name.lower())
-        named = {"gpus" if unit.startswith("g") else "nodes": int(count) for unit, count in reversed(counts)}
+    counts = _NAMED.findall(path.name.lower()) or _NAMED.findall(path.absolute().parent.name.lower())
+    named = {"gpus" if unit.startswith("g") else "nodes": int(count) for unit, count in reversed(counts)}
+    if given.nodes or given.gpus:
+        named = {}
     nodes = given.nodes or named.get("nodes", 0)
     per_node = given.gpus_per_node or 0
     gpus = given.gpus or named.get("gpus") or nodes * per_node
