@@ -17,10 +17,10 @@ from clap_ds.config.files import flatten
 IGNORED_SETTINGS = (
     "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.remote_sync", "clap.train.resume",
     "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
-    "optimizer.params.lr", "scheduler.",
+    "optimizer.params.lr", "scheduler.", "clap.bench.windows", "clap.bench.breakdown_steps",
 )  # fmt: skip
-"""Settings that may differ between repeats: names, paths, seeds, the learning rate, and batches, which are compared
-separately. Only the last part of a path counts."""
+"""Settings that may differ between repeats: names, paths, seeds, the learning rate, for how long is measured, and batches,
+which are compared separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
 _FOLDERS = re.compile(r'[^\s",\[]*/')
 

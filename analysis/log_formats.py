@@ -2,15 +2,18 @@
 
 The group names of a format's pattern define its numbers:
 
-    step, or samples      done so far; samples count from the epoch's start if there are `epoch` and `epoch_samples`
+    step, or samples      done so far, since the epoch's start if there is `epoch`
     average               samples/s of all GPUs since the first timed step: cumulative, so the rate between any two lines
                           is exact
     rate                  instead of `average`: samples/s of all GPUs since the previous line
+    gpu_tokens            instead of `average`: tokens/s of one GPU since the previous line
     step_s, or step_ms    instead of `average`: mean time per step since the previous line
+    elapsed               instead of `average`: time since the start, or the epoch's start: seconds, or 1:02:03
     global_batch, gpus    samples per step over all GPUs; number of GPUs. An entry of `_LINES` would begin a new start
     memory_gib            peak memory of a GPU so far
 
-Patterns are not anchored to a line's start, so prefixes (pdsh, srun) don't matter.
+Lines without a position are one step each, or with `rate` and `elapsed` a summary of the whole run. Patterns are not anchored
+to a line's start, so prefixes (pdsh, srun) don't matter.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 
 from clap_ds.config.model_names import preset_names
 
+VALUES = ("average", "rate", "gpu_tokens", "step_s", "step_ms", "elapsed")
 NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
 
 
@@ -29,41 +33,81 @@ class Dialect:
     """Progress lines of one program. Each contains the text `gate`; the first `untimed` steps are not timed."""
 
     gate: str
-    pattern: re.Pattern[str]
+    pattern: str | re.Pattern[str]
     untimed: int = 0
     counts_data_wait: bool = True
 
-    @property
-    def is_cumulative(self) -> bool:
-        return "average" in self.pattern.groupindex
-
-    @property
-    def states_rate(self) -> bool:
-        return not self.pattern.groupindex.keys().isdisjoint(("average", "rate"))
+    def states(self, *names: str) -> bool:
+        """Return whether lines have one of these numbers."""
+        return not re.compile(self.pattern).groupindex.keys().isdisjoint(names)
 
     def numbers(self, line: str) -> Iterator[dict[str, float]]:
-        for match in self.pattern.finditer(line) if self.gate in line else ():
-            yield {name: float(text) for name, text in match.groupdict().items() if text}
+        """Yield each match's numbers, and as `rounding` half of the last digit of the rate or time, relative to it."""
+        for match in re.finditer(self.pattern, line) if self.gate in line else ():
+            texts = {name: text for name, text in match.groupdict().items() if text}
+            numbers = {name: _parse_number(text) for name, text in texts.items()}
+            value_name = next(name for name in VALUES if name in texts)
+            decimals = len(texts[value_name].partition(".")[2])
+            numbers["rounding"] = 0.5 * 10.0**-decimals / max(numbers[value_name], 1e-9)
+            if value_name == "step_ms":
+                numbers["step_s"] = numbers.pop("step_ms") / 1000
+            yield numbers
+
+
+def _parse_number(text: str) -> float:
+    """Parse `10,050`, or a time such as `1:02:03` as seconds."""
+    number = 0.0
+    for part in text.replace(",", "").split(":"):
+        number = 60 * number + float(part)
+    return number
 
 
 DIALECTS = {
     # global_step=50, RunningAvgSamplesPerSec=R, CurrSamplesPerSec=c, MemAllocated=1GB, MaxMemAllocated=1GB
+    # 0/50, RunningAvgSamplesPerSec=R, CurrSamplesPerSec=c, … (0.7) or 0/50, SamplesPerSec=R, … (before)
     "DeepSpeed": Dialect(
-        "RunningAvgSamplesPerSec=",
-        re.compile(
-            rf"global_step=(?P<step>\d{{1,15}}), RunningAvgSamplesPerSec=(?P<average>{NUMBER}), CurrSamplesPerSec={NUMBER}"
-            rf"(?=[,\s])(?:, MemAllocated={NUMBER}GB, MaxMemAllocated=(?P<memory_gib>{NUMBER})GB)?"
-        ),
+        "SamplesPerSec=",
+        rf"(?:global_step=|(?<![\d/])0/)(?P<step>\d{{1,15}}), (RunningAvg)?SamplesPerSec=(?P<average>{NUMBER})"
+        rf"(?(2), CurrSamplesPerSec={NUMBER})(?=[,\s])"
+        rf"(?:, MemAllocated={NUMBER}GB, MaxMemAllocated=(?P<memory_gib>{NUMBER})GB)?",
         untimed=2,
         counts_data_wait=False,
     ),
     # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu (LAION-CLAP ends after the time)
     "open_clip and LAION-CLAP": Dialect(
         "Train Epoch: ",
-        re.compile(
-            r"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/(?P<epoch_samples>\d{1,12}) \(\d+%\)\] .{0,400}?"
-            r"Batch \(t\): (?P<step_s>\d{1,9}\.\d{1,9})(?=[ ,])"
-        ),
+        r"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/\d{1,12} \(\d+%\)\] .{0,400}?"
+        r"Batch \(t\): (?P<step_s>\d{1,9}\.\d{1,9})(?=[ ,])",
+    ),
+    # iteration 12/ 500 | consumed samples: 12288 | elapsed time per iteration (ms): 865.2 | … | global batch size: 1024 |
+    "Megatron-LM": Dialect(
+        "elapsed time per iteration",
+        r"consumed samples: +(?P<samples>\d{1,15}) .{0,60}?elapsed time per iteration \(ms\): +"
+        rf"(?P<step_ms>{NUMBER})[ /].{{0,400}}?gl\w+ batch size: +(?P<global_batch>\d{{1,9}}) ",
+    ),
+    # step: 10  loss: 7.62585  grad_norm: 26.6250  memory: 66.91GiB(37.51%)  tps: 10,050  tflops: 314.71  mfu: 13.99%
+    "torchtitan": Dialect(
+        "  loss: ",
+        rf"step: +(?P<step>\d{{1,15}})  loss: .{{0,200}}?memory: +(?P<memory_gib>{NUMBER})GiB.{{0,40}}? [tw]ps: +"
+        r"(?P<gpu_tokens>\d{1,3}(?:,\d{3}){0,5})(?=\s)",
+    ),
+    # Training epoch 0, iteration 45/99 | … | global_batch_size: 128 | global_step: 45 | … | train_step_timing in s: 6.08 |
+    "NeMo": Dialect(
+        "train_step_timing in s: ",
+        r"global_batch_size: (?P<global_batch>\d{1,9}) \| global_step: (?P<step>\d{1,15}) .{0,400}?"
+        rf"train_step_timing in s: (?P<step_s>{NUMBER})(?=\s)",
+    ),
+    # Epoch 0:  47%|████▋     | 700/1500 [06:19<07:13,  1.85it/s, v_num=0]
+    "Lightning": Dialect(
+        "Epoch ",
+        r"\bEpoch (?P<epoch>\d{1,6}): [^\[]{0,300}?(?<!\d)(?P<step>\d{1,12})/(?:\d+|\?) \[(?P<elapsed>[\d:]{4,12})<",
+    ),
+    #     Train throughput/samples_per_sec: 2.7330
+    "Composer": Dialect("throughput/samples_per_sec", rf"Train throughput/samples_per_sec: (?P<rate>{NUMBER})\s"),
+    # {'train_runtime': 158.4339, 'train_samples_per_second': 108.184, 'train_steps_per_second': 3.383, … (or quoted numbers)
+    "Hugging Face Trainer": Dialect(
+        "'train_runtime'",
+        rf"'train_runtime': '?(?P<elapsed>{NUMBER})'?, 'train_samples_per_second': '?(?P<rate>{NUMBER})(?=[',])",
     ),
 }
 """Formats by program. To support another program, add an entry."""
@@ -75,6 +119,15 @@ _LINES: dict[str, dict[str, str]] = {
     "ranks: ": {"gpus": r"\branks: (\d{1,15}), nodes: \d", "nodes": r"\branks: \d{1,15}, nodes: (\d{1,15})\b"},
     "num_local_procs=": {"nodes": r"nnodes=(\d{1,15}), num_local_procs=\d+"},
     "dist_world_size=": {"gpus": r"dist_world_size=" + _COUNT},
+    "using world size: ": {"gpus": r"using world size: " + _COUNT},  # Megatron-LM
+    " sequence length ": {  # torchtitan
+        "global_batch": r"global batch size " + _COUNT + ".* sequence length",
+        "sequence_length": r"global batch size \d.* sequence length " + _COUNT,
+    },
+    "Instantaneous batch size per ": {
+        "micro_batch": "batch size per device = " + _COUNT + "(?!,)"
+    },  # Hugging Face Trainer
+    "Gradient Accumulation steps ": {"accumulation": "Accumulation steps = " + _COUNT},
     " ...": {
         "gpus": r"(?<![a-z_])world_size" + _DOTS + _COUNT,
         "global_batch": r"train_batch_size" + _DOTS + _COUNT,

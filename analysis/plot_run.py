@@ -2,7 +2,7 @@
 
 Examples:
     clap-ds plot --curves runs/my_run-… --output run.png
-    python analysis/plot_run.py runs/first-… runs/second-… --output both.svg
+    clap-ds plot --curves runs/first-… runs/second-… --output both.svg
 
 For a benchmark: throughput, step times and their breakdown. For training: curves, which include the steps before a resume;
 several runs share the axes.
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
 from clap_ds.analysis.read_run import read_json, read_record, read_steps
 from clap_ds.analysis.table import Row
-from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.errors import UserError
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 if TYPE_CHECKING:
@@ -56,6 +55,8 @@ def draw_benchmark(directory: Path) -> Picture:
     if len(run.windows) > 1:
         rate += f" (windows: {min(run.windows):,.2f} – {max(run.windows):,.2f})"
     told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.context_length} text tokens"
+    if run.state != "completed":
+        rate += f", {run.state}"
     picture.title(f"{rate}\n{run.model_name} on {run.gpus} × {run.device}, {told}")
     for phase, look, label in (("warmup", "s", "warm-up"), ("timed", "o", "timed")):
         step_ms = 1000 * _columns(read_steps(directory, phase), "time_s")["time_s"]
@@ -94,6 +95,7 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
 def draw_training(directories: Sequence[Path]) -> Picture:
     picture = Picture((1.6,) * 3, columns=2)
     *curves, evaluation = picture.panels
+    titles = []
     for directory, color in zip(directories, cycle(COLORS), strict=False):
         summary = read_json(directory, "summary")
         history = summary.get("history") if summary.get("resumed_at_step") else None
@@ -106,10 +108,11 @@ def draw_training(directories: Sequence[Path]) -> Picture:
             axes.plot((means if name in NOISY else steps)[name], color=color, label=directory.name)
         lines = read_steps(directory, "evaluation", history=history)
         _draw_evaluations(evaluation, lines, {"color": color} if len(directories) > 1 else {})
-    names = ("preset", "world_size", "device_name", "precision", "global_batch")
-    preset, ranks, device, precision, batch = (summary.get(name) or "?" for name in names)
-    done = f"{steps['samples'].max():,.0f} samples"
-    picture.title(f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {done}")
+        names = ("preset", "world_size", "device_name", "precision", "global_batch", "state")
+        preset, ranks, device, precision, batch, state = (summary.get(name) or "?" for name in names)
+        title = f"{directory.name}: {preset} on {ranks} × {device}, {precision}, global batch {batch}, {state}"
+        titles.append(f"{title}: {steps['samples'].max():,.0f} samples")
+    picture.title("\n".join(titles))
     for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)
     log_axis(curves[3])
@@ -134,17 +137,3 @@ def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: Map
         axes.plot(_columns(lines, name)[name].dropna(), label=name.replace("_", " "), **look)
         if (chance := lines[-1].get("chance", {}).get(name)) is not None:
             axes.axhline(chance, color=look["color"], linewidth=0.8, linestyle=":")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("directories", nargs="+", type=Path, metavar="RUN", help="run directories")
-    add("--output", type=Path, required=True, metavar="FILE", help="write this picture: .png, .svg or .pdf")
-    options = parser.parse_args(argv)
-    draw_runs(options.directories, options.output)
-    print(f"wrote {options.output}")
-
-
-if __name__ == "__main__":
-    run_alone(main)

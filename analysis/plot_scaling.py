@@ -15,20 +15,21 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from clap_ds.analysis.aggregate import GOOD_STATES
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, styled
 from clap_ds.analysis.plot_run import draw_runs
 from clap_ds.analysis.published import PUBLISHED_BY, PUBLISHED_TABLES
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
-from clap_ds.analysis.table import Scale, by_series, format_cell, relative_to, unit
-from clap_ds.analysis.weak_scaling import Series, series_of
+from clap_ds.analysis.table import Scale, by_series, relative_to, unit
+from clap_ds.analysis.weak_scaling import ABOVE_ALL, Series, series_of
 from clap_ds.config.errors import UserError, run_alone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FEW_SERIES = 2
-"""With more series, bands and values beside the curves would cover each other."""
+"""With more series, bands would cover each other."""
 LEAST_PERCENT = 50
 """Start of the efficiency axis, if all values are above it."""
 IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
@@ -83,15 +84,17 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         # A scale of more nodes may have fewer GPUs.
         rows = sorted(rows, key=lambda row: row.gpus)
         gpus = [row.gpus for row in rows]
-        percents = [row.scaling_efficiency_percent or 0.0 for row in rows]
-        percent_errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in rows]
+        compared = rows if len(rows) > 1 else []  # one scale has 100% by definition
+        percents = [row.scaling_efficiency_percent or 0.0 for row in compared]
+        percent_errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in compared]
         totals = [row.samples_per_s or 0.0 for row in rows]
-        relative_errors = [row.relative_half or 0.0 for row in rows]
-        total_errors = [share * total for share, total in zip(relative_errors, totals, strict=True)]
+        total_errors = [row.gpus * (row.samples_per_s_per_gpu_ci95 or 0.0) for row in rows]
         # Hollow markers show the points below them, and dashes would look like an extrapolation.
         look = {**style, "markerfacecolor": "none", "linestyle": "-", "elinewidth": 0.8}
-        label = f"{name}, {answer(rows)}"
-        efficiency.errorbar(gpus, percents, percent_errors if any(percent_errors) else None, label=label, **look)
+        label = fill("; ".join([f"{name}, {answer(rows)}", *list_doubts(rows)]), 110)
+        efficiency.errorbar(
+            gpus[: len(compared)], percents, percent_errors if any(percent_errors) else None, label=label, **look
+        )
         throughput.errorbar(gpus, totals, total_errors if any(total_errors) else None, **look)
         throughput.plot([0, gpus[-1]], [0, baseline_rate * gpus[-1]], **{**IDEAL, "color": style["color"]})
         if len(curves) <= FEW_SERIES:
@@ -108,16 +111,18 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     throughput.set_ylim(bottom=0)
     throughput.yaxis.set_major_formatter("{x:,.10g}")  # on CPUs, a tick may be 0.25
     throughput.set_ylabel(f"samples/s of all {units}")
-    if len(curves) <= FEW_SERIES:
-        lasts = [max(rows, key=lambda row: row.gpus) for rows in curves.values()]
-        percents = [row.scaling_efficiency_percent or 0.0 for row in lasts]
-        mark_ends(efficiency, lasts, percents, [f"{percent:.1f}%" for percent in percents])
-        rates = [f"{format_cell('samples_per_s_per_gpu', row.rate)}\nper {row.unit}" for row in lasts]
-        mark_ends(throughput, lasts, [row.samples_per_s or 0.0 for row in lasts], rates)
+    if max(map(len, curves.values())) == 1:
+        efficiency.text(0.5, 0.5, "needs two scales", ha="center", transform=efficiency.transAxes)
     extent = "–".join(f"{count:,}" for count in sorted({min(scales), max(scales)}))
     picture.title(", ".join(filter(None, [common, f"{extent} {units}"])))
     picture.name_below(efficiency, 1, "Shaded: 95% band of the fitted growth" if is_banded else "")
     return picture
+
+
+def list_doubts(rows: Sequence[Scale]) -> list[str]:
+    """Return which scales of a series have runs that didn't complete, or efficiencies above 100%."""
+    doubts = [f"{row.state} on {row.scale}" for row in rows if row.state not in GOOD_STATES]
+    return doubts + [f"{ABOVE_ALL} on {row.scale}" for row in rows if ABOVE_ALL in row.notes]
 
 
 def shade_fit(axes: Axes, rows: Sequence[Scale], color: str) -> bool:
@@ -135,23 +140,8 @@ def shade_band(axes: Axes, series: Series, node_counts: Sequence[int], color: st
         lows, highs = zip(*bands.values(), strict=True)
         gpus = [nodes * series.gpus_per_node for nodes in bands]
         axes.fill_between(gpus, lows, highs, color=color, alpha=0.18, linewidth=0)
+        axes.plot(gpus, lows, ":", gpus, highs, ":", color=color, linewidth=0.4)  # edges, if bands overlap
     return bool(bands)
-
-
-def mark_ends(axes: Axes, rows: Sequence[Scale], values: Sequence[float], texts: Sequence[str]) -> None:
-    """Write a text beside the last point of each curve that reaches the largest scale, the highest curve's above its point.
-
-    `rows`, `values` and `texts` are those of the points.
-    """
-    largest = max(row.gpus for row in rows)
-    side = "bottom"
-    ends = sorted(zip(values, rows, texts, SERIES_STYLES, strict=False), key=lambda end: -end[0])
-    for value, row, text, style in ends:
-        if row.gpus == largest:
-            place = (row.gpus, value)
-            color = style["color"]
-            axes.annotate(text, place, (5, 0), textcoords="offset points", va=side, color=color, fontsize=7)
-            side = "top"
 
 
 @styled()
@@ -161,19 +151,21 @@ def draw_projection(found: Sequence[Series]) -> Picture:
     (axes,) = picture.panels
     names, common = short_names([series.title for series in found])
     axes.axhline(100, label="ideal", **IDEAL)
+    units = f"{unit(found[0].title)}s"
     all_gpus = []
     for name, series, style in zip(names, found, cycle(SERIES_STYLES), strict=False):
         law, color, counts, last = series.select_law(), style["color"], series.node_counts, len(series.rates)
         gpus = [nodes * series.gpus_per_node for nodes in counts]
         all_gpus += gpus
         points = [series.efficiency_percent(rate) for _, rate in series.rates]
-        axes.plot(gpus[:last], points, **{**style, "linestyle": "none", "label": f"{name}, measured"})
+        look = {**style, "linestyle": "none", "markerfacecolor": "none"}
+        axes.plot(gpus[:last], points, label=f"{name}, measured", **look)
         fitted = [series.percent_by(law, nodes) for nodes in counts]
-        axes.plot(gpus[:last], fitted[:last], color=color)
-        label = fill(f"{name} by {law}: {fitted[-1]:.1f}% on {gpus[-1]:,} GPUs", 60)
+        axes.plot(gpus[:last], fitted[:last], color=color, label=f"{name}, fitted by {law}")
+        label = fill(f"{name}, extrapolated: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}", 50)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
         shade_band(axes, series, counts[last - 1 :], color)
-    gpu_axis(axes, all_gpus, f"{unit(found[0].title)}s")
+    gpu_axis(axes, all_gpus, units)
     axes.set_ylabel("scaling efficiency (%)")
     picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band"])))
     return picture

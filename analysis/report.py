@@ -41,9 +41,7 @@ def efficiencies(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     yield scaling.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield figure(
-            folder / "scaling.png", "Scaling efficiency, and samples/s of all GPUs beside the ideal line", picture
-        )
+        yield figure(folder / "scaling.png", "Scaling efficiency, and total samples/s beside the ideal line", picture)
 
 
 def step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
@@ -52,7 +50,8 @@ def step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     for number, members in enumerate(by_series(rows), start=1):
         columns = {**STEP_COLUMNS, **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES}}
         yield f"### {members[0].title}"
-        yield markdown_table(columns, [[row.cell(column) for column in columns.values()] for row in members])
+        header = [name.replace("GPU", members[0].unit) for name in columns]
+        yield markdown_table(header, [[row.cell(column) for column in columns.values()] for row in members])
         if any(row.breakdown_s for row in members):
             caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
             yield figure(folder / f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))

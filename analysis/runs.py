@@ -61,18 +61,20 @@ def _inputs_in(path: Path) -> Iterator[Path]:
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if is_record(path):
         return [read_record(path)]
-    return read_table_runs(path) if path.suffix == ".csv" else [_read_log(path, given)]
+    return read_table_runs(path) if path.suffix in (".csv", ".tsv") else [_read_log(path, given)]
 
 
 def _read_log(path: Path, given: argparse.Namespace) -> Run:
-    """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
-    nodes, gpus, per_node = given.nodes or 0, given.gpus or 0, given.gpus_per_node or 0
-    match = None if nodes or gpus else _NAMED.search(f"{path.name}/{path.absolute().parent.name}".lower())
-    if match:
-        nodes, gpus = (0, int(match[2])) if match[1].startswith("g") else (int(match[2]), 0)
-    gpus = gpus or nodes * per_node
-    run = read_log(path, gpus)
-    if run.nodes or not match or (run.gpus and match[1].startswith("g")):  # the log states more
+    """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `n2-gpus8.log`, `nodes_4/slurm.out`."""
+    counts = _NAMED.findall(path.name.lower()) or _NAMED.findall(path.absolute().parent.name.lower())
+    named = {"gpus" if unit.startswith("g") else "nodes": int(count) for unit, count in reversed(counts)}
+    if given.nodes or given.gpus:
+        named = {}
+    nodes = given.nodes or named.get("nodes", 0)
+    per_node = given.gpus_per_node or 0
+    gpus = given.gpus or named.get("gpus") or nodes * per_node
+    run = read_log(path, gpus, given.batch_per_gpu or 0)
+    if run.nodes or not named or (run.gpus and "nodes" not in named):  # the log states more
         return run
     return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
 
@@ -115,7 +117,7 @@ def _by_deepspeed(run: Run) -> Run:
     run = replace(run, samples_per_s_per_gpu=rate)
     if run.kind == "record":
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
-    if run.kind == "log" and rate:  # its notes state the timer
+    if BY_TIMER in run.notes and rate:
         return run
     return noted(run, BY_TIMER if rate else "no rate from DeepSpeed's timer")
 
@@ -131,6 +133,7 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     add("--nodes", type=whole_number(), metavar="N", help="set the number of nodes")
     add("--gpus", type=whole_number(), metavar="N", help="set the total number of GPUs")
     add("--gpus_per_node", type=whole_number(), metavar="N", help="set GPUs per node, instead of nodes or GPUs")
+    add("--batch_per_gpu", type=whole_number(), metavar="N", help="set samples per step and GPU")
     model = "set the model of logs: a preset or a published name, such as HTSAT-tiny-Roberta-base"
     add("--model", type=preset_of, metavar="NAME", help=model)
     tokens = "set the caption length of logs in tokens, for TFLOPS and MFU"

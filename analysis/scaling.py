@@ -36,6 +36,9 @@ _COLUMNS = {
 }  # fmt: skip
 
 
+DOUBTFUL = 0.5
+
+
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     """Return one row per series (`group_runs.py`) and scale, in ascending order of scale."""
     scale = attrgetter("nodes", "gpus")
@@ -51,6 +54,8 @@ def _with_efficiencies(rows: Sequence[Scale]) -> Iterator[Scale]:
     for row in rows:
         if baseline and row.rate:
             row = _with_efficiency(row, baseline, row.rate / (baseline.rate or 1.0))
+        if (row.relative_half or 0.0) > DOUBTFUL:
+            row = noted(row, "its ± is most of its rate: these may not be repeats of one scale")
         yield noted(row, "not repeated") if row.repeats == 1 else row
 
 

@@ -6,10 +6,14 @@ The first columns are those of `published/*.csv`, under `FORMER_COLUMNS`. A miss
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -151,6 +155,8 @@ FORMER_COLUMNS = {
     "engine_samples_per_s_per_gpu": "deepspeed_samples_per_s_per_gpu",
 }
 """Columns of published and former tables → their names here."""
+_TOTALS = {"samples_per_s_per_gpu": "samples_per_s", "batch_per_gpu": "global_batch"}
+"""Columns of one GPU → of all GPUs."""
 ENERGY = ("joules_per_sample", "energy_kwh")
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
@@ -228,47 +234,79 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
     pd.DataFrame([vars(row) for row in rows], columns=COLUMNS).to_csv(path, index=False, float_format="%.7g")
 
 
+def find_encoding(file: BufferedReader) -> str:
+    """Return the encoding by a file's mark: UTF-16, as PowerShell writes it, or else UTF-8."""
+    is_utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if is_utf16 else "utf-8-sig"
+
+
 def read_table_runs(path: Path) -> list[Run]:
     """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
 
-    Columns may be separated by semicolons; commas are then decimal commas. UserError names the wrong row or column.
+    Columns are separated by commas, tabs or semicolons; with semicolons, commas are decimal commas. UserError names the wrong
+    row or column.
     """
-    import pandas as pd
-
     try:
-        with open_regular(path) as file:
-            separators = {"sep": ";", "decimal": ","} if b";" in file.readline() else {}
-            file.seek(0)
-            frame = pd.read_csv(
-                file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""]
-            )
+        with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file)) as text:
+            lines = [line for line in text if not line.startswith("sep=")]  # Excel's own
+        separator = next((mark for mark in ";\t" if lines and mark in lines[0]), ",")
+        table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    frame = frame.rename(columns=FORMER_COLUMNS)
-    if missing := [name for name in COLUMNS[:3] if name not in frame]:
-        raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
-    if frame.empty or not isinstance(frame.index, pd.RangeIndex):
-        raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
-    return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]
+    names = table[0] if table else []
+    header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, names)]
+    if missing := [name for name in COLUMNS[:3] if name not in header]:
+        raise UserError(f"{path}: not a CSV table of runs: no column {', '.join(missing)}; found {', '.join(header)}")
+    if repeated := [name for name in COLUMNS if header.count(name) > 1]:
+        raise UserError(f"{path}: column {repeated[0]} appears twice")
+    if len(table) == 1:
+        raise UserError(f"{path}: a header and no rows")
+    runs = []
+    for number, row in enumerate(table[1:], start=1):
+        where = f"{path}, row {number}"
+        if separator == ";":
+            where += " (with semicolons, numbers have decimal commas)"
+        if any(row[len(header) :]):
+            raise UserError(f"{where}: more cells than the header")
+        cells = zip(header, row, strict=False)
+        known = {name: _parse_cell(cell, name, separator) for name, cell in cells if name in COLUMNS and cell}
+        runs.append(_run(path, where, known))
+    return runs
+
+
+def _parse_cell(cell: str, column: str, separator: str) -> str | float:
+    """Return a number, or the text if the cell is none."""
+    number = cell.translate(str.maketrans(",.", ".,")) if separator == ";" else cell
+    try:
+        return cell if column in TEXTS else float(number)
+    except ValueError:
+        return cell
 
 
 def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
     values = {"state": "completed", "model": path.stem, **PUBLISHED_TABLES.get(path.stem, {})}
-    values |= {name: value for name, value in cells.items() if name in COLUMNS and value == value}
+    values |= cells
     values["model"] = preset_of(values["model"])
     run = checked(Run(**values, source=str(path), kind="table"), where)
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
-    known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
-    if run.rate and run.samples_per_s:
-        known["samples_per_s_per_gpu"] = _middle(run.rate, run.samples_per_s, run.gpus)
-    return replace(run, **known)
-
-
-def _middle(rate: float, total: float, gpus: int) -> float:
-    """Return the rate per GPU: if the columns for one and for all GPUs agree, the middle of what their last digits allow."""
-    half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
-    low, high = max(rate - half, (total - of_total) / gpus), min(rate + half, (total + of_total) / gpus)
-    return (low + high) / 2 if low <= high else rate
+    counts: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
+    run = replace(run, **counts)
+    for name, total_name in _TOTALS.items():
+        value = getattr(run, name)
+        total = getattr(run, total_name)
+        if not (value and total):
+            continue
+        # What the last digits of both columns allow.
+        half, half_of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (value, total))
+        low = max(value - half, (total - half_of_total) / run.gpus)
+        high = min(value + half, (total + half_of_total) / run.gpus)
+        if low > high:
+            run = noted(
+                run, f"{total_name} {total:.12g} contradicts {name} {value:.12g} on {run.gpus} GPUs, which is used"
+            )
+        elif name == "samples_per_s_per_gpu":
+            run = replace(run, samples_per_s_per_gpu=(low + high) / 2)
+    return run

@@ -43,7 +43,7 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def given(**changes: Any) -> Namespace:
     """Return options of `input_parser`."""
-    names = ("nodes", "gpus", "gpus_per_node", "model", "peak_tflops")
+    names = ("nodes", "gpus", "gpus_per_node", "batch_per_gpu", "model", "peak_tflops")
     return Namespace(**{**dict.fromkeys(names), "context_length": 77, "rate": "measured", **changes})
 
 

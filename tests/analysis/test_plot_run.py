@@ -70,6 +70,16 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
 
 
+def test_pictures_of_runs_state_which_ones_and_how_they_ended(tmp_path: Path) -> None:
+    killed = training(tmp_path / "first", state="terminated")
+    other = training(tmp_path / "second", preset="htsat_tiny", world_size=4)
+    first, second = draw_training([killed, other]).figure.get_suptitle().splitlines()
+    assert first.startswith("first: micro on 2 × a CPU")
+    assert "terminated" in first
+    assert second.startswith("second: htsat_tiny on 4 × a CPU")
+    assert "timeout" in draw_benchmark(benchmark(tmp_path / "run", state="timeout")).figure.get_suptitle()
+
+
 def test_the_command_draws_curves_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot_scaling.main(["--curves", str(training(tmp_path / "run")), "--output", str(tmp_path / "run.png")])
     assert (tmp_path / "run.png").stat().st_size > 10_000

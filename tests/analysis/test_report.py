@@ -58,6 +58,12 @@ def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
         assert part in runs
 
 
+def test_tables_of_cpu_ranks_have_no_gpus(folder: Path) -> None:
+    steps = (folder / "report.md").read_text().partition("## Where a step's time goes")[2].partition("## Projection")[0]
+    headers = re.findall(r"### (.+)\n\n\| nodes \| +(\w+) \|", steps)
+    assert {("Xeon" in title, unit) for title, unit in headers} == {(True, "ranks"), (False, "GPUs")}
+
+
 def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {key: SUMMARY[key] for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")}
     failed = record(tmp_path / "run", [], **kept, state="out_of_memory", error="too <big>")

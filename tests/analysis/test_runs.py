@@ -40,6 +40,29 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     assert (run.gpus, "log's name" in run.notes) == (16, False)
 
 
+@pytest.mark.parametrize(
+    ("name", "nodes", "gpus"),
+    [
+        ("job-n2-gpus8.log", 2, 8),
+        ("gpus8_nodes2.out", 2, 8),
+        ("n2.log", 2, 8),
+        ("nodes_2/slurm.out", 2, 8),
+        ("nodes_4/n2-gpus8.log", 2, 8),
+    ],
+)
+def test_a_log_without_a_launchers_lines_may_have_its_scale_in_its_name(
+    tmp_path: Path, name: str, nodes: int, gpus: int
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    log = write(tmp_path / name, running_log([1.0] * 20))
+    (run,) = read_runs([log], given(gpus_per_node=None if "gpus" in name else 4))
+    assert (run.nodes, run.gpus, run.rate) == (nodes, gpus, 8.0)
+    assert "name" in run.notes
+    if "gpus" in name:
+        (run,) = read_runs([write(log, ENGINE.format(8) + log.read_text())], given())
+        assert (run.nodes, run.gpus) == (nodes, gpus)
+
+
 @pytest.mark.parametrize("prefix", ["", "node1: "])
 def test_this_projects_log_states_its_scale(tmp_path: Path, prefix: str) -> None:
     copy = write(tmp_path / "moved.log", f"{prefix}ranks: 16, nodes: 4\n" + running_log([1.0] * 20, batch=64))

@@ -9,7 +9,7 @@ import pytest
 from clap_ds.analysis import scaling
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.scaling import render, scaling_table
-from clap_ds.analysis.table import Run, read_table_runs, write_csv
+from clap_ds.analysis.table import Row, Run, read_table_runs, write_csv
 from tests.analysis.samples import command, given, record, run, running_log, write
 
 PARTS = {"forward_s": 0.4, "backward_s": 0.8, "exposed_communication_s": 0.6, "optimizer_s": 0.2}
@@ -108,8 +108,10 @@ def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_p
         ({"environment": {"git_commit": "a" * 40}}, {"environment": {"git_commit": "b" * 40 + "+"}},
          ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
         ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, []),
+        ({"clap__bench__windows": 8, "clap__bench__breakdown_steps": 5},
+         {"clap__bench__windows": 9, "clap__bench__breakdown_steps": 0}, []),
         # As few differences as possible name them.
-        ({"a": 1, "clap__bench__windows": 8, "b": 1}, {"a": 2, "clap__bench__windows": 9, "b": 2}, ["a=1", "a=2"]),
+        ({"a": 1, "clap__bench__warmup_steps": 8, "b": 1}, {"a": 2, "clap__bench__warmup_steps": 9, "b": 2}, ["a=1", "a=2"]),
     ],
 )  # fmt: skip
 def test_what_makes_runs_differ(first: Any, second: Any, names: list[str]) -> None:
@@ -170,6 +172,36 @@ def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_meas
         "speed-up": "1.00", "DeepSpeed's": "110.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
     }  # fmt: skip
     assert second[3:9] == ["90.00", "720.0", "90.0", "1.80", "88.00", "41.50"]
+
+
+def test_each_column_has_the_value_that_its_heading_names() -> None:
+    values = {
+        "repeats": 7, "samples_per_s_per_gpu": 11.0, "samples_per_s": 12.0, "scaling_efficiency_percent": 13.0, "speedup": 14.0,
+        "deepspeed_samples_per_s_per_gpu": 15.0, "micro_batch": 16, "achieved_tflops": 17.0, "mfu_published_percent": 18.0,
+        "mfu_model_percent": 19.0, "step_time_s": 20.0, "slowest_rank_step_time_s": 21.0,
+        "exposed_communication_percent": 22.0, "data_wait_percent": 23.0, "memory_peak_gib": 24.0, "joules_per_sample": 25.0,
+        "energy_kwh": 26.0,
+    }  # fmt: skip
+    out = render([Row(nodes=2, gpus=8, state="completed", **values)]).splitlines()
+    header, _, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out[2:5])
+    numbers = {name: cell.partition(".")[0] for name, cell in zip(header, cells, strict=True)}
+    assert numbers == {
+        "nodes": "2", "GPUs": "8", "runs": "7", "samples/s/GPU ±": "11", "samples/s": "12", "efficiency % ±": "13",
+        "speed-up": "14", "DeepSpeed's": "15", "micro-batch": "16", "TFLOPS/GPU": "17", "MFU % published": "18",
+        "MFU % model": "19", "s/step": "20", "slowest rank s": "21", "exposed comm. %": "22", "data wait %": "23",
+        "memory GiB": "24", "J/sample": "25", "kWh": "26", "state": "completed",
+    }  # fmt: skip
+
+
+def test_speed_up_counts_gpus_not_nodes() -> None:
+    rows = scaling_table([run(1, 100.0, gpus=4), run(2, 90.0, gpus=6)])
+    assert [row.speedup for row in rows] == pytest.approx([1.0, 0.9 * 6 / 4])
+
+
+def test_rates_that_spread_by_more_than_half_are_doubted() -> None:
+    for rates, is_doubted in (((620.0, 1240.0, 2480.0), True), ((600.0, 610.0, 590.0), False)):
+        (row,) = scaling_table([run(1, rate) for rate in rates])
+        assert ("repeats of one scale" in row.notes) == is_doubted
 
 
 def test_notes_are_numbered() -> None:

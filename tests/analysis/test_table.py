@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.table import COLUMNS, FORMER_COLUMNS, Row, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import TINY, write
+from tests.analysis.samples import TINY, given, write
 
 HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
@@ -41,7 +42,11 @@ def test_a_table_with_former_names_is_read(tmp_path: Path) -> None:
         (HEADER + "1,4,fast,2,3,4\n", "row 1: samples_per_s_per_gpu is 'fast'"),
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
-        (HEADER + "1,4,1,234.5,4938,3,100\n", "more cells than the header"),
+        (HEADER + "1,4,1,234.5,4938,3,100\n", "row 1: more cells than the header"),
+        ("nodes,gpus,samples_per_s_per_gpu\n1,4,600,7\n2,8,580,7\n", "row 1: more cells than the header"),
+        ("nodes,gpus,samples_per_s_per_gpu\n1,4,600\n2,8,1,580\n", "row 2: more cells than the header"),
+        ("nodes;gpus;samples_per_s_per_gpu\n1;4;623.7\n", "row 1 .*decimal commas.*: samples_per_s_per_gpu is '623.7'"),
+        ("nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu\n1,4,600,7\n", "samples_per_s_per_gpu appears twice"),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
 )
@@ -62,9 +67,34 @@ def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
     assert (first.nodes, first.rate, first.samples_per_s, second.gpus, second.rate) == (1, 623.75, 2495.0, 8, None)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes,gpus,samples_per_s_per_gpu\n1,4,600.5,\n2,8,580,\n",
+        "nodes,gpus,samples_per_s_per_gpu,,\n1,4,600.5,,\n\n2,8,580\n,,,\n",
+        "nodes, gpus, samples_per_s_per_gpu\r\n1, 4, 600.5\r\n2, 8, 580\r\n",
+        "sep=;\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n",
+        "nodes\tgpus\tsamples_per_s_per_gpu\r1\t4\t600.5\r2\t8\t580\r",
+        '"nodes","gpus","samples_per_s_per_gpu"\n"1","4","600.5"\n"2","8","580"\n',
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_table_as_spreadsheets_write_it_is_read(tmp_path: Path, text: str, encoding: str) -> None:
+    for name in ("t.csv", "t.tsv"):
+        rows = read_runs([write(tmp_path / name, text.encode(encoding))], given())
+        assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
+
+
 def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
     agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n"))
     assert (agreeing.rate, contradicting.rate) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 10.0)
+    assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
+
+
+def test_batches_that_contradict_each_other_are_noted(tmp_path: Path) -> None:
+    text = "nodes,gpus,samples_per_s_per_gpu,batch_per_gpu,global_batch\n1,4,600,64,256\n2,8,590,64,256\n"
+    agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
+    assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
 
 def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:

@@ -76,7 +76,10 @@ def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form:
     assert run.model == "clap_htsat_tiny_roberta_base"
     assert (run.rate, run.deepspeed_samples_per_s_per_gpu) == (pytest.approx(616 / 1.1, rel=1e-3), None)
     (run,) = read_runs([write(tmp_path / "cut.log", text[len(parameters) :])], given(gpus=8, nodes=2))
-    assert (run.rate, run.notes) == (None, "no rate, because the log doesn't state its batch")
+    assert run.rate is None
+    assert "--batch_per_gpu" in run.notes
+    (run,) = read_runs([tmp_path / "cut.log"], given(gpus=8, nodes=2, batch_per_gpu=616))
+    assert run.rate == pytest.approx(616 / 1.1, rel=1e-3)
 
 
 def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
@@ -94,6 +97,182 @@ def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
     lines = ("[fast] it {} | gpus 8 | {} samples/s\n".format(*each) for each in ((20, 50), (30, 100), (60, 300)))
     (run,) = read_runs([write(tmp_path / "f.log", "".join(lines))], given(nodes=1))
     assert (run.rate, run.gpus) == (pytest.approx(200 / 8), 8)
+
+
+def open_clip_log(epochs: list[list[float]], batch: int, clips: int, every: int, head: str = "") -> str:
+    """Return open_clip's lines of epochs with these times of batches, printed after batches 1, 1 + `every` … and the last."""
+    text = head
+    for epoch, times in enumerate(epochs):
+        since: list[float] = []
+        for done, time in enumerate(times, start=1):
+            since.append(time)
+            if done % every == 1 or done == len(times):
+                place = f"[{done * batch:>6}/{clips} ({100 * done // len(times)}%)]"
+                text += f"2025-09-24,08:03:57 | INFO | Train Epoch: {epoch} {place} Data (t): 1.951 "
+                text += f"Batch (t): {fmean(since):.3f}, {batch / time:#g}/s, {batch / time:#g}/s/gpu LR: 0.000003 \n"
+                since = []
+    return text
+
+
+ONE_GPU = "x | INFO |   batch_size: {}\nx | INFO |   world_size: 1\n"
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 500])
+def test_epochs_that_drop_an_incomplete_batch_count_what_they_trained(tmp_path: Path, dropped: int) -> None:
+    epochs = [[10.0, *[1.0] * 39]] * 4
+    text = open_clip_log(epochs, 616, 40 * 616 + dropped, 10, ONE_GPU.format(616))
+    run = read_log(write(tmp_path / "x.log", text))
+    assert run.rate == pytest.approx(616 * (160 - 11) / (160 - 11 + 3 * 9), rel=1e-3)
+
+
+def test_lines_of_da_clip_give_the_rate_that_they_state(tmp_path: Path) -> None:
+    """Lines as a public issue of DA-CLIP has them: 23 batches of 784 per epoch of 18,783 images."""
+    line = "x | INFO | Train Epoch: {} [{:>5}/18783 ({}%)] Data (t): 31.0 Batch (t): {}, 24.5/s, 24.5/s/gpu LR: 0\n"
+    text = ONE_GPU.format(784)
+    for epoch, first_s, mean_s in ((22, "29.990", "2.978"), (23, "30.197", "2.994")):
+        text += line.format(epoch, 784, 4, first_s) + line.format(epoch, 18032, 100, mean_s)
+    run = read_log(write(tmp_path / "x.log", text))
+    assert run.rate == pytest.approx(784 * 45 / (22 * 2.978 + 30.197 + 22 * 2.994))
+
+
+def test_steps_that_the_log_cannot_resolve_are_noted(tmp_path: Path) -> None:
+    for step_s, is_coarse in ((0.0304, True), (0.304, False)):
+        text = open_clip_log([[10.0, *[step_s] * 99]] * 2, 16, 1600, 10, ONE_GPU.format(16))
+        run = read_log(write(tmp_path / "x.log", text))
+        assert ("rounds" in run.notes) == is_coarse
+
+
+PROGRESS = {
+    "DeepSpeed 0.6": ("[timer.py:189:stop] 0/{step}, SamplesPerSec={average}, MemAllocated=0.26GB, MaxMemAllocated=9.02GB", ""),
+    "DeepSpeed 0.7": (
+        "[timer.py:197:stop] 0/{step}, RunningAvgSamplesPerSec={average}, CurrSamplesPerSec=1.5, MemAllocated=1.75GB,"
+        " MaxMemAllocated=2.6GB", "",
+    ),
+    "Megatron-LM": (
+        " [2026-04-27 00:00:01] iteration {step:8d}/  250000 | consumed samples: {samples:12d} | elapsed time per iteration"
+        " (ms): {mean_ms:.1f} | throughput per GPU (TFLOP/s/GPU): 40.4 | learning rate: 1.5E-06 | global batch size:"
+        " {batch:5d} | lm loss: 2.504220E+00 |", "using world size: 8, data-parallel size: 8, tensor-model-parallel size: 1\n",
+    ),
+    "Megatron-DeepSpeed": (
+        " iteration {step:8d}/50000 | consumed samples: {samples} | consumed tokens: 11534336 | elapsed time per iteration"
+        " (ms): {mean_ms:.1f} | learning rate: 1.499E-05 | gloabl batch size: {batch:4d} | lm loss: 1.3E+01 |", "",
+    ),
+    "torchtitan": (
+        "[rank0]:[titan] 2025-11-25 19:44:58,838 - root - INFO - \x1b[31mstep: {step:2}  \x1b[32mloss:  7.6259  "
+        "\x1b[33mgrad_norm: 26.6250  \x1b[36mmemory: 66.91GiB(37.51%)  "
+        "\x1b[34mtps: {tps:,}  \x1b[35mtflops: 314.71  \x1b[34mmfu: 13.99%\x1b[39m",
+        "[titan] Trainer is initialized with local batch size 8, global batch size 64, gradient accumulation steps 1, sequence"
+        " length 8192, total steps 10 (warmup 2)\n",
+    ),
+    "NeMo": (
+        "0: Training epoch 0, iteration {step}/999 | lr: 6.897e-06 | global_batch_size: {batch} | global_step: {step} |"
+        " max_memory_reserved: 127785762816 | reduced_train_loss: 11.96 | train_step_timing in s: {mean_s:.4g} |"
+        " TFLOPS_per_GPU: 1.249e+03 | consumed_samples: {samples}", "",
+    ),
+    "Lightning": ("\rEpoch 0:  22%|██▏       | {step}/1000 [{clock}<01:02,  4.47s/it, loss=10.072, v_num=193315]", ""),
+    "NeMo 1": ("Epoch 0: :  47%|████▋     | {step}/? [{clock}<07:13, global_step=2e+3, train_step_timing in s=49.50]", ""),
+    "Composer": (
+        "[batch={step}/5000]:\n\t Train time/batch: {step}\n\t Train time/sample: {samples}\n"
+        "\t Train throughput/batches_per_sec: 0.1\n\t Train throughput/samples_per_sec: {rate:.4f}\n"
+        "\t Train throughput/device/samples_per_sec: 0.1708", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRESS)
+def test_lines_of_other_programs_give_the_rate_of_their_steps(tmp_path: Path, program: str) -> None:
+    """Lines as public logs have them, of 400 steps of 64 samples. The first ten take 9 s each, later ones 2 or 3."""
+    line, text = PROGRESS[program][0] + "\n", PROGRESS[program][1]
+    times = [9.0] * 10 + [2.0, 3.0] * 195
+    for step in range(10, 401, 10):
+        mean_s = fmean(times[step - 10 : step])
+        total_s = round(sum(times[:step]))
+        numbers = {
+            "step": step,
+            "samples": 64 * step,
+            "batch": 64,
+            "mean_s": mean_s,
+            "mean_ms": 1000 * mean_s,
+            "rate": 64 / mean_s,
+        }
+        numbers |= {"average": 64 * (step - 2) / (total_s - 18), "tps": round(64 * 8192 / 8 / mean_s)}
+        clock = f"{total_s // 3600}:{total_s // 60 % 60:02}:{total_s % 60:02}"
+        text += line.format(**numbers, clock=clock)
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=8, batch_per_gpu=8))
+    assert run.rate == pytest.approx(64 / 2.5 / 8, rel=1e-4)
+    assert run.batch_per_gpu == 8
+    assert (run.deepspeed_samples_per_s_per_gpu is not None) == program.startswith("DeepSpeed")
+
+
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_hugging_face_summary_is_the_rate_of_the_last_whole_run(tmp_path: Path, quote: str) -> None:
+    text = (
+        "  Instantaneous batch size per device = 8\n  Gradient Accumulation steps = 4\n"
+        + "{{'loss': 1.7, 'epoch': 0.03}}\n"
+    )
+    for seconds, rate in ((100.0, 5.0), (1175.4751, 250.552)):
+        text += f"{{'train_runtime': {quote}{seconds}{quote}, 'train_samples_per_second': {quote}{rate}{quote}, 'epoch': 1}}\n"
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=2))
+    assert (run.rate, run.batch_per_gpu, run.micro_batch) == (pytest.approx(125.276), 32, 8)
+    assert "warm-up" in run.notes
+
+
+def test_lightnings_epochs_add_up(tmp_path: Path) -> None:
+    bar = "Epoch {}: 100%|██| {}/100 [{:02}:{:02}<00:00,  2.06it/s]\r"
+    lines = [bar.format(epoch, step, 2 * step // 60, 2 * step % 60) for epoch in range(3) for step in (0, 25, 100)]
+    (run,) = read_runs([write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6))
+    assert run.rate == pytest.approx(3)
+
+
+def test_a_progress_bar_that_starts_again_within_its_epoch_is_a_new_start(tmp_path: Path) -> None:
+    bar = "Epoch 0:  47%|██| {}/9999 [{}<00:00,  2.06it/s]\r"
+    lines = [bar.format(step, f"{4 * step // 60:02}:{4 * step % 60:02}") for step in range(100, 501, 100)]
+    lines += [bar.format(500 + step, f"{2 * step // 60:02}:{2 * step % 60:02}") for step in range(0, 401, 10)]
+    (run,) = read_runs([write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6))
+    assert run.rate == pytest.approx(3)
+
+
+def test_a_batch_that_grows_counts_the_samples_of_each_line(tmp_path: Path) -> None:
+    """Of Megatron-LM's lines, 100 steps of 64 samples and 100 of 128 take 1 s each."""
+    line = PROGRESS["Megatron-LM"][0] + "\n"
+    numbers = [(step, 64 * step + 64 * max(step - 100, 0), 128 if step > 100 else 64) for step in range(10, 201, 10)]
+    text = "".join(
+        line.format(step=step, samples=samples, batch=batch, mean_ms=1000) for step, samples, batch in numbers
+    )
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
+    assert run.rate == pytest.approx((90 * 64 + 100 * 128) / 190, rel=0.02)
+
+
+def test_a_log_with_the_lines_of_two_programs_gives_the_rate_with_the_wait_for_data(tmp_path: Path) -> None:
+    line = PROGRESS["Megatron-DeepSpeed"][0] + "\n"
+    text = ""
+    for step in range(1, 101):
+        text += throughput_line(step, 80.0) + line.format(step=step, samples=64 * step, batch=64, mean_ms=1000)
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
+    assert (run.rate, run.deepspeed_samples_per_s_per_gpu) == (pytest.approx(64), pytest.approx(80))
+    assert "timer" not in run.notes
+    (run,) = read_runs([tmp_path / "x.log"], given(nodes=1, gpus=1, rate="deepspeed"))
+    assert run.rate == pytest.approx(80)
+    assert "timer" in run.notes
+
+
+def test_what_a_torchtitan_log_lacks_is_named(tmp_path: Path) -> None:
+    text = "".join(PROGRESS["torchtitan"][0].format(step=step, tps=10_050) + "\n" for step in range(1, 40))
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
+    assert run.rate is None
+    assert "sequence length" in run.notes
+
+
+def test_a_log_that_powershell_wrote_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(running_log([1.0] * 20), "utf-16")
+    assert read_log(log).rate == 64
+
+
+@pytest.mark.parametrize("every", [1, 20, 60, 75])
+def test_a_restart_that_prints_at_another_interval_is_seen(tmp_path: Path, every: int) -> None:
+    text = running_log([1.0] * 100, every=10) + running_log([2.0] * 300, every=every)
+    assert read_log(write(tmp_path / "x.log", text)).rate == pytest.approx(32)
 
 
 def test_after_a_restart_only_the_last_start_counts(tmp_path: Path) -> None:
@@ -120,7 +299,10 @@ def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x7fELF\0\0\0\1" * 40, "no usable throughput lines.*DeepSpeed, open_clip.*csv"),
+        (
+            b"\x7fELF\0\0\0\1" * 40,
+            "no usable throughput lines.*DeepSpeed, open_clip.*Megatron.*torchtitan.*NeMo.*csv.*nodes, gpus",
+        ),
         (None, "can't be read"),
     ],
 )
