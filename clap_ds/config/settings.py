@@ -79,16 +79,20 @@ class RunSettings:
     def run_name(self) -> str:
         return self.clap.output.run_name or self.path.stem
 
-    @property
+    @functools.cached_property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of the training setup."""
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of the training setup. Training
+        replaces it by the folder that a run whose data has moved already has."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
-        data = clap.data.model_dump(mode="json", include={"source", "shards"})
-        train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
-        model = clap.model.model_dump(mode="json")
-        identity = [model["preset"], model["pretrained_text"], data, train, clap.loss.kind, clap.seed]
+        named: Any = {
+            "model": {"preset", "pretrained_text"},
+            "data": {"source", "shards"},
+            "train": {"pretrained", "freeze"},
+        }
+        setup = clap.model_dump(mode="json", include=named)
+        identity = [*setup["model"].values(), setup["data"], setup["train"], clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
