@@ -1,6 +1,6 @@
 """Find and load a checkpoint (full state or weights only), and report how the run's configuration differs from it."""
 
-import hashlib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,12 @@ def find_checkpoint_folder(run: RunSettings, config: dict[str, Any]) -> Path:
             changes = "; ".join(_different_settings(theirs, ours))
             others[path] = f"--set clap.checkpoint.folder={path} (step {manifest.step}; {changes})"
     if folder in others:  # it has the same paths, but their contents have changed
-        digest = hashlib.sha256(repr(config["clap"]["contents"]).encode()).hexdigest()[:8]
-        folder = folder.with_name(f"{run.run_name}-{digest}-checkpoints")
+        checksum = zlib.crc32(repr(ours["clap"]["contents"]).encode())
+        folder = folder.with_name(f"{run.run_name}-{checksum:08x}-checkpoints")
     if others:
-        advice = f"{folder} is new. To resume another run named {run.run_name} instead, add its option:"
-        print(advice, *others.values(), sep="\n  ", flush=True)
+        print(
+            f"{folder} is new. Other runs named {run.run_name} resume with:", *others.values(), sep="\n  ", flush=True
+        )
     return folder
 
 
