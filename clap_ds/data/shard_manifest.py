@@ -120,11 +120,14 @@ def _read_start(path: str, size: int) -> bytes:
 
 def describe_contents(paths: Sequence[str]) -> str:
     """Describe what files contain, the same wherever they are: their number, and a digest of all names and of the beginnings of
-    the first files. Raises OSError, or what the file system's package raises."""
+    the first files. Raises ValueError if one can't be read."""
     by_name = sorted(paths, key=lambda path: Path(path).name)
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
     for path in by_name[:FILES_READ]:
-        digest.update(again(partial(_read_start, path, BYTES_READ)))
+        try:
+            digest.update(again(partial(_read_start, path, BYTES_READ)))
+        except Exception as error:  # any error of the file system package
+            raise ValueError(f"{path} can't be read: {error!r}") from None
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class WebDatasetStream:
             "num_workers": data.num_workers,
         }
         # Names without folders: moved tars are read in the same order.
-        contents: Any = [[[Path(tar).name for tar in source.shards], source.weight] for source in sources]
+        contents: Any = [[[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources]
         shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
         contents = [contents, samples] if has_epochs else contents
         return shares, {

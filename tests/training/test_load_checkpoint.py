@@ -111,9 +111,7 @@ def test_other_contents_at_the_same_path_are_another_run(
     assert find(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
 
 
-def test_a_new_run_names_others_of_its_name(
-    open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_names_others_of_its_name(open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pattern = marked_tars(tmp_path / "shards", 2, 2)
     first = save(open_run(pattern))
     longer_name = first.with_name("run-big-0a1b2c3d-checkpoints")
@@ -161,6 +159,6 @@ def test_initial_weights_count_by_content(open_run: Any, tmp_path: Path) -> None
 
 def test_missing_data_and_weights_are_reported_at_once(open_run: Any, tmp_path: Path) -> None:
     run = open_run(f"{tmp_path}/none-*.tar", pretrained=f"{tmp_path}/none.pt")
-    with pytest.raises(ValueError, match="clap.data.shards: no file matches") as refusal:
+    with pytest.raises(ValueError, match=r"clap\.data\.shards: no file matches") as refusal:
         describe_run(run)
     assert "clap.train.pretrained: " in str(refusal.value)
