@@ -114,6 +114,7 @@ TYPES: dict[str, Any] = {
     "communication_data_type": COMMUNICATION_DTYPE,
     "data_types.grad_accum_dtype": DTYPE | None,
     "data_types.keep_in_fp32_modules": list[str] | Literal["auto"],
+    "flops_profiler.module_depth": Annotated[int, Field(ge=-1, le=8)],  # deeper than all modules, it fails
     "flops_profiler.output_file": str | None,
     "fp16.loss_scale": NonNegativeFloat,
     "fp16.loss_scale_window": PositiveInt,

@@ -54,6 +54,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("comms_logger.prof_ops", "all_reduce", "list"),
     ("comms_logger.prof_ops", [3], "string"),
     ("data_types.keep_in_fp32_modules", "all", "auto"),
+    ("flops_profiler.module_depth", 9, "less than or equal to 8"),
     ("flops_profiler.profile_step", True, "integer"),
     ("fp16.loss_scale", -1, "greater"),
     ("fp16.loss_scale_window", 0, "greater"),
