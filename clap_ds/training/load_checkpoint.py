@@ -67,23 +67,23 @@ def find_checkpoint_folder(run: RunSettings, config: dict[str, Any]) -> Path:
     folder = run.checkpoint_folder
     if run.clap.checkpoint.folder is not None:
         return folder
-    ours = redacted_all(config)
-    others: dict[Path, str] = {}
+    config = redacted_all(config)
+    options: dict[Path, str] = {}
     for path in sorted(folder.parent.glob(f"{run.run_name}-{'[0-9a-f]' * 8}-checkpoints")):
         for manifest in [*read_all(path).values()][:1]:
-            theirs = manifest.settings
-            is_same = all(find_field(theirs, name) == find_field(ours, name) for name in _IDENTITY)
+            settings = manifest.settings
+            is_same = all(find_field(settings, name) == find_field(config, name) for name in _IDENTITY)
             # Earlier versions recorded no contents.
-            if is_same or (path == folder and find_field(theirs, "clap.contents") is None):
+            if is_same or (path == folder and find_field(settings, "clap.contents") is None):
                 return path
-            changes = "; ".join(_different_settings(theirs, ours))
-            others[path] = f"--set clap.checkpoint.folder={path} (step {manifest.step}; {changes})"
-    if folder in others:  # it has the same paths, but their contents have changed
-        checksum = zlib.crc32(repr(ours["clap"]["contents"]).encode())
+            changes = "; ".join(_different_settings(settings, config))
+            options[path] = f"--set clap.checkpoint.folder={path} (step {manifest.step}; {changes})"
+    if folder in options:  # it has the same paths, but their contents have changed
+        checksum = zlib.crc32(repr(config["clap"]["contents"]).encode())
         folder = folder.with_name(f"{run.run_name}-{checksum:08x}-checkpoints")
-    if others:
+    if options:
         print(
-            f"{folder} is new. Other runs named {run.run_name} resume with:", *others.values(), sep="\n  ", flush=True
+            f"{folder} is new. Other runs named {run.run_name} resume with:", *options.values(), sep="\n  ", flush=True
         )
     return folder
 
