@@ -67,6 +67,8 @@ REFUSED = {
     "autotuning": "use `python -m benchmarks.tune`",
     "bfloat16": "use `bf16`, its present name",
     "data_efficiency": "`clap.data` selects and orders samples",
+    "data_types.buffer_dtype": "the audio front end computes in fp32",
+    "data_types.param_dtype": "use `bf16.enabled` or `fp16.enabled`",
     "datastates_ckpt": "`clap.checkpoint` saves checkpoints",
     "expert_parallel": "the models have no experts",
     "hybrid_engine": "it generates text",
@@ -77,6 +79,10 @@ REFUSED = {
     "use_data_before_expert_parallelism": "the models have no experts",
     "vocabulary_size": "the model's preset has it",
     "weight_quantization": "it is for inference",
+    "zero_optimization.cpu_offload": "it needs ZeRO stage 1 or higher",
+    "zero_optimization.cpu_offload_param": "it needs ZeRO stage 3",
+    "zero_optimization.offload_param": "it needs ZeRO stage 3",
+    "zero_optimization.zenflow": "it needs ZeRO and an offloaded optimizer",
 }
 """Fields that DeepSpeed reads or has removed, and why a run can't set them."""
 
@@ -106,10 +112,9 @@ TYPES: dict[str, Any] = {
     "comet.mode": Literal["get", "create", "get_or_create"] | None,
     "comms_logger.prof_ops": list[str],
     "communication_data_type": COMMUNICATION_DTYPE,
-    "data_types.buffer_dtype": DTYPE | None,
     "data_types.grad_accum_dtype": DTYPE | None,
     "data_types.keep_in_fp32_modules": list[str] | Literal["auto"],
-    "data_types.param_dtype": DTYPE | None,
+    "flops_profiler.module_depth": Annotated[int, Field(ge=-1, le=8)],  # deeper than all modules, it fails
     "flops_profiler.output_file": str | None,
     "fp16.loss_scale": NonNegativeFloat,
     "fp16.loss_scale_window": PositiveInt,
@@ -134,9 +139,6 @@ TYPES: dict[str, Any] = {
     "zero_optimization.leaf_module.name_suffixes": str | list[str],
     "zero_optimization.leaf_module.names": str | list[str],
     "zero_optimization.stage": int,  # `_check_deepspeed` explains why it is 0
-    "zero_optimization.zenflow.select_interval": PositiveInt | Literal["auto"],
-    "zero_optimization.zenflow.select_strategy": Literal["auto", "step", "epoch"],
-    "zero_optimization.zenflow.update_interval": PositiveInt | Literal["auto"],
 }
 """Types of fields whose default is null, or that DeepSpeed checks elsewhere."""
 PARAM_TYPES: dict[str, Any] = {
@@ -264,6 +266,8 @@ def _describe_model(path: str, model: type[BaseModel]) -> Schema:
     """Return JSON schemas of a pydantic model's fields, by name and by alias, which states the name."""
     schemas: Schema = {}
     for name, field in model.model_fields.items():
+        if f"{path}.{name}" in REFUSED:
+            continue
         # The whole model has no JSON schema, because DeepSpeed keeps functions in its fields.
         annotation: Any = Annotated[(field.annotation, "", *field.metadata)]
         presence: Schema = {} if field.default is PydanticUndefined else {"default": field.default}

@@ -128,14 +128,17 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
 def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
     from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
     from clap_ds.training.checkpoint import Checkpointer
+    from clap_ds.training.load_checkpoint import describe_run, find_checkpoint_folder
     from clap_ds.training.remote_sync import try_target
 
     clap = run.clap
-    if (url := clap.checkpoint.remote_sync) is not None:
-        with raise_on_all_ranks():
+    with raise_on_all_ranks():
+        config = run_on_rank0(lambda: describe_run(run))
+        run.checkpoint_folder = run_on_rank0(lambda: find_checkpoint_folder(run, config))
+        if (url := clap.checkpoint.remote_sync) is not None:
             run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
-    parts: Any = {"job": ranks.job_folder and ranks.job_folder.parent, "logs": logs, "config": run.resolved()}
+    parts: Any = {"job": ranks.job_folder and ranks.job_folder.parent, "logs": logs, "config": config}
     return Checkpointer(run.checkpoint_folder, settings, tokenizer=getattr(clap.data, "tokenizer", None), **parts)
 
 

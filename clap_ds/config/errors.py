@@ -12,6 +12,15 @@ from typing import Any, NoReturn, get_args
 USER_ERROR = 2
 """Exit code of a run rejected for a user error."""
 INTERRUPTED = 130
+OTHER_NAMES = {
+    "accum_freq|accumulation(_steps)?|accumulate_grad_batches": "gradient_accumulation_steps",
+    "(micro_?)?batch(_?size)?|per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "(base_|max_|peak_)?(lr|learning_rate)": "optimizer.params.lr",
+    "(mixed_)?precision|amp|(fp|float)32": "bf16.enabled",
+    "warm_?up(_steps|_iters|_epochs|_ratio)?": "scheduler.params.warmup_num_steps",
+    "wd": "optimizer.params.weight_decay",
+}
+"""Patterns of names in other trainers, and fields here."""
 MOST_SHOWN = 5
 UNION_TAGS = ("synthetic", "webdataset", "array", "integer", "number", "string")
 """Parts that pydantic adds to a field's place: kinds of `data`, and JSON types of DeepSpeed's fields."""
@@ -116,8 +125,12 @@ def _fields(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _suggest_field(field: str, root: Any) -> str:
-    """Return a hint about an unknown field: the nearest in its section, or the only one of that name, or its section's."""
+    """Return a hint about an unknown field: its name here if other trainers have it, or the nearest in its section, or the only
+    one of that name, or its section's."""
     section, _, name = field.rpartition(".")
+    for pattern, own_name in OTHER_NAMES.items():
+        if re.fullmatch(pattern, name):
+            return f"; did you mean {own_name!r}?"
     siblings: dict[str, str] = {}
     namesakes: list[str] = []
     for valid_field in _fields(root):
@@ -143,7 +156,7 @@ def explain(details: Any, root: Any) -> str:
     message = details["msg"]
     value = details["input"]
     context = details.get("ctx", {})
-    if kind in ("model_type", "dict_type"):
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     if kind == "too_short":
         message = f"expected at least {context['min_length']} items"

@@ -72,7 +72,7 @@ class EngineSettings(Section):
     bucket_cap_mb: PositiveFloat = 12.0
     """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
     max_logit_scale: PositiveFloat = 100.0
-    """Upper bound of the learned logit scale, as in LAION's training code."""
+    """Upper bound of the learned logit scale; the lower one is 1. Both as in LAION's and open_clip's training."""
 
 
 class SyntheticData(Section):
@@ -156,7 +156,7 @@ class OutputSettings(Section):
     """Location of run directories."""
 
     dir: str = "runs"
-    """Folder of run directories, relative to the checkout or, for an installed wheel, to the working folder."""
+    """Folder of run directories, relative to the working folder."""
     run_name: str | None = None
     """Prefix of the run directory's name; null: the configuration file's name."""
 
@@ -207,7 +207,8 @@ class CheckpointSettings(Section):
     """When and where checkpoints are saved, and which are kept."""
 
     folder: str | None = None
-    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`."""
+    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`, or
+    the folder of this name that a run has whose data or initial weights have moved."""
     every_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop signal."""
     every_minutes: PositiveFloat | None = None

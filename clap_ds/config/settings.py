@@ -12,24 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from clap_ds.config import schema
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
-from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
+from clap_ds.config.deepspeed_fields import PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, Section
-from clap_ds.config.overrides import locate, with_assignments
+from clap_ds.config.overrides import find_field, locate, with_assignments
 from clap_ds.config.paths import find_config
 from clap_ds.config.schema import NonNegativeInt, SyntheticData
 
-ZERO_ONLY = (
-    ("bf16", "bf16_master_weights_and_grads"),
-    ("bf16", "bf16_optimizer_states"),
-    ("fp16", "fp16_master_weights_and_grads"),
-)
-"""Sections and fields that DeepSpeed rejects at stage 0."""
+WITHOUT_ZERO: dict[str, Any] = {
+    "zero_optimization.stage": 0,
+    "zero_optimization.compute_grad_norm": True,
+    "zero_optimization.offload_optimizer.device": "none",
+    "data_types.grad_accum_dtype": None,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
+}
+"""Fields of which DeepSpeed takes one value at stage 0."""
 
 
 class ClapSettings(schema.EngineSettings):
@@ -41,7 +45,10 @@ class ClapSettings(schema.EngineSettings):
     text_packing: bool = False
     """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables attention dropout."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
-    loss: schema.LossSettings = schema.LossSettings()
+    # A text is taken for the kind, so that a wrong one is explained.
+    loss: Annotated[
+        schema.LossSettings, BeforeValidator(lambda loss: {"kind": loss} if isinstance(loss, str) else loss)
+    ] = schema.LossSettings()
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
     checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
@@ -79,16 +86,20 @@ class RunSettings:
     def run_name(self) -> str:
         return self.clap.output.run_name or self.path.stem
 
-    @property
+    @functools.cached_property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of the training setup."""
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of the training setup. Training
+        replaces it by the folder that a run whose data has moved already has."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
-        data = clap.data.model_dump(mode="json", include={"source", "shards"})
-        train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
-        model = clap.model.model_dump(mode="json")
-        identity = [model["preset"], model["pretrained_text"], data, train, clap.loss.kind, clap.seed]
+        named: Any = {
+            "model": {"preset", "pretrained_text"},
+            "data": {"source", "shards"},
+            "train": {"pretrained", "freeze"},
+        }
+        setup = clap.model_dump(mode="json", include=named)
+        identity = [*setup["model"].values(), setup["data"], setup["train"], clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
@@ -115,10 +126,9 @@ class RunSettings:
 
 def precision_of(deepspeed: Mapping[str, Any]) -> str:
     """Return the precision that DeepSpeed's sections set."""
-    autocast = deepspeed.get("torch_autocast", {})
-    if autocast.get("enabled"):
-        return "torch_autocast_" + str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
-    return next((name for name in ("bf16", "fp16") if deepspeed.get(name, {}).get("enabled")), "fp32")
+    if find_field(deepspeed, "torch_autocast.enabled"):
+        return "torch_autocast_bfloat16"
+    return next((name for name in ("bf16", "fp16") if find_field(deepspeed, f"{name}.enabled")), "fp32")
 
 
 def load_run(path: str | Path, world_size: int | None = None, assignments: Sequence[str] = ()) -> RunSettings:
@@ -160,43 +170,36 @@ def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
     """Yield problems in DeepSpeed's sections that types don't exclude: unsupported values, missing required values, and
     monitors' missing packages."""
 
-    def find(section: str, name: str, default: Any = None) -> Any:
-        return content.get(section, {}).get(name, default)
-
-    stage = find("zero_optimization", "stage", 0)
-    if stage != 0:
-        yield f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}"
-    dtype = find("torch_autocast", "dtype", "bfloat16")
-    if find("torch_autocast", "enabled") and dtype.removeprefix("torch.") != "bfloat16":
+    for name, only_value in WITHOUT_ZERO.items():
+        value = find_field(content, name)
+        if value not in (None, only_value):
+            expected = json.dumps(only_value)
+            yield f"{name}: expected {expected} (plain data parallel), found {json.dumps(value)}, which needs ZeRO"
+    precisions = [
+        section for section in ("bf16", "fp16", "torch_autocast") if find_field(content, f"{section}.enabled")
+    ]
+    for section in precisions[1:]:
+        yield f"{section}.enabled: expected false, as {precisions[0]}.enabled is true"
+    dtype = find_field(content, "torch_autocast.dtype") or "bfloat16"
+    if "torch_autocast" in precisions and dtype.removeprefix("torch.") != "bfloat16":
         yield (
             f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)} (float16 needs a loss scale, which'
             " DeepSpeed doesn't checkpoint here; use fp16.enabled)"
         )
-    if find("optimizer", "type") is None:
+    if find_field(content, "optimizer.type") is None:
         yield "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW"
-    if find("scheduler", "type") is None and find("scheduler", "params") is not None:
+    if find_field(content, "scheduler.type") is None and find_field(content, "scheduler.params") is not None:
         yield "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR"
-    if not find("zero_optimization", "compute_grad_norm", True):
-        yield "zero_optimization.compute_grad_norm: expected true without ZeRO"
-    if find("fp16", "enabled") and find("bf16", "enabled"):
-        yield "fp16.enabled: expected false, as bf16.enabled is true"
     if "gradient_clipping" not in content:
         yield (
             "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in"
             " the published runs)"
         )
-    zero_names = content.get("zero_optimization", {}).keys()
-    for name, field in FIELDS["zero_optimization"]["properties"].items():
-        if {name, field.get("alias")} <= zero_names:
-            yield f"zero_optimization.{name}: expected only one of it and {field['alias']}, its other name"
-    for section, name in ZERO_ONLY:
-        if find(section, name):
-            yield f"{section}.{name}: expected false: it needs ZeRO stage 1 or higher"
     for section, package in (("wandb", "wandb"), ("comet", "comet_ml")):
-        if find(section, "enabled") and importlib.util.find_spec(package) is None:
+        if find_field(content, f"{section}.enabled") and importlib.util.find_spec(package) is None:
             yield f"{section}.enabled: {package} is not installed; run `pip install {package}` or set it to false"
     for section, kinds in PARAMS.items():
-        kind = find(section, "type")
+        kind = find_field(content, f"{section}.type")
         if kind is not None and find_params(section, kind) is None:
             yield f"{section}.type: no supported {section} {kind!r}{did_you_mean(kind, kinds)}"
 
@@ -205,14 +208,16 @@ def _check_together(clap: ClapSettings, precision: str) -> list[str]:
     """Return problems that involve several fields."""
     preset, train, tokens = clap.preset(), clap.train, clap.context_length
     longest = preset.text.max_tokens
-    lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
-    numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
+    lengths = getattr(clap.data, "caption_lengths", None) or tokens
+    numbers = lengths if isinstance(lengths, dict) else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
     problems = {
         f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
         "data.num_workers: expected 0 with placement device": getattr(clap.data, "placement", "") == "device"
         and clap.data.num_workers > 0,
+        "train.freeze: expected at most one tower; without both only the logit scale is trained": len({*train.freeze})
+        > 1,
         "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
         f"text_packing: {preset.name} takes padded captions": bool(preset.open_clip and clap.text_packing),
         f"model.preset: {preset.name} trains in fp32 or with torch_autocast, not in {precision}": bool(preset.open_clip)

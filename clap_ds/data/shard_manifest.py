@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from clap_ds.data.tar_samples import is_sample, list_items
 FIELD = "clap.data.shards"
 HUB_TOKENIZER = "FacebookAI/roberta-base"
 MANIFEST = "manifest.json"
+FILES_READ = 8
+BYTES_READ = 2**20
+"""Of how many files `describe_contents` reads how many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +102,8 @@ def write_manifest(folder: Path, manifest: ShardManifest) -> None:
 def read_manifest(folder: str) -> ShardManifest:
     """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
     path = f"{folder}/{MANIFEST}"
-
-    def read() -> bytes:
-        with fsspec.open(path, "rb", expand=False) as file:
-            return bytes(file.read(MOST_BYTES))
-
     try:
-        content = parse_json(again(read) if is_remote(path) else read_bytes(path))
+        content = parse_json(again(partial(_read_start, path, MOST_BYTES)) if is_remote(path) else read_bytes(path))
         is_own = isinstance(content, dict) and "shards" in content  # else another program's
         return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
@@ -111,6 +111,24 @@ def read_manifest(folder: str) -> ShardManifest:
             return ShardManifest({})  # without permission to list, object stores deny access to missing files
         reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
+
+
+def _read_start(path: str, size: int) -> bytes:
+    with fsspec.open(path, "rb", expand=False) as file:
+        return bytes(file.read(size))
+
+
+def describe_contents(paths: Sequence[str]) -> str:
+    """Describe what files contain, the same wherever they are: their number, and a digest of all names and of the beginnings of
+    the first files. Raises ValueError if one can't be read."""
+    by_name = sorted(paths, key=lambda path: Path(path).name)
+    digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
+    for path in by_name[:FILES_READ]:
+        try:
+            digest.update(again(partial(_read_start, path, BYTES_READ)))
+        except Exception as error:  # any error of the file system package
+            raise ValueError(f"{path} can't be read: {error!r}") from None
+    return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"
 
 
 def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD) -> Kind:

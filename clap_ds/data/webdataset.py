@@ -110,7 +110,8 @@ class WebDatasetStream:
             "epoch_samples": num_samples if has_epochs else None,
             "num_workers": data.num_workers,
         }
-        contents: Any = [[source.shards, source.weight] for source in sources]
+        # Names without folders: moved tars are read in the same order.
+        contents: Any = [[[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources]
         shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
         contents = [contents, samples] if has_epochs else contents
         return shares, {

@@ -189,7 +189,7 @@ class ClapEngine:
     @torch.no_grad()
     def _update(self) -> None:
         """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer has clipped.
-        The learned scale is clamped to its maximum, in the parameter and in the optimizer's fp32 copy."""
+        The learned scale is clamped to [1, `max_logit_scale`], in the parameter and in the optimizer's fp32 copy."""
         if self.before_update is not None:
             self.before_update()
         clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
@@ -201,7 +201,7 @@ class ClapEngine:
                     torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, self.gradient_norm)
             self.deepspeed.step()
             for scale in (self.model.logit_scale, self.masters["logit_scale"]):
-                scale.clamp_(max=self._max_log_scale)
+                scale.clamp_(0, self._max_log_scale)
             if self.average is not None:
                 self.average.update()
         if self.norm_wanted and in_16_bits:

@@ -111,8 +111,10 @@ def wrap(
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
             parts: Any = {"model_parameters": parameter_groups(model, train), "optimizer": optimizer}
             engine, *_ = deepspeed.initialize(model=model, lr_scheduler=schedule, config=config, **parts)
-    except (AssertionError, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"DeepSpeed rejects the configuration: {error}") from error
+    except Exception as error:  # of many types
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise  # out of memory, or a lost rank
+        raise ValueError(f"DeepSpeed rejects the configuration: {type(error).__name__}: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
         # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight decay and the step count.
         inner.state.clear()

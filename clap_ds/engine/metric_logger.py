@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
-from torch import Tensor
 
 from clap_ds.config.files import own_folder
 from clap_ds.distributed.collectives import rank
@@ -66,20 +65,8 @@ class Scalars:
             return
         samples = engine.deepspeed.global_samples + engine.deepspeed.train_batch_size()
         for name, parameter in engine.model.named_parameters():
-            self._write_histogram(f"parameters/{name}", parameter, samples)
-            if parameter.grad is not None:
-                self._write_histogram(f"gradients/{name}", parameter.grad, samples)
-
-    def _write_histogram(self, tag: str, tensor: Tensor, samples: int) -> None:
-        """Write a histogram of a tensor's finite values, counted on its device."""
-        values = tensor[tensor.isfinite()].float()
-        if not len(values) or self._tensorboard is None:
-            return
-        low, high = values.min().item(), values.max().item()
-        end = high if high > low else low + 1
-        counts, limits = torch.histc(values, BINS, low, end), torch.linspace(low, end, BINS + 1)[1:]
-        sums = values.sum().item(), values.square().sum().item()
-        with warn_on_disk_full("TensorBoard's histograms"):
-            self._tensorboard.add_histogram_raw(
-                tag, low, high, len(values), *sums, limits.tolist(), counts.tolist(), samples
-            )
+            for group, tensor in (("parameters", parameter), ("gradients", parameter.grad)):
+                if tensor is not None and tensor.isfinite().any():
+                    finite = tensor[tensor.isfinite()].float()
+                    with warn_on_disk_full("TensorBoard's histograms"):
+                        self._tensorboard.add_histogram(f"{group}/{name}", finite, samples, bins=BINS)

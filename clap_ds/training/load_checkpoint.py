@@ -1,29 +1,91 @@
 """Find and load a checkpoint (full state or weights only), and report how the run's configuration differs from it."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import flatten, read_bytes
 from clap_ds.config.model import ClapConfig, TextConfig
+from clap_ds.config.overrides import find_field
 from clap_ds.config.redaction import redacted_all
-from clap_ds.config.settings import precision_of
+from clap_ds.config.schema import ShardData
+from clap_ds.config.settings import RunSettings, precision_of
+from clap_ds.data.shard_assignment import expand_sources
+from clap_ds.data.shard_manifest import describe_contents
 from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.training.train_state import TrainState
-from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, newest_good, warn
+from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, newest_good, read_all, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_state_file
 from clap_ds.weights.tokenizer import load_tokenizer
 
 PROGRESS = "progress.json"
 _OF_NO_CONSEQUENCE = (
-    *("clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug"),
-    *("clap.train.resume", "clap.train.log_every_steps"),
-)
+    "clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug", "clap.train.resume",
+    "clap.train.log_every_steps",
+)  # fmt: skip
+_IDENTITY = (
+    "clap.contents", "clap.loss", "clap.model.preset", "clap.model.pretrained_text", "clap.seed", "clap.train.freeze",
+)  # fmt: skip
+"""What a run has in common with its checkpoints."""
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
+
+
+def describe_run(run: RunSettings) -> dict[str, Any]:
+    """Return a run's JSON for its checkpoints, with the contents of its data and initial weights by field as `clap.contents`.
+
+    They are the same wherever the files are. Weights on the Hub and a folder of checkpoints only have a name. Raises ValueError
+    for missing shards, and for a missing file of weights with them.
+    """
+    clap = run.clap
+    contents = dict[str, str]()
+    missing = ""
+    if clap.train.pretrained is not None:
+        path = Path(clap.train.pretrained)
+        files = [path] if path.is_file() else path.glob("*.safetensors")
+        contents["train.pretrained"] = f"{path.name}: {describe_contents([*map(str, files)])}"
+        if path.suffix and not path.exists():
+            missing = f"\nclap.train.pretrained: {path}: no such file"
+    if isinstance(clap.data, ShardData):
+        try:
+            sources = expand_sources(clap.data.shards)
+        except ValueError as error:
+            raise ValueError(f"{error}{missing}") from None
+        contents["data.shards"] = describe_contents([shard for source in sources for shard in source.shards])
+    config = run.resolved()
+    config["clap"]["contents"] = contents
+    return config
+
+
+def find_checkpoint_folder(run: RunSettings, config: dict[str, Any]) -> Path:
+    """Return the folder with a run's checkpoints, also if its data or initial weights have moved, or else a new one. Then print
+    other runs of the same name, how they differ and how to resume them. `config`: `describe_run` of it."""
+    folder = run.checkpoint_folder
+    if run.clap.checkpoint.folder is not None:
+        return folder
+    config = redacted_all(config)
+    options: dict[Path, str] = {}
+    for path in sorted(folder.parent.glob(f"{run.run_name}-{'[0-9a-f]' * 8}-checkpoints")):
+        for manifest in [*read_all(path).values()][:1]:
+            settings = manifest.settings
+            is_same = all(find_field(settings, name) == find_field(config, name) for name in _IDENTITY)
+            # Earlier versions recorded no contents.
+            if is_same or (path == folder and find_field(settings, "clap.contents") is None):
+                return path
+            changes = "; ".join(_different_settings(settings, config))
+            options[path] = f"--set clap.checkpoint.folder={path} (step {manifest.step}; {changes})"
+    if folder in options:  # it has the same paths, but their contents have changed
+        checksum = zlib.crc32(repr(config["clap"]["contents"]).encode())
+        folder = folder.with_name(f"{run.run_name}-{checksum:08x}-checkpoints")
+    if options:
+        print(
+            f"{folder} is new. Other runs named {run.run_name} resume with:", *options.values(), sep="\n  ", flush=True
+        )
+    return folder
 
 
 def find_newest(folder: Path, url: str | None, remote_sync: str | None) -> Path | None:
@@ -54,10 +116,12 @@ def restore(
     A collective; raises ValueError for changes that need `resume_weights_only`."""
     to_accept, others = run_on_rank0(lambda: compare(folder, engine.model.config, describe(engine), config, tokenizer))
     if to_accept and not resume_weights_only:
-        raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(to_accept)}. --resume_weights_only continues from its weights with a new"
-            " optimizer state; --restart starts from scratch"
+        advice = (
+            "--resume_weights_only continues from its weights with a new optimizer state; --restart starts from scratch"
         )
+        if any(change.startswith("the tokenizer") for change in to_accept):  # the weights are of other token ids
+            advice = "Set clap.data.tokenizer to the former one; --restart starts from scratch"
+        raise ValueError(f"{folder} can't be resumed: {'; '.join(to_accept)}. {advice}")
     if rank() == 0 and (found := [*to_accept, *others]):
         alone = "; only its weights and step are restored" if to_accept else ""
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
@@ -96,7 +160,11 @@ def compare(
         there, here = precision_of(manifest.settings), precision_of(config)
         if there != here:
             to_accept.append(f"the precision is {there} there, {here} here")
-        others += _different_settings(redacted_all(manifest.settings), redacted_all(config))
+        others += _different_settings(manifest.settings, redacted_all(config))
+        rates = [find_field(settings, "clap.train.lr_scale") or {} for settings in (manifest.settings, config)]
+        if rates[0] != rates[1]:  # which explains other groups
+            lr_scale = "clap.train.lr_scale is {} there, {} here".format(*rates)
+            to_accept = [lr_scale if change.startswith("parameter_groups") else change for change in to_accept]
     return to_accept, others
 
 
@@ -120,7 +188,7 @@ def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
         f"{name}: {there.get(name, 'not set')!r} there, {here.get(name, 'not set')!r} here"
         for name in dict.fromkeys((*here, *there))
         if there.get(name) != here.get(name)
-        and not any(f"{name}.".startswith(f"{section}.") for section in _OF_NO_CONSEQUENCE)
+        and not name.startswith(_OF_NO_CONSEQUENCE)
         # Fields of `clap` that only one side has are another version's or another kind's.
         and (not name.startswith("clap.") or (name in there and name in here))
     ]

@@ -27,8 +27,9 @@ def log_run_start(plan: TrainPlan, state: TrainState, checkpoints: Path, deepspe
     print(f"checkpoints: {checkpoints}", flush=True)
     planned = deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
-        said = f"scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps"
-        print(f"warning: {said}", flush=True)
+        print(
+            f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
+        )
     if plan.epoch_samples is not None and plan.epoch_samples < plan.global_batch:
         said = f"a global batch has {plan.global_batch:,} pairs, but the data only {plan.epoch_samples:,}"
         print(f"warning: {said}; items repeat within a batch", flush=True)

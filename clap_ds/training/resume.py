@@ -27,9 +27,7 @@ def load_pretrained(
         weights.load_into(model)
         problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text)
         if problem and not options.resume_weights_only:
-            raise ValueError(
-                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or pass --resume_weights_only"
-            )
+            raise ValueError(f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}")
     except ValueError as error:
         raise ValueError(f"clap.train.pretrained: {error}") from None
     if rank() == 0:

@@ -54,6 +54,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("comms_logger.prof_ops", "all_reduce", "list"),
     ("comms_logger.prof_ops", [3], "string"),
     ("data_types.keep_in_fp32_modules", "all", "auto"),
+    ("flops_profiler.module_depth", 9, "less than or equal to 8"),
     ("flops_profiler.profile_step", True, "integer"),
     ("fp16.loss_scale", -1, "greater"),
     ("fp16.loss_scale_window", 0, "greater"),
@@ -88,7 +89,13 @@ VALUES: list[tuple[str, Any, str]] = [
     ("zero_optimization.offload_optimizer.device", "gpu", "'cpu'"),
     ("zero_optimization.reduce_bucket_size", 0, "greater"),
     ("zero_optimization.reduce_bucket_size", "5e8", "integer"),
-    ("zero_optimization.stage3_max_live_parameters", 0, "its other name"),
+    ("zero_optimization.offload_optimizer", {"device": "cpu"}, 'expected "none"'),
+    ("zero_optimization.offload_param", {"device": "cpu"}, "needs ZeRO"),
+    ("zero_optimization.cpu_offload", True, "needs ZeRO"),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "needs ZeRO"),
+    ("data_types.grad_accum_dtype", "fp32", "expected null"),
+    ("data_types.buffer_dtype", "fp16", "front end"),
+    ("torch_autocast.enabled", True, "as bf16.enabled is true"),
 ]
 """Fields, values that they don't take, and what the message says."""
 JSON_VALUES = {"boolean": True, "number": 2.5, "string": "x", "null": None, "array": [[]], "object": {"x": 1}}
@@ -117,6 +124,7 @@ def test_mistake_in_a_section_is_refused_with_its_path(field: str, value: Any, w
         {"optimizer": {"type": "SGD"}, "scheduler": {"type": "StepLR", "params": {"step_size": 1e3}}},
         {"scheduler": {**ONE_CYCLE, "params": {"cycle_min_lr": [0.1, 0.1], "cycle_max_lr": 1}}},
         {"scheduler": {}},
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}},
     ],
 )
 def test_what_deepspeed_documents_is_accepted(changes: dict[str, Any], write_run: WriteRun) -> None:
@@ -126,6 +134,8 @@ def test_what_deepspeed_documents_is_accepted(changes: dict[str, Any], write_run
 def test_fields_that_exclude_each_other_are_refused(write_run: WriteRun) -> None:
     with pytest.raises(UserError, match=r"fp16\.enabled: expected false"):
         load_run(write_run(bf16={"enabled": True}, fp16={"enabled": True}))
+    with pytest.raises(UserError, match=r"torch_autocast\.enabled: expected false"):
+        load_run(write_run(bf16={"enabled": False}, fp16={"enabled": True}, torch_autocast={"enabled": True}))
     with pytest.raises(UserError, match=r"bf16\.bf16_optimizer_states: expected false"):
         load_run(write_run(bf16={"enabled": True, "bf16_optimizer_states": True}))
     with pytest.raises(UserError, match="elasticity: not supported: DeepSpeed has removed it"):

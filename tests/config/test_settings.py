@@ -38,6 +38,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"context_length": 600}, r"clap\.context_length: expected at most 64, the limit of micro, found 600"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
+    ({"train": {"freeze": ["audio", "text", "text"]}}, r"clap\.train\.freeze: .* logit scale"),
+    (
+        {"loss": "siglip"},
+        r"clap\.loss\.kind: expected 'softmax' or 'sigmoid', found \"siglip\"; did you mean 'sigmoid'",
+    ),
+    ({"data": "shards/*.tar"}, r"clap\.data: expected an object, found"),
+    *(
+        ({"train": {name: 1}}, rf"clap\.train\.{name}: no such field; did you mean '{field}'\?")
+        for name, field in (
+            ("lr", r"optimizer\.params\.lr"),
+            ("learning_rate", r"optimizer\.params\.lr"),
+            ("wd", r"optimizer\.params\.weight_decay"),
+            ("warmup", r"scheduler\.params\.warmup_num_steps"),
+            ("warmup_steps", r"scheduler\.params\.warmup_num_steps"),
+            ("batch_size", "train_micro_batch_size_per_gpu"),
+            ("accum_freq", "gradient_accumulation_steps"),
+            ("precision", r"bf16\.enabled"),
+            ("num_epochs", r"clap\.train\.epochs"),
+        )
+    ),
     ({"train": {"lr_scale": {"txt": 0.5}}}, r"lr_scale\.txt.*expected 'audio' or 'text', found \"txt\""),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [

@@ -85,3 +85,16 @@ def test_another_setup_resumes_in_a_new_order(
     with open_source(pattern, later, **changed) as source:
         assert numbers_in(source, 1) == after
     assert capsys.readouterr().err == ""
+
+
+def test_moved_tars_resume_in_the_same_order(
+    tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern, settings = marked_tars(tmp_path / "here", 4, 10), {"shuffle_buffer": 9}
+    with open_source(pattern, **settings) as source:
+        numbers_in(source, 3)
+        state, following = source.state(), numbers_in(source, 5)
+    (tmp_path / "here").rename(tmp_path / "there")
+    with open_source(f"{tmp_path}/there/*.tar", state, **settings) as source:
+        assert numbers_in(source, 5) == following
+    assert capsys.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -156,11 +157,13 @@ def test_ten_steps_agree_with_plain_ddp_on_gpus(
     assert all(difference <= GPU_ROUNDINGS for difference in differences), differences
 
 
-def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
-    """Return the logit scale and its master after a step, and names of fp32 parameters."""
+def _scales_after_a_step(precision: str, first: float) -> tuple[list[float], set[str]]:
+    """Return the logit scale and its master after a step from `first`, and names of fp32 parameters."""
     run = settings(precision, 1)
     run.clap = run.clap.model_copy(update={"max_logit_scale": 5.0})
-    engine = engine_of(run, model_of(run))
+    model = model_of(run)
+    model.logit_scale.data.fill_(math.log(first))
+    engine = engine_of(run, model)
     engine.step(batches_of(run))
     scales = [float(each.exp()) for each in (engine.model.logit_scale, fp32_state(engine)["logit_scale"])]
     fp32 = {name for name, parameter in engine.model.named_parameters() if parameter.dtype == torch.float32}
@@ -168,9 +171,12 @@ def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_logit_scale_is_bounded_also_in_the_master_copy_and_stays_fp32(two_ranks: RankPool, precision: str) -> None:
-    for scales, fp32 in two_ranks.run(_scales_with_a_low_bound, precision):
-        assert scales == pytest.approx([5.0, 5.0])  # it starts at 14.3
+@pytest.mark.parametrize(("first", "bounded"), [(14.3, 5.0), (0.1, 1.0)])
+def test_logit_scale_is_bounded_also_in_the_master_copy_and_stays_fp32(
+    two_ranks: RankPool, precision: str, first: float, bounded: float
+) -> None:
+    for scales, fp32 in two_ranks.run(_scales_after_a_step, precision, first):
+        assert scales == pytest.approx([bounded, bounded])
         kept = {"logit_scale", "audio.batch_norm.weight", "audio.batch_norm.bias"}
         assert fp32 == kept if precision == "bf16" else fp32 > kept
 

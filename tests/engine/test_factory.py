@@ -111,3 +111,15 @@ def _refusal() -> tuple[str, int]:
 
 def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
     assert two_ranks.run(_refusal) == [("not on the hub", 1), ("not on the hub", 0)]
+
+
+def _refusal_of_deepspeed() -> str:
+    """Return the error of a section that only DeepSpeed checks, by a KeyError without its launcher's variables."""
+    run = reference.run_settings(checkpoint={"writer": {"type": "FAST"}})
+    with pytest.raises(ValueError, match="DeepSpeed rejects the configuration") as refusal:
+        reference.engine_of(run, ClapModel(run.clap.preset()))
+    return str(refusal.value)
+
+
+def test_any_error_of_deepspeeds_setup_is_a_user_error(one_rank: RankPool) -> None:
+    assert "CROSS_SIZE" in one_rank.run(_refusal_of_deepspeed)[0]

@@ -82,7 +82,11 @@ def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("fp32", {}, "the precision is bf16 there, fp32 here"),
         ("bf16", {"clap": {"train": {"freeze": ["text"]}}}, "['audio'] here"),
-        ("bf16", {"clap": {"train": {"lr_scale": {"text": 0.1}}}}, "parameter_groups is [['decay', "),
+        (
+            "bf16",
+            {"clap": {"train": {"lr_scale": {"text": 0.1}}}},
+            "clap.train.lr_scale is {} there, {'text': 0.1} here",
+        ),
         ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
     ],
 )

@@ -1,6 +1,7 @@
 """Initial weights are loaded if their tokenizer matches; a folder has one writer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.checkpoint import Checkpointer
-from clap_ds.training.load_checkpoint import compare, tokenizer_problem
+from clap_ds.training.load_checkpoint import compare, restore, tokenizer_problem
 from clap_ds.training.resume import load_pretrained
 from clap_ds.training.train_state import ResumeOptions
 from clap_ds.weights.tokenizer import train_tokenizer
@@ -68,9 +69,15 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     assert (to_accept, [each for each in others if "shuffle_captions" in each]) == ([], [])
     (change,), _ = compared(other)
     assert change.startswith(f"the tokenizer: {said}")
+    deepspeed = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), lr_scheduler=None)
+    engine: Any = SimpleNamespace(model=ClapModel(MICRO), loss=None, deepspeed=deepspeed)
+    with pytest.raises(ValueError, match=r"can't be resumed: the tokenizer.* Set clap\.data\.tokenizer") as refusal:
+        restore(checkpoint, engine, {}, other, resume_weights_only=False)
+    assert "--resume_weights_only" not in str(refusal.value)
     assert _taken(checkpoint, one).config == _taken(checkpoint, other, resume_weights_only=True).config == MICRO
-    with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* --resume_weights_only"):
+    with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* Set clap\.data\.tokenizer to") as refusal:
         _taken(checkpoint, other)
+    assert "--resume_weights_only" not in str(refusal.value)
 
 
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:

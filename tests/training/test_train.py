@@ -97,7 +97,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
 
 
 def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_path: Path, sounds: Path) -> None:
-    """3.2 epochs of 60 clips are the same number of samples as in the other runs."""
+    """3.2 epochs of 60 clips are the same number of samples as in the other runs. Meanwhile the data moves."""
     clap = {**_on_shards(sounds), "train": {"epochs": 3.2}, "checkpoint": {"every_minutes": 1e-3}}
     config = write_training(tmp_path, clap=clap)
     ranks = RunningRanks(config, 2)
@@ -108,7 +108,11 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     assert "Traceback" not in ranks.outputs[0]
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
     commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps are trained again
-    assert "on 1 rank instead of 2" in commands.train(config, world_size=1)
+    (tmp_path / "moved").symlink_to(sounds)
+    write_training(tmp_path, clap={**clap, "data": commands.shard_data(tmp_path / "moved")})
+    output = commands.train(config, world_size=1)
+    assert "on 1 rank instead of 2" in output
+    assert f"'{sounds}/*.tar' there" in output
     summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
     assert all(row["epoch"] == pytest.approx(row["samples"] / 60, abs=1e-6) for row in commands.lines(config))
     assert (summary["epoch"], summary["epoch_samples"], summary["samples"]) == (3.2, 60, samples)
