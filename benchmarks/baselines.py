@@ -126,13 +126,10 @@ class Side:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run a step and return the seconds of its parts, synchronizing the device between them, and of the whole."""
-        _, input_ids, mask = batch.tensors()
-        if self.pads_to_longest:
-            longest = int(mask.sum(dim=1).max())
-            input_ids = input_ids[:, :longest]
-            mask = mask[:, :longest]
-        if batch.num_tokens == input_ids.numel():
-            mask = None
+        length = int(batch.attention_mask.sum(dim=1).max()) if self.pads_to_longest else batch.input_ids.shape[1]
+        input_ids = batch.input_ids[:, :length]
+        is_full = batch.num_tokens == input_ids.numel()
+        mask = None if is_full else batch.attention_mask[:, :length]
         timer = StepTimer(batch.device)
         timer.start(instrumented=True)
         with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
