@@ -101,6 +101,10 @@ def test_launching_an_operation_from_python_takes_5_to_25_microseconds() -> None
     assert 5e-6 <= HOST_S <= 25e-6
 
 
+def test_no_share_exceeds_the_data_sheet() -> None:
+    assert share(0.8, 0.3, "") == {"source": "", "low": pytest.approx(0.56), "middle": 0.8, "high": 1.0}
+
+
 def test_an_operation_takes_what_it_needs_most_of() -> None:
     def time(name: str, flops: int, moved: int) -> float:
         return seconds(Operation(name, "audio", False, flops, moved, BF16), GPU, ALL, "middle")
