@@ -96,7 +96,8 @@ class Side:
     Args:
         weights: with `transformers` names.
         kind: `open_clip` or `LAION-CLAP` for their training loops (LAION's fp16 is bf16 here, because CPUs are slow at fp16),
-            or `transformers`: its towers with this project's front end and torch's fused AdamW.
+            or `transformers`: its towers with this project's front end and torch's fused AdamW. Captions are padded as each
+            program pads them: by the loops to the context length, for `transformers` to the batch's longest.
         low: use of bf16: `autocast`, `cast` with fp32 master weights, or `none`.
     """
 
@@ -121,15 +122,19 @@ class Side:
         if kind == "transformers" and device.type == "cpu":
             convert(self.mel)
         self.low, self.losses = low, list[float]()
+        self.pads_to_longest = kind == "transformers"
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run a step and return the seconds of its parts, synchronizing the device between them, and of the whole."""
+        length = int(batch.attention_mask.sum(dim=1).max()) if self.pads_to_longest else batch.input_ids.shape[1]
+        input_ids = batch.input_ids[:, :length]
+        is_full = batch.num_tokens == input_ids.numel()
+        mask = None if is_full else batch.attention_mask[:, :length]
         timer = StepTimer(batch.device)
         timer.start(instrumented=True)
-        mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
         with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
             features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
-            loss = softmax_loss(*self.model(features, batch.input_ids, mask))
+            loss = softmax_loss(*self.model(features, input_ids, mask))
         with timer("backward"):
             loss.backward()
         with timer("optimizer"):

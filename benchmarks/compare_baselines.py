@@ -8,6 +8,9 @@ All sides have the same weights and batch, and each round times one step of each
   SpecAugment as published (theirs clip by clip, ours batched), and without it on all sides.
 - `transformers`: its towers with the preset's heads, under autocast, and with cast weights and fp32 master weights.
 
+With `--text packed`, this project packs shorter captions (`--caption_lengths`). The loops pad them to the context length, as
+open_clip and LAION-CLAP do. `transformers` pads to the batch's longest, as its processor does with `padding=True`.
+
 The forward pass includes the log-mel front end: this project's, in LAION-CLAP's loop its own. Dropout and stochastic depth are
 off. Without SpecAugment, losses must agree.
 """

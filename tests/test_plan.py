@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,6 +71,11 @@ def test_a_plan_hangs_together(planned: Callable[..., Any], monkeypatch: pytest.
         assert f"| {part} | {' | '.join(f'{1000 * each:.1f}' for each in seconds.values())} |" in printed
     for each, rate in zip(report["scales"], by_nodes, strict=True):
         assert f"| {each['nodes']} | {each['gpus']} | {rate:,.0f} | {each['efficiency_percent']:.1f} |" in printed
+    step_s["step"] = {"low": 0.3, "middle": 0.2, "high": 0.1}
+    printed = re.sub(" +", " ", plan.render({**report, "fits": False}))
+    assert "does NOT fit" in printed
+    assert "| ms at low efficiency | middle | high |" in printed
+    assert "| step | 300.0 | 200.0 | 100.0 |" in printed
 
 
 def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., Any]) -> None:
@@ -88,7 +94,12 @@ def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., A
         for case, rate in report["samples_per_s_per_gpu"].items():
             assert rate == pytest.approx(samples / report["step_s"]["step"][case])
             assert report["scales"][0]["samples_per_s_per_gpu"][case] == pytest.approx(rate)
-    own, among = (report["memory_gib"] for report in (planned(alone), plain))
+    small_gpu = replace(gpu_named("h100-sxm"), memory_gib=0.5)  # less than CUDA's context
+    with mock.patch.object(plan, "gpu_named", return_value=small_gpu):
+        on_small_gpu = planned(alone)
+    assert plain["fits"] is True
+    assert on_small_gpu["fits"] is False
+    own, among = (report["memory_gib"] for report in (on_small_gpu, plain))
     assert among["context and libraries (assumed)"] > own["context and libraries (assumed)"]
     assert among["text activations"] * GIB > ranks * 4 * config.joint_dim * 2  # features of all ranks, in bf16
     assert among["loss"] * GIB > 4 * 4 * ranks * 4 > own["loss"] * GIB  # similarities of this rank's with all, in fp32
@@ -115,6 +126,15 @@ def test_ranges_have_every_step_time_with_either_growth() -> None:
     assert ends[0][0] == pytest.approx(100 * times[0]["high"] / (times[0]["high"] + grown_s))
     assert ends[1][1] == pytest.approx(100 * times[1]["low"] / (times[1]["low"] + grown_s))
     assert short["efficiency_percent_range"][1] < 100
+
+
+def test_the_middle_grows_by_half_the_seconds_and_half_the_share() -> None:
+    """Without uncertainty of the step's time, the range is that of either growth."""
+    step_s = dict.fromkeys(("low", "middle", "high"), 0.15)
+    _, row = plan._scales(616, step_s, [1, 64], argparse.Namespace(gpus_per_node=4, samples=None))
+    rates = row["samples_per_s_per_gpu"]
+    assert rates["low"] < 0.9 * rates["high"]
+    assert 1 / rates["middle"] == pytest.approx((1 / rates["low"] + 1 / rates["high"]) / 2)
 
 
 @pytest.mark.parametrize(

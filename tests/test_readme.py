@@ -92,6 +92,30 @@ def test_readme_benchmark_output_is_in_its_record() -> None:
     assert {" ".join(line.split()) for line in shown} <= lines
 
 
+RECORDED_RUNS = {"call1/compile_off": "call1", "call1/htsat_tiny": "call1", "step": "step"}
+"""Archived run of each row of README's results on a GPU → its archive in results/h200."""
+
+
+def test_readme_results_on_a_gpu_are_those_of_their_records() -> None:
+    rows = re.findall(r"^\| \w{8} \(\[record\].+", PAGES["README.md"], re.MULTILINE)
+    for row, (folder, record) in zip(rows, RECORDED_RUNS.items(), strict=True):
+        assert f"(results/h200/{record}.md)" in row
+        with tarfile.open(ROOT / "results" / "h200" / f"{record}.tar.xz") as archive:
+            (name,) = (name for name in archive.getnames() if re.fullmatch(rf"{folder}/(run-\w+/)?summary\.json", name))
+            file = archive.extractfile(name)
+            assert file is not None
+            summary = json.load(file)
+        assert row.count(" not compiled ") == ("compiled" not in summary)
+        rates = summary["samples_per_s_per_gpu"]
+        assert [cell.strip() for cell in row.split("|")[3:-1]] == [
+            f"{rates['mean']:,.0f}",
+            f"{sum(rates['window_s']):.1f} s",
+            f"{1000 * summary['step_time_s']['median']:.0f} ms",
+            f"{summary['memory_peak_bytes'] / 2**30:.1f} GiB",
+            f"{summary['achieved_tflops']:.0f} ({summary['mfu_model_percent']:.1f}%)",
+        ]
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("program", ["flops", "scaling", "plot"])
 def test_readme_command_prints_what_readme_shows(program: str, tmp_path: Path) -> None:

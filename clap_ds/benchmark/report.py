@@ -18,7 +18,7 @@ from clap_ds.engine.metric_logger import Scalars
 from clap_ds.engine.throughput import Throughput, Window, gather_window
 from clap_ds.flop_count.device_specs import utilization
 from clap_ds.run_records import environment
-from clap_ds.run_records.metrics_schema import StepLine
+from clap_ds.run_records.metrics_schema import StepLine, Summary
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress, print_summary, run_title
@@ -125,9 +125,6 @@ class BenchReport:
         )
         device_name = self._record.summary()["device_name"]  # if mixed, no peak is known
         used = utilization(published, trained, rate, device_name, peak_tflops, recomputed)
-        warnings = [*self._stragglers.warnings]
-        if (mfu := used["mfu_model_percent"] or 0.0) > MOST_MFU_PERCENT:
-            warnings.append(f"MFU of {mfu:.1f}% (executed FLOPs) is implausible: check the throughput and the peak")
         summary = self._record.update_summary(
             measured,
             used,
@@ -136,6 +133,23 @@ class BenchReport:
             flops=flops,
             skipped_steps=deepspeed.skipped_steps,
             deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,  # but for its first two steps
-            warnings=warnings,
+            warnings=[*self._stragglers.warnings, *warn_about_mfu(used)],
         )
         print_summary(summary)
+
+
+def warn_about_mfu(utilization: Summary) -> list[str]:
+    """Return a warning for each MFU that can't be a share of the peak."""
+    published_percent = utilization["mfu_published_percent"] or 0.0
+    model_percent = utilization["mfu_model_percent"] or 0.0
+    warnings = []
+    if published_percent > 100:
+        warnings.append(
+            f"MFU of {published_percent:.1f}% in the published convention isn't a share of the peak: it counts captions of"
+            " full length (514 tokens for RoBERTa), however long they are"
+        )
+    if model_percent > MOST_MFU_PERCENT:
+        warnings.append(
+            f"MFU of {model_percent:.1f}% (executed FLOPs) is implausible: check the throughput and the peak"
+        )
+    return warnings

@@ -39,7 +39,7 @@ def slow_ranks(own_s: Floats, before: Collection[int] = ()) -> list[int]:
 def rate_without(slow: Sequence[int], samples: Floats, step_s: Floats, own_s: Floats) -> float:
     """Compute samples/s if slow ranks had the median rank's own time. Shapes: (steps,), (steps,), (steps, ranks)."""
     others_s = own_s.copy()
-    others_s[:, slow] = np.minimum(own_s[:, slow], _lower_median(own_s))
+    others_s[:, slow] = _lower_median(own_s)
     return float(samples.sum() / (step_s - own_s.max(axis=1) + others_s.max(axis=1)).sum())
 
 

@@ -49,8 +49,6 @@ GPU_STEPS = {
 """Bar: record of its kernels and the heading in it; archive with the timed run and the run's folder."""
 LEAST_LABELED_MS = 7.0
 RATE_TICKS = (50, 100, 200, 500, 1000, 2000)
-CAPTIONS = {"padded": "all pad their captions", "packed": "clap-ds packs its captions, the others pad them"}
-"""Label by the end of a record's name."""
 HARDWARE = r"# (.+)\n\n(\d+) threads, (micro-batch \d+),[^\0]*?ours native \((\w+)\)"
 """Model and processor, threads, batch and instructions in the text of `compare_baselines`."""
 
@@ -153,37 +151,37 @@ def draw_plan(paths: Sequence[Path]) -> Picture:
 
 
 def read_ratios(path: Path) -> pd.DataFrame:
-    """Return each program's ratio and interval, fastest first: with SpecAugment if measured so, in its faster mode."""
+    """Return each other program's ratio and interval, fastest first: with SpecAugment if measured so, in its faster mode."""
     sides = pd.json_normalize(json.loads(path.read_text()), "sides", "spec_augment")
-    sides["program"] = sides["side"].str.partition(",")[0].replace("ours", "clap-ds")
+    sides = sides[sides["side"] != "ours"]
+    sides["program"] = sides["side"].str.partition(",")[0]
     sides = sides.sort_values(["spec_augment", "speed.median"], ascending=[False, True]).drop_duplicates("program")
+    sides["program"] += np.where(sides["spec_augment"], "\nwith SpecAugment", "\nwithout SpecAugment")
     return sides.set_index("program").sort_values("speed.median")
 
 
 @styled()
 def draw_peers(paths: Sequence[Path]) -> Picture:
-    """Draw how many times as long a step takes in other programs, with a bar for each record of `compare_baselines`.
+    """Draw how many times as long a step takes in other programs, from a record of `compare_baselines`.
 
     The hardware is stated by the text next to the record.
     """
+    (path,) = paths
     picture = Picture()
     (axes,) = picture.panels
-    records = pd.concat({CAPTIONS[path.stem.split("_")[-1]]: read_ratios(path) for path in paths}, axis=1)
-    speed = {name: records.xs(f"speed.{name}", axis=1, level=1) for name in ("median", "low", "high", "coverage")}
-    medians = speed["median"]
-    errors = np.abs([(speed[end] - medians).to_numpy().T for end in ("low", "high")]).swapaxes(0, 1)
-    errors[:, :, medians.index.get_loc("clap-ds")] = np.nan  # 1 by definition
-    medians.plot.barh(ax=axes, xerr=errors, color=COLORS, width=0.8)
-    for bars in list_bars(axes):
-        axes.bar_label(bars, fmt="%.2f", label_type="center", color="w", fontsize=7)
+    ratios = read_ratios(path)
+    medians = ratios["speed.median"]
+    errors = np.abs([ratios["speed.low"] - medians, ratios["speed.high"] - medians])
+    medians.plot.barh(ax=axes, xerr=errors, color=COLORS[0], width=0.6)
+    for row, ratio in enumerate(medians):
+        axes.text(0.03, row, f"{ratio:.2f}", color="w", va="center")
+    axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
-    coverage = speed["coverage"].drop("clap-ds").min(axis=None)
+    coverage = ratios["speed.coverage"].min()
     axes.set(xlabel=f"time of a training step, clap-ds = 1 (less is faster; {coverage:.0%} intervals)", ylabel="")
-    axes.legend(loc="upper right")
-    text = paths[0].with_suffix(".md").read_text()
-    model, cores, batch, instructions = re.findall(HARDWARE, text)[0]
-    precision = json.loads(paths[0].read_text())[0]["precision"]
+    model, cores, batch, instructions = re.findall(HARDWARE, path.with_suffix(".md").read_text())[0]
+    precision = json.loads(path.read_text())[0]["precision"]
     picture.title(f"{model} with {instructions}: {cores} cores, {precision}, {batch}")
     return picture
 

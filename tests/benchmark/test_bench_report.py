@@ -23,7 +23,7 @@ from tests.rank_pool import RankPool
 
 GIB = 2**30
 PHASES = dict.fromkeys(STEP_PHASES, 0.5)
-FLOPS = {"published_gflops": 1.0, "training_gflops": 3.0, "recomputed_gflops": 0.0}
+FLOPS = {"published_gflops": 200.0, "training_gflops": 3.0, "recomputed_gflops": 0.0}
 
 
 def long(step: int) -> float:
@@ -50,6 +50,7 @@ def _measured(folder: str) -> dict[str, Any]:
         mock.patch("clap_ds.engine.throughput.energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
         mock.patch.object(report, "print_summary"),
         mock.patch.object(report, "Progress"),
+        mock.patch.object(loader, "report_throughput") as report_throughput,
     ):
         record = RunDirectory(Path(folder))
         if rank == 0:
@@ -71,7 +72,7 @@ def _measured(folder: str) -> dict[str, Any]:
             found.add(number, engine.timer.stop(), losses)
         engine.steps += 2
         found.finish([PHASES] * 2, dict(FLOPS), 2.0)
-    return dict(record.summary())
+    return {**record.summary(), "reported_rates": report_throughput.call_args_list[-1].args[0]}
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -87,10 +88,12 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
     assert summary["joules_per_sample"] == pytest.approx((39 * 100 + 58.5 * 150) / 480)  # after the warm-up
+    # Rank 0's 8 samples of a step, whose data wait of 0.1 s is left out, in the last window.
+    assert summary["reported_rates"] == pytest.approx([8 / (long(step) - 0.1) for step in range(23, 33)])
     assert (summary["skipped_steps"], summary["breakdown_s"]["forward"]) == (3, 0.5)
     assert summary["mfu_model_percent"] == pytest.approx(100 * 80 / 19.5 * 3e9 / 2e12)
     assert summary["stragglers_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them
-    assert any(warning.startswith("stragglers cost") for warning in summary["warnings"])
+    assert [warning.split(" of ")[0].split(" cost ")[0] for warning in summary["warnings"]] == ["stragglers", "MFU"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["phases_s"]) for line in lines[32:]] == [(33, PHASES), (34, PHASES)]
     lines = lines[:32]
@@ -115,3 +118,22 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert written == {
         tag: [*zip(samples, map(pytest.approx, values), strict=True)] for tag, values in expected.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("published_percent", "model_percent", "named"),
+    [
+        (99.9, 89.9, []),
+        (112.7, 25.6, ["112.7%"]),  # the H200's
+        (None, 90.1, ["90.1%"]),
+        (400.0, 95.0, ["400.0%", "95.0%"]),
+        (None, None, []),
+    ],
+)
+def test_an_mfu_that_cannot_be_a_share_of_the_peak_has_a_warning(
+    published_percent: float | None, model_percent: float | None, named: list[str]
+) -> None:
+    used: Any = {"mfu_published_percent": published_percent, "mfu_model_percent": model_percent}
+    warnings = report.warn_about_mfu(used)
+    assert len(warnings) == len(named)
+    assert all(percent in warning for percent, warning in zip(named, warnings, strict=True))

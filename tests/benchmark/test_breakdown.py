@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.benchmark.breakdown import measure_breakdown, median_step
+from clap_ds.run_records.metrics_schema import STEP_PHASES
 from clap_ds.run_records.timers import StepTimer
 from tests.rank_pool import RankPool
 
@@ -63,3 +64,9 @@ def test_what_a_local_backward_takes_less_is_exposed(one_rank: RankPool, two_ran
     (alone,) = one_rank.run(_breakdown, 3)
     assert alone == pytest.approx({phase: 2 * s for phase, s in SECONDS.items()} | {"exposed_communication": 0.0})
     assert two_ranks.run(_breakdown, 0) == [None] * 2
+
+
+def test_a_faster_pass_with_communication_exposes_none() -> None:
+    step = dict.fromkeys(STEP_PHASES, 1.0)
+    median = median_step([{**step, "exposed_communication": -0.25, "backward": 3.0}] * 3)
+    assert median == {**step, "exposed_communication": 0.0, "backward": 3.0}

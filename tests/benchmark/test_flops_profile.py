@@ -76,3 +76,18 @@ def test_profiled_figures_stand_beside_the_published_convention(two_ranks: RankP
         assert profiled < 0.99 * published
     assert graphs > 0, "compiled code runs again afterwards"
     assert found["mean_text_tokens"] == pytest.approx(mean if text == "packed" else 16)
+
+
+def _counted(accumulation: str) -> dict[str, Any]:
+    run = settings("fp32", 2, clap={"train": {"accumulation": accumulation}})
+    engine = engine_of(run, model_of(run))
+    with loader_of(run, Ranks(0, 1, 0, 1), engine) as loader:
+        return measure_flops(engine, loader, run.clap.model, {}, Path())
+
+
+def test_cached_accumulation_computes_the_forward_pass_again(one_rank: RankPool) -> None:
+    (plain,) = one_rank.run(_counted, "plain")
+    (cached,) = one_rank.run(_counted, "gradcache")
+    assert plain["recomputed_gflops"] == 0
+    assert cached["recomputed_gflops"] == cached["model_gflops"] == plain["model_gflops"] > 0
+    assert cached["training_gflops"] == plain["training_gflops"]

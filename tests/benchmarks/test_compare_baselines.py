@@ -15,6 +15,8 @@ from deepspeed.utils import groups
 
 from benchmarks import baselines, compare_baselines
 from clap_ds.config.model import load_preset
+from clap_ds.data.batch import Batch
+from clap_ds.model.clap import ClapModel
 
 SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
 
@@ -87,3 +89,19 @@ def test_the_loop_masks_the_stripes_that_it_draws() -> None:
                 kept[number].narrow(dim - 1, start, width).zero_()
     torch.testing.assert_close(masked, norm(mel) * kept, rtol=0, atol=0)
     assert 0 < kept.mean() < 1
+
+
+@pytest.mark.parametrize(("kind", "padded_length"), [("transformers", 7), ("open_clip", 12)])
+def test_shorter_captions_are_padded_as_the_program_pads_them(kind: str, padded_length: int) -> None:
+    config = load_preset("micro")
+    weights = baselines.to_transformers(ClapModel(config).state_dict())
+    side = baselines.Side(config, weights, kind, "none", torch.device("cpu"), spec_augment=False)
+    lengths = torch.tensor([4, 7, 5])
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    ids = torch.where(mask.bool(), 7, config.text.pad_token_id)
+    batch = Batch(torch.zeros(3, *config.audio.clip_shape, dtype=torch.int16), ids, mask)
+    with mock.patch.object(side.model, "forward", wraps=side.model.forward) as forward:
+        side.step(batch)
+    _, seen_ids, seen_mask = forward.call_args.args
+    assert seen_ids.shape == seen_mask.shape == (3, padded_length)
+    assert seen_mask.sum(dim=1).tolist() == [4, 7, 5]

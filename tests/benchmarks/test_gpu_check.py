@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks import gpu_check
 from benchmarks.common import changed
 from benchmarks.gpu_check import CALLS, Check
 from clap_ds.config.settings import load_run
+from clap_ds.run_records.metrics_schema import RECORD_FILES
 from tests.processes import ROOT
 
 MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_length=16 clap.cpu_kernels=off"
@@ -177,9 +179,12 @@ def test_all_modules_of_the_calls_import_with_the_packages_that_a_gpu_machine_ha
 
 @pytest.mark.end_to_end
 def test_profile_and_its_shares_on_a_stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiled = {name: CALLS[2][name]._replace(most_s=200) for name in ("profile_eager", "efficiencies")}
+    profiled = {name: CALLS[2][name]._replace(most_s=200) for name in ("compile_off", "profile_eager", "efficiencies")}
     monkeypatch.setattr(gpu_check, "CALLS", {1: profiled})
     assert gpu_check.main(["1", "--output", str(here / "out")]) == 0
+    with tarfile.open(here / "out" / "call1_compile_off.tar.xz") as archive:
+        archived = {Path(name).name for name in archive.getnames() if fnmatch(name, "call1/compile_off/run-*")}
+    assert {*RECORD_FILES, "rank0.log"} <= archived
     archives = ["call1_efficiencies.tar.xz", "call1_profile_eager.tar.xz"]
     assert {"call1.md", "efficiencies.json", *archives} <= {*os.listdir(here / "out")}
     classes = json.loads((here / "out" / "efficiencies.json").read_text())["classes"]

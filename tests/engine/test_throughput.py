@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from deepspeed.utils.timer import ThroughputTimer
 
 from clap_ds.analysis import scaling
 from clap_ds.analysis.table import read_table_runs
 from clap_ds.data.batch import Batch
+from clap_ds.engine.throughput import StepToStepTimer, Throughput, Window
 from clap_ds.model.clap import ClapModel
 from tests.analysis.samples import LAUNCHER, command, write
 from tests.rank_pool import RankPool
@@ -136,3 +140,50 @@ def test_efficiency_by_the_engine_is_the_ratio_of_times_of_training(
     one, two = read_table_runs(tmp_path / "table.csv")
     assert one.scaling_efficiency_percent == 100
     assert two.scaling_efficiency_percent == pytest.approx(100 * total_s[0] / total_s[1] / 2, rel=0.01)
+
+
+def window(window_s: list[float], data_wait_s: list[float]) -> Window:
+    """Return a window of one step on as many ranks as there are durations."""
+    step_s = np.array([window_s])
+    return Window(np.array(window_s), step_s, step_s, np.array([data_wait_s]), np.zeros((1, len(window_s), 0)), {})
+
+
+def test_windows_count_by_their_length_on_the_slowest_rank() -> None:
+    """Two windows of 4 and 1 s have 60 and 40 samples on two ranks; waits for data take 2 and 0.1 s."""
+    throughput = Throughput(world_size=2)
+    throughput.add(window([4.0, 3.0], [1.0, 2.0]), samples=60)
+    throughput.add(window([0.5, 1.0], [0.1, 0.0]), samples=40)
+    summary = throughput.summary()
+    assert summary["samples_per_s"] == pytest.approx(100 / 5)
+    rates = summary["samples_per_s_per_gpu"]
+    assert (rates["mean"], rates["min"], rates["max"]) == pytest.approx((10, 7.5, 20))
+    assert summary["data_wait_percent"] == pytest.approx(100 * 2.1 / 5)
+
+
+@pytest.mark.parametrize(("num_windows", "num_kept"), [(256, 256), (257, 129), (600, 200)])
+def test_many_windows_are_merged_with_their_neighbors(num_windows: int, num_kept: int) -> None:
+    throughput = Throughput(world_size=1)
+    for _ in range(num_windows):
+        throughput.add(window([2.0], [0.5]), samples=30)
+    summary = throughput.summary()
+    assert len(summary["samples_per_s_per_gpu"]["windows"]) == num_kept
+    assert summary["samples_per_s"] == pytest.approx(15)
+    assert summary["data_wait_percent"] == pytest.approx(25)
+
+
+def test_time_until_the_clock_is_paused_counts_and_time_after_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("time.time", lambda: sum(now_s))
+    config = DeepSpeedThroughputTimerConfig(enabled=True, synchronized=False)
+    timer = StepToStepTimer(ThroughputTimer(config, batch_size=12, steps_per_output=None))
+    timer.start_step = 0  # DeepSpeed's timer leaves two steps out
+    timer.start()
+    now_s.append(1.0)  # the host's time for a step
+    timer.stop(global_step=True, report_speed=False)
+    now_s.append(2.0)  # until the device has finished it
+    timer.pause()
+    now_s.append(20.0)  # an evaluation
+    timer.start()
+    now_s.append(3.0)
+    timer.stop(global_step=True, report_speed=False)
+    assert timer.total_elapsed_time == pytest.approx(6.0)

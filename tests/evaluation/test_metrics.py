@@ -63,6 +63,18 @@ def test_a_constant_model_scores_chance() -> None:
         assert found["retrieval_audio_to_text_r5"].value == pytest.approx(1 - (75 * 74) / (80 * 79))
 
 
+def test_chance_is_that_of_drawing_candidates_whatever_the_model_knows() -> None:
+    """With 40 clips of two captions, and eight classes."""
+    audio = features(40, 0, dim=64)
+    found = evaluate_retrieval(audio, audio.repeat_interleave(2, 0), torch.arange(40).repeat_interleave(2), ALONE)
+    assert found["retrieval_audio_to_text_r5"].value == found["retrieval_text_to_audio_r1"].value == 1
+    assert found["retrieval_audio_to_text_r5"].chance == pytest.approx(1 - (75 * 74) / (80 * 79))
+    assert found["retrieval_text_to_audio_r1"].chance == pytest.approx(1 / 40)
+    top = zero_shot(audio, audio[:8], torch.arange(40) % 8)
+    assert top["zero_shot_top1"].chance == pytest.approx(1 / 8) != pytest.approx(top["zero_shot_top1"].value)
+    assert top["zero_shot_top5"].chance == pytest.approx(5 / 8)
+
+
 @pytest.mark.parametrize("share", [0, 0.2])
 def test_zero_shot_against_scikit_learn(share: float) -> None:
     """With one class per clip, and two classes without clips, or with several."""

@@ -40,3 +40,10 @@ def test_measures_are_means_over_all_orders_of_tied_candidates(case: tuple[list[
     (found,), (whole,) = measures(by_score, relevant, at=at, cutoff=k).tolist(), measures(by_score, relevant).tolist()
     assert found == pytest.approx(by_definition(scores, wanted, at, k), abs=1e-12)
     assert whole == pytest.approx(by_definition(scores, wanted, (), len(scores)), abs=1e-12)
+
+
+def test_a_score_that_is_not_a_number_ranks_last() -> None:
+    scores = torch.tensor([[float("nan"), -0.5, 0.5]])
+    first_and_all = measures(scores, torch.tensor([[True, False, False]]), at=(1, 2))
+    assert first_and_all.tolist() == [[0.0, 0.0, pytest.approx(1 / 3)]]
+    assert measures(scores, torch.tensor([[False, True, False]]), at=(2,)).tolist() == [[1.0, 0.5]]

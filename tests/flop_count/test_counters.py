@@ -1,5 +1,6 @@
 """Test that DeepSpeed's profiler agrees exactly with the closed form and the published FLOPs and parameters."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from clap_ds.flop_count import counters
 from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, forward_components
 from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
+from tests.processes import ROOT
 
 TINY, BASE, LAION = "htsat_tiny_roberta_base", "htsat_base_roberta_base", "clap_htsat_tiny_roberta_base"
 MODELS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {"published": published_model, "model": counters.build}
@@ -61,6 +63,15 @@ def test_the_profiler_agrees_to_the_last_flop(config: ClapConfig, tokens: int, c
 def test_the_profiler_gives_the_published_figure_by_itself(preset: str, expected: float) -> None:
     found = counters.count_by_deepspeed(published_model(load_preset(preset)), 514)
     assert (found.counted / 1e9, found.ffts) == (pytest.approx(expected, abs=1e-4), 0)
+
+
+def test_the_report_of_the_profiler_has_the_figure_that_the_page_states() -> None:
+    parts = forward_components(load_preset(TINY), TextLengths.fixed(77), "model")
+    seen_gflops = (parts["forward"] - parts["fft"]) / 1e9
+    page = (ROOT / "analysis" / "FLOPS.md").read_text()
+    assert re.findall(r"itself sees ([\d.]+) of them", page) == [f"{seen_gflops:.4f}"]
+    report = (ROOT / "results" / "flops" / "deepspeed_profile_htsat_tiny_cpu.txt").read_text()
+    assert re.findall(r"fwd MACs per GPU: +(.+)", report) == [f"{seen_gflops / 2:.2f} GMACs"]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,18 @@ def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dic
     return continued, resumed, same, measure_flops(again, iter(batches), ModelSettings(), {}, folder)  # type: ignore[arg-type]
 
 
+def _recomputed_flops(site: str, folder: Path) -> dict[str, float]:
+    sys.path.insert(0, site)
+    run = settings(model={"preset": "open_clip:fake-htsat"}, train={"accumulation": "gradcache"})
+    engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
+    return measure_flops(engine, iter(micro_batches(run, 0, 1, 1)), ModelSettings(), {}, folder)  # type: ignore[arg-type]
+
+
+def test_cached_accumulation_recomputes_a_forward_pass(one_rank: RankPool, tmp_path: Path) -> None:
+    (flops,) = one_rank.run(_recomputed_flops, str(tmp_path / "site"), tmp_path)
+    assert flops["recomputed_gflops"] == flops["model_gflops"] == pytest.approx(2 * 16 * 8 / 1e9)
+
+
 def test_it_trains_resumes_and_counts_flops(one_rank: RankPool, tmp_path: Path) -> None:
     ((continued, resumed, same, flops),) = one_rank.run(_train, str(tmp_path / "site"), tmp_path / "checkpoints")
     assert continued == resumed

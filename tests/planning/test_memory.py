@@ -30,3 +30,4 @@ def test_parts_of_memory_add_up() -> None:
     assert (parts["audio activations"], parts["weights"]) == (4, 1)
     assert sum(parts.values()) == pytest.approx(5 * 1.016 + 0.7 + 0.8)  # as docs/estimation.md has them
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
+    assert sum(memory_parts(step, 1).values()) == pytest.approx(5 * 1.016 + 0.7)  # one rank has no NCCL buffers

@@ -1,9 +1,13 @@
 """Test classes of dispatched operations, shares, and times against hand calculations."""
 
+import gzip
 import json
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -76,6 +80,29 @@ def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "classes": classes}))
     assert shares_of(H100) == {**before, "softmax": share(0.5, 0.1, "measured, results/h100")}
     assert shares_of(GPUS["h200"]) == other
+
+
+def test_the_least_time_of_a_kernel_is_that_of_short_ones_in_a_row_on_an_h200() -> None:
+    """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a compiled step."""
+    assert CHECKOUT
+    with tarfile.open(CHECKOUT / "results" / "h200" / "step.tar.xz") as archive:
+        trace = archive.extractfile("step/trace.json.gz")
+        assert trace is not None
+        events = json.loads(gzip.decompress(trace.read()))["traceEvents"]
+    kernels = sorted((event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel")
+    intervals_us = [
+        later_us - start_us for (start_us, duration_us), (later_us, _) in pairwise(kernels) if duration_us < 3
+    ]
+    assert len(intervals_us) > 900
+    assert min(intervals_us) < 1e6 * KERNEL_S < median(intervals_us)
+
+
+def test_launching_an_operation_from_python_takes_5_to_25_microseconds() -> None:
+    assert 5e-6 <= HOST_S <= 25e-6
+
+
+def test_no_share_exceeds_the_data_sheet() -> None:
+    assert share(0.8, 0.3, "") == {"source": "", "low": pytest.approx(0.56), "middle": 0.8, "high": 1.0}
 
 
 def test_an_operation_takes_what_it_needs_most_of() -> None:

@@ -13,6 +13,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.analytic import TextLengths, forward_components, recomputed_flops
 from clap_ds.planning.step import Step, trace_step
+from clap_ds.planning.tracing import Operation
 from tests.planning.test_tracing import flops
 
 WriteRun = Callable[..., Path]
@@ -93,6 +94,9 @@ def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Ca
     assert loss.flops == 2 * 24 * 24 * 32  # over the whole batch
     times = [{op.part: times for op, times in step.work()} for step in (plain, cached)]
     assert (times[1]["loss"], times[0]["loss"], times[0]["optimizer"]) == (1, 1.5, 1)  # two were recorded of three
+    fused = [Operation("fused", "audio", backward, 0, 1) for backward in (False, True)]
+    repetitions = [[times for op, times in step.work(fused) if op in fused] for step in (plain, cached)]
+    assert repetitions == [[3, 3], [6, 3]]
 
 
 def test_a_loss_of_more_ranks_takes_more(traced: Callable[..., Step]) -> None:

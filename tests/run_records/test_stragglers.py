@@ -1,5 +1,6 @@
 """Stragglers in synthetic step times."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -67,3 +68,17 @@ def test_a_run_says_who_is_slow_once_and_that_it_is_over(window: int, capsys: py
     first, last = capsys.readouterr().out.splitlines()
     assert all(part in first for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms"))
     assert "no stragglers" in last
+
+
+def test_the_slowest_stragglers_are_listed_first_and_further_ones_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hosts = [f"node{rank}" for rank in range(15)]
+    slow = {4: 1.1, 6: 1.5, 7: 1.3, 9: 1.2, 11: 1.6, 12: 1.4, 14: 1.7}
+    own_s = np.tile([slow.get(rank, 1.0) for rank in range(15)], (30, 1))
+    watched = Stragglers(hosts)
+    fields = watched.add(15, own_s.max(axis=1), own_s, np.zeros_like(own_s))
+    assert [each["rank"] for each in fields["stragglers"]] == [14, 11, 6, 12, 7, 9, 4]
+    (warning,) = watched.warnings
+    assert re.findall(r"rank (\d+) on node\1,", warning) == ["14", "11", "6", "12", "7"]
+    assert warning.endswith("2 more")

@@ -40,6 +40,36 @@ def test_lines_and_their_units(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_each_utilization_stands_under_its_own_name() -> None:
+    """The published convention counts more FLOPs than are executed, and HFU counts recomputed ones, too."""
+    flops = {
+        "published_gflops": 111.196718,
+        "model_gflops": 25.3,
+        "training_gflops": 75.7095,
+        "recomputed_gflops": 15.0,
+    }
+    percentages = {"mfu_published_percent": 112.705, "mfu_model_percent": 25.579, "hfu_percent": 30.647}
+    used = {
+        "flops": flops,
+        **percentages,
+        "achieved_tflops": 252.974,
+        "peak_tflops": 989,
+        "peak_source": "a data sheet",
+    }
+    energy = {"joules_per_sample": 0.2, "energy_kwh": 0.001}
+    summary: Any = {**SUMMARY, **used, **energy, "breakdown_s": None}
+    assert [*rows(summary)][10:] == [
+        ("energy", "0.2 J per sample, 0.001 kWh"),
+        ("TFLOPS achieved per device, forward and backward", "252.974"),
+        ("GFLOPs per sample, forward and backward", "75.7095"),
+        ("MFU, published convention (3 × 111.20 GFLOPs)", "112.70% of 989 TFLOPS"),
+        ("MFU (executed FLOPs)", "25.58% of 989 TFLOPS"),
+        ("HFU (incl. recomputation)", "30.65% of 989 TFLOPS"),
+    ]
+    flops["recomputed_gflops"] = 0.0
+    assert "HFU" not in [*rows(summary)][-1][0]
+
+
 def test_time_left_is_by_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch("clap_ds.run_records.terminal.time.monotonic", side_effect=[100.0, 106.0]):
         Progress(10, enabled=True, first=4).advance(2, "loss 1.5")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from clap_ds.run_records import timers
 from clap_ds.run_records.timers import StepTimer
 
 CPU = torch.device("cpu")
@@ -85,3 +86,60 @@ def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch
     assert not synchronised
     timer.mark()
     assert timer.stop().phases_s[0]["data_wait"] == 3.0
+
+
+class FakeDevice:
+    """A GPU and its host with a clock: queued work delays only a host that synchronizes."""
+
+    def __init__(self) -> None:
+        self.host_s = 100.0
+        self.done_s = 100.0
+
+    def queue(self, seconds: float) -> None:
+        self.done_s = max(self.host_s, self.done_s) + seconds
+
+    def synchronize(self, _: torch.device) -> None:
+        self.host_s = max(self.host_s, self.done_s)
+
+    def record_event(self, **_: bool) -> "FakeEvent":
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    """An event that the device reaches after the work queued before `record`."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+
+    def record(self) -> None:
+        self.reached_s = max(self.device.host_s, self.device.done_s)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        return 1000 * (later.reached_s - self.reached_s)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    fake = FakeDevice()
+    monkeypatch.setattr("clap_ds.run_records.timers.time.perf_counter", lambda: fake.host_s)
+    monkeypatch.setattr("torch.cuda.synchronize", fake.synchronize)
+    monkeypatch.setattr("torch.cuda.Event", fake.record_event)
+    return fake
+
+
+def test_a_window_is_as_long_as_the_work_queued_in_it(device: FakeDevice) -> None:
+    timer = StepTimer(torch.device("cuda"))
+    device.queue(5.0)  # before the window
+    timer.start()
+    for _ in range(2):
+        device.host_s += 0.25  # Python's time to queue a step, while the device works
+        device.queue(3.0)
+        timer.mark()
+    times = timer.stop()
+    assert times.window_s == 6.25  # the device waits for the first step to be queued
+    assert times.step_s == [3.25, 3.0]
+
+
+def test_an_action_takes_as_long_as_the_work_that_it_queues(device: FakeDevice) -> None:
+    device.queue(5.0)
+    assert timers.seconds(lambda: device.queue(2.0), torch.device("cuda")) == 2.0
