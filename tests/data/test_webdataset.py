@@ -65,6 +65,23 @@ def test_crops_and_captions_are_drawn_anew_in_each_pass(
     assert {tokenizer.decode(row, skip_special_tokens=True) for row in batch.input_ids.tolist()} == set(captions)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_log_names_the_captions_used_and_the_others_once(
+    tmp_path: Path, open_source: OpenSource, capfd: pytest.CaptureFixture[str], num_workers: int
+) -> None:
+    described = ("json", b'{"caption": "a click", "text": "a tone", "tag": "x"}')
+    items = [[*marked_item(number), (f"{number:04d}.{described[0]}", described[1])] for number in range(4)]
+    write_tar(tmp_path / "a.tar", [member for item in items for member in item])
+    for rank in range(2):
+        with open_source(str(tmp_path / "a.tar"), num_workers=num_workers, rank=rank, world_size=2) as source:
+            numbers_in(source, 8)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "'text', not caption, txt" in line
+    with open_source(marked_tars(tmp_path / "b", 1, 4), num_workers=num_workers) as source:
+        numbers_in(source, 2)
+    assert not capfd.readouterr().err
+
+
 BROKEN_ITEMS = [
     ("garbage", [("garbage.flac", b"no audio"), ("garbage.txt", b"x")], "can't be decoded"),
     ("one_sample", [("one_sample.wav", wav(np.ones(1))), ("one_sample.txt", b"x")], "a single sample"),
