@@ -20,6 +20,10 @@ LISTS = {  # list name, content, encoding, options, captions by audio file name
         "x.csv", "path;caption;;\r\n{};Glöckchen, nah;;\r\n{};Regen;;\r\n;;;\r\n\r\n", "utf-8-sig", "",
         {"a.wav": "Glöckchen, nah", "b.wav": "Regen"},
     ),
+    "names_as_in_clotho": (
+        "x.csv", 'file_name,caption_1,caption_2\n"{}",x,y\n{},z,w\n', "utf-8", "",
+        {"a,  b's.wav": ["x", "y"], "c &#39;d.wav": ["z", "w"]},
+    ),
     "tabs": ("x.tsv", "path\tcaption\n{}\tx, y\n{}\tz\n", "utf-8", "", {"a.wav": "x, y", "b.wav": "z"}),
     "two_rows_of_a_file": (
         "x.csv", "file,caption_1,caption_2\na.wav,x,\n{},z,y\n{},w,\n", "utf-8", "", {"a.wav": list("xzy"), "b.wav": "w"},
