@@ -150,8 +150,8 @@ def identify_audio(most_samples: int, entry: Entry) -> str:
         entry.size = entry.path.stat().st_size
         with pinned(entry.path) as path, open_audio(path) as file:
             samples = file.read(most_samples, "float32", always_2d=True).mean(axis=1)
-            is_silent = len(samples) == file.frames and not samples.any()
-            check_samples(len(samples), min(most_samples, file.frames), is_silent)
+            is_constant = len(samples) == file.frames and samples.min() == samples.max()
+            check_samples(len(samples), min(most_samples, file.frames), is_constant)
             return f"{file.frames} {file.samplerate} {hashlib.sha256(samples).hexdigest()}"
     except BrokenItemError:
         pass  # its reason is recorded when it is packed
