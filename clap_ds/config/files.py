@@ -78,7 +78,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises UserError, with the place, if it is unreadable, no object, or repeats a field."""
     try:
-        content = parse_json(read_bytes(path), _refuse_duplicates)
+        content = parse_json(read_bytes(path), refuse_duplicates)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except OSError as error:
@@ -90,7 +90,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     if len(found := dict(pairs)) < len(names):
         raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} appears twice in one object")

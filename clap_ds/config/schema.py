@@ -17,7 +17,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
-CAPTION_KEY = "txt;caption;text"
+CAPTION_KEY = "text;caption;txt"  # open_clip's and LAION-CLAP's order
 
 
 class ModelSettings(Section):
@@ -102,7 +102,7 @@ class ShardData(Section):
     """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once per epoch, if shards are
     local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
     caption_key: NotBlank = CAPTION_KEY
-    """Where a clip's caption is: `txt`, or a field of its json. The first that exists of several, separated by `;`."""
+    """Where a clip's caption is: a field of its json, or `txt`. The first that isn't blank of several, separated by `;`."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -232,7 +232,7 @@ class RetrievalSettings(Section):
     """Audio–text retrieval on held-out clips."""
 
     shards: str | list[str]
-    """Tar files with `txt` or `json` captions; all captions of a clip are used."""
+    """Tar files with `json` or `txt` captions; all captions of a clip are used."""
     caption_key: NotBlank = CAPTION_KEY
     """Where they are, as in `clap.data.caption_key`."""
 

@@ -43,24 +43,28 @@ class Broken:
 
 
 def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]:
-    """Return an item's captions by the first name of `key` that it has: `txt`, or a field of its `json`."""
-    found: Any = None
-    try:
-        for name in key.split(";"):
-            if name == "txt":
-                found = members["txt"].decode("utf-8-sig") if name in members else None
-            elif isinstance(fields := parse_json(members.get("json", b"0")), dict):
-                found = fields.get(name)
-            if found is not None:
-                break
-    except ValueError as error:
-        raise BrokenItemError(f"caption can't be read: {error}") from None
-    captions = [found] if isinstance(found, str) else found
+    """Return an item's captions by the first name of `key` that isn't blank: a field of its `json`, or its `txt`."""
+    values = values_by_name(members, key)
+    value = next((values[name] for name in key.split(";") if name in values), None)
+    captions = [value] if isinstance(value, str) else value
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError(f"no caption: expected text, or a list of texts, in {key.replace(';', ' or ')}")
+        expected = f"expected text, or a list of texts, in {key.replace(';', ' or ')}"
+        raise BrokenItemError(f"no caption: {expected}, among its files: {_list_files(members)}")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")
+
+
+def values_by_name(members: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return what an item has of the names of `key` and of the captions' `CAPTION_KEY`, in this order."""
+    try:
+        content = parse_json(members.get("json", b"0"))
+        fields = content if isinstance(content, dict) else {}
+        if "txt" in members:
+            fields["txt"] = members["txt"].decode("utf-8-sig")
+    except ValueError as error:
+        raise BrokenItemError(f"json or txt can't be read: {error}") from None
+    return {name: fields[name] for name in f"{key};{CAPTION_KEY}".split(";") if fields.get(name)}
 
 
 def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
@@ -69,8 +73,12 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
     for extension in formats:
         if extension in members:
             return members[extension]
-    found = sorted(name for name in members if not name.startswith("__"))
-    raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {', '.join(found) or 'none'}")
+    raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {_list_files(members)}")
+
+
+def _list_files(members: Mapping[str, Any]) -> str:
+    found = ", ".join(sorted(name for name in members if not name.startswith("__"))) or "none"
+    return f"{found} (WebDataset splits names at the first dot)" if "." in found else found
 
 
 def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,17 +21,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 from webdataset.filters import shuffle
 
+from clap_ds.config.errors import printable
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip
+from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip, values_by_name
 from clap_ds.data.shard_assignment import Part, Source
 from clap_ds.data.shard_io import open_ahead
+from clap_ds.data.shard_manifest import FIELD
 from clap_ds.data.tar_samples import DAMAGE, Item, fetch, list_items, samples_between, words
 from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
 """A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass and its items drawn."""
 START: Position = {"samples": 0, "passes": []}
+
+
+def note(text: str) -> None:
+    print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)
@@ -107,6 +114,8 @@ class ShardReader:
             for drawn, item in rest:
                 caption = self._decode(item, random.Random(f"{in_pass}, item {drawn - 1}"))
                 if caption is not None:
+                    if given == self.start["samples"]:
+                        self._note_captions(item)
                     is_useful = True
                     given += 1  # of this source; it is the only one if `wanted` is finite
                     yield caption, (pass_number, drawn)
@@ -145,6 +154,12 @@ class ShardReader:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
         return caption
+
+    def _note_captions(self, item: Item) -> None:
+        """Log, on one worker, which captions are used if an item has several kinds."""
+        names = list(values_by_name(item, self.data.caption_key))
+        if len(names) > 1 and not (self.worker or self.spec.rank):
+            note(f"captions are from {names[0]!r}, not {', '.join(names[1:])} (clap.data.caption_key)")
 
     def _report(self, name: str, reason: str) -> None:
         self._broken.append(Broken(name, reason))

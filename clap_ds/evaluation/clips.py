@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from clap_ds.config.errors import did_you_mean
-from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import RetrievalSettings, ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
-from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip
+from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip, values_by_name
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import Kind, open_shard
 from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
@@ -69,11 +68,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
     """Return a clip's classes from a field of its json. Raises BrokenItemError if it holds no class name or list of them."""
-    try:
-        content = parse_json(described.get("json", b""))
-    except ValueError as error:  # invalid JSON or UTF-8
-        raise BrokenItemError(f"json is missing or invalid: {error}") from None
-    value = content.get(field) if isinstance(content, dict) else None
+    value = values_by_name(described, field).get(field)
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
         raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {value!r}")

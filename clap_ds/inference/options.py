@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Found: TypeAlias = "Path | Clip | Broken"
 
-INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl), tars and patterns of tars"
+INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl, .json), tars and patterns of tars"
 POOLING = {"mean": "the mean of all windows' vectors", "center": "the center window", "none": "a row per window"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

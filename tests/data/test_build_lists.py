@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from clap_ds.config.errors import UserError
+from clap_ds.data.build_shards.caption_lists import rows_of
 from tests.data.builds import items_by_source, reasons_in, run, tone
 from tests.data.tars import wav
 
@@ -18,6 +20,10 @@ LISTS = {  # list name, content, encoding, options, captions by audio file name
         "x.csv", "path;caption;;\r\n{};Glöckchen, nah;;\r\n{};Regen;;\r\n;;;\r\n\r\n", "utf-8-sig", "",
         {"a.wav": "Glöckchen, nah", "b.wav": "Regen"},
     ),
+    "names_as_in_clotho": (
+        "x.csv", 'file_name,caption_1,caption_2\n"{}",x,y\n{},z,w\n', "utf-8", "",
+        {"a,  b's.wav": ["x", "y"], "c &#39;d.wav": ["z", "w"]},
+    ),
     "tabs": ("x.tsv", "path\tcaption\n{}\tx, y\n{}\tz\n", "utf-8", "", {"a.wav": "x, y", "b.wav": "z"}),
     "two_rows_of_a_file": (
         "x.csv", "file,caption_1,caption_2\na.wav,x,\n{},z,y\n{},w,\n", "utf-8", "", {"a.wav": list("xzy"), "b.wav": "w"},
@@ -26,6 +32,19 @@ LISTS = {  # list name, content, encoding, options, captions by audio file name
         "x.jsonl", '{{"path": "{}", "captions": ["x", "y", "x"]}}\n\n{{"path": "{}", "text": "z"}}',
         "utf-8", "", {"a.wav": list("xy"), "b.wav": "z"},
     ),
+    "json_array": (
+        "x.json", '[{{"path": "{}", "captions": ["x", "y"]}},\n {{"path": "{}", "text": "z"}}]',
+        "utf-8-sig", "", {"a.wav": list("xy"), "b.wav": "z"},
+    ),
+    "wavcaps": (
+        "x.json", '{{"num_captions_per_audio": 1, "data": [\n{{"id": "1", "caption": "x"}}, {{"id": "2", "caption": "y"}}]}}',
+        "utf-8", "--audio_column {id}.wav", {"1.wav": "x", "2.wav": "y"},
+    ),
+    "hub_to_json": (
+        "x.json", '{{"path": "{}", "caption": "x"}}\n{{"path": "{}", "caption": "y"}}\n', "utf-8", "",
+        {"a.wav": "x", "b.wav": "y"},
+    ),
+    "pandas_index": ("x.csv", ",path,caption\n0,{},x\n1,{},y\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"}),
     "esc50": (
         "meta/esc50.csv", "filename,fold,target,category,take\n{},1,36,vacuum_cleaner,A\n{},1,0,dog,B\n", "utf-8",
         "--caption_columns category --audio_root audio", {"1-100032-A-36.wav": "vacuum cleaner", "b.wav": "dog"},
@@ -74,6 +93,7 @@ def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
         "laion": ("json", json.dumps(text), {"caption": text["text"], "tag": ["dog"]}),
         "none": ("text", "a sound", "expected none.txt"),
         "blank": ("txt", "", "empty caption"),
+        "twice": ("json", '{"text": "a", "text": "b"}', "'text' appears twice"),
     }
     for number, (name, (suffix, content, _)) in enumerate(files.items()):
         (folder / f"{name}.wav").write_bytes(wav(tone(number)))
@@ -83,7 +103,7 @@ def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
     assert {each.pop("source") for each in found.values()} == set(found)
     assert found == {f"{Path(name).name}.wav": each for name, (*_, each) in files.items() if isinstance(each, dict)}
     reasons = reasons_in(tmp_path / "out")
-    assert len(reasons) == 2
+    assert len(reasons) == 3
     for name, reason in reasons.items():
         assert str(files[Path(name).stem][2]) in reason
 
@@ -97,6 +117,21 @@ MISTAKES = [  # list content, options, message; CSV by default
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "UTF-8"),
     ("path,caption\nx,y\n", "", "none of 1 items are usable; the first: {folder}/x"),
     ('{"path": "x"\n', "jsonl", "list.jsonl:1: expected a JSON object"),
+    (
+        '{"path": "x"}\n{"path": "x", "text": "a", "text": "b"}\n',
+        "jsonl",
+        "list.jsonl:2: expected a JSON object: field 'text'",
+    ),
+    ('[{"path": "x", "text": "a", "text": "b"}]', "json", "'text' appears twice"),
+    ('[{"path": "x"},\n{"path" "y"}]', "json", "line 2"),
+    ('["x"]', "json", "array of objects"),
+    ("[]", "json", "no rows"),
+    ("path,caption,caption\na.wav,x,y\n", "", "several columns are named 'caption'"),
+    ("path,path,caption\na.wav,b.wav,y\n", "", "'path'"),
+    ("path, Caption ,caption\na.wav,x,y\n", "", "'caption'"),
+    ("path,caption,a note,A  Note\na.wav,x,y,z\n", "", "'anote'"),
+    ("path,caption,\na.wav,x,\nb.wav,y,z\n", "", "list.csv:3: 'z' is in a column without a heading"),
+    ('path,caption\na.wav,"x\ny"\nb.wav\n', "", "list.csv:4: expected 2 fields"),
 ]
 
 
@@ -110,3 +145,28 @@ def test_lists_that_cannot_be_used(
     assert run(path, tmp_path / "out", *(options.split() if is_option else [])) == 2
     assert message.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+QUOTES = [  # rows, and the line in which the field with unmatched quotes begins
+    ('a.wav,x\nb.wav,y\nc.wav,z\nd.wav,"bad" quote\n', 5),
+    ('a.wav,x\nb.wav,"never closed\nc.wav,z\n', 3),
+    ('a.wav,x\nb.wav,"not closed\nc.wav,"a caption, with a comma"\n', 3),
+    ('a.wav,"one\ntwo ""three"""\nb.wav,x\nc.wav,"bad" quote\n', 5),
+    ('\n\na.wav,x\n\nb.wav,"bad" quote\n', 6),
+    ('"one\ntwo.wav","never closed\nb.wav,x\n', 3),
+    ('"one\ntwo.wav","bad" quote\n', 3),
+    ('a.wav,a 5" nail\nb.wav,"bad" quote\n', 3),
+]
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
+@pytest.mark.parametrize(("rows", "line"), QUOTES)
+def test_a_quote_that_does_not_match_is_reported_with_its_line(
+    tmp_path: Path, rows: str, line: int, suffix: str, delimiter: str, line_end: str
+) -> None:
+    path = tmp_path / f"list.{suffix}"
+    content = f"path,caption\n{rows}".replace(",", delimiter).replace("\n", line_end)
+    path.write_bytes(content.encode("utf-8-sig"))
+    with pytest.raises(UserError, match=rf"list.{suffix}:{line}: quotes"):
+        rows_of(path)

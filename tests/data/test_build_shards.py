@@ -10,6 +10,7 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
+from clap_ds.data.clip import captions_of
 from clap_ds.data.dataloader import build_batches
 from tests.data.builds import items_by_source, run, write_list
 
@@ -25,6 +26,7 @@ def test_a_newcomer_can_train_on_the_result(
     printed = capsys.readouterr()
     assert f"skipped 2, listed with reasons in {out}/broken.jsonl" in printed.out
     assert "--max_left_out" in printed.err
+    assert "usable" in printed.err
     assert run(*options, 0.1) == 0
     train, held_out = items_by_source(out, "train-*.tar"), items_by_source(out, "held_out-*.tar")
     assert len({**train, **held_out}) == len(train) + len(held_out) == 19
@@ -81,3 +83,13 @@ def test_captions_that_hardly_differ_are_warned_of(
     (tmp_path / "list.csv").write_text("\n".join([heading, *rows]))
     run(tmp_path / "list.csv", tmp_path / "out")
     assert capsys.readouterr().err.count(f"only {different} different caption(s) among {clips} clips") == is_few
+
+
+def test_other_columns_named_like_captions_are_kept_and_not_read_as_captions(tmp_path: Path) -> None:
+    path = write_list(tmp_path, 1)
+    path.write_text("path,category,text,source\naudio/clip 00.wav,dog,a note,freesound\n")
+    assert run(path, tmp_path / "out", "--caption_columns", "category") == 0
+    (item,) = items_by_source(tmp_path / "out").values()
+    assert captions_of(item) == ["dog"]
+    described = json.loads(item["json"])
+    assert (described["text_column"], described["source_column"]) == ("a note", "freesound")

@@ -37,8 +37,8 @@ def test_a_share_is_drawn_anew_for_each_seed_alone() -> None:
 
 def test_a_column_says_what_is_held_out() -> None:
     """By common names, or a fold compared as text. A sound in both sets is held out."""
-    said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", ["train", "test"]]
-    assert held_out(entries(said, "split"), split_column="split") == set(range(2, 9))
+    said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", "eval", ["train", "test"]]
+    assert held_out(entries(said, "split"), split_column="split") == set(range(2, 10))
     folds = entries(["1", "2", 1, [2, 1], "11"], "fold")
     assert held_out(folds, fold_column="fold", held_out_fold="1") == {0, 2, 3}
     with pytest.raises(UserError, match="found 1, 11, 2"):

@@ -14,7 +14,7 @@ import torch
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec, join
-from clap_ds.data.clip import captions_of, read_fused, read_mel
+from clap_ds.data.clip import captions_of, choose_clip, read_fused, read_mel
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
@@ -33,12 +33,16 @@ AUDIO = load_preset("clap_htsat_tiny_roberta_base_fused").audio.model_copy(updat
     [
         ({"txt": b"  a bell\n"}, ["a bell"]),
         ({"txt": "\ufeffein Glöckchen".encode()}, ["ein Glöckchen"]),
-        ({"json": json.dumps({"caption": "a bell", "text": "no"}).encode()}, ["a bell"]),
+        ({"txt": b"no", "json": b'{"caption": "no", "text": "a bell"}'}, ["a bell"]),
+        ({"txt": b"no", "json": b'{"caption": "a bell", "text": null}'}, ["a bell"]),
+        ({"txt": b"no", "json": b'{"caption": ["a bell"], "text": ""}'}, ["a bell"]),
+        ({"txt": b"a bell", "json": b'{"kind": "bell"}'}, ["a bell"]),
         ({"json": json.dumps({"text": ["a bell", "", "a gong"]}).encode()}, ["a bell", "a gong"]),
-        ({}, "no caption: expected text, or a list of texts, in txt or caption or text"),
+        ({}, "no caption: expected text, or a list of texts, in text or caption or txt"),
         ({"json": b'["a bell"]'}, "no caption"),
         ({"json": b'{"caption": '}, "can't be read: Expecting value"),
         ({"txt": b" \n"}, "empty caption"),
+        ({"0 (clean).wav": b"", "0 (clean).txt": b"a bell"}, r"0 \(clean\)\.txt.* first dot"),
     ],
 )
 def test_captions_are_found_or_refused_with_a_reason(members: dict[str, bytes], captions: list[str] | str) -> None:
@@ -54,6 +58,13 @@ def test_captions_are_found_by_the_first_name_that_exists(key: str, caption: str
     assert captions_of({"txt": b"a bell", "json": b'{"tags": ["loud"], "caption": "no", "title": null}'}, key) == [
         caption
     ]
+
+
+def test_an_extension_with_a_dot_is_explained_if_there_is_no_audio() -> None:
+    with pytest.raises(BrokenItemError, match=r"0 \(clean\)\.wav.* first dot"):
+        choose_clip({"__key__": "Track 2", "0 (clean).wav": b""}, "encoded")
+    with pytest.raises(BrokenItemError, match=r"files: txt$"):
+        choose_clip({"__key__": "Track 2", "txt": b""}, "encoded")
 
 
 def read(features: np.ndarray | bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:

@@ -18,6 +18,7 @@ from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.weights.tokenizer import load_tokenizer
+from tests.data.builds import tone
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar
 
@@ -63,6 +64,27 @@ def test_crops_and_captions_are_drawn_anew_in_each_pass(
     assert 0 <= min(starts) < 300 < 1220 < max(starts) <= 1520
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
     assert {tokenizer.decode(row, skip_special_tokens=True) for row in batch.input_ids.tolist()} == set(captions)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_log_names_the_captions_used_and_the_others_once(
+    tmp_path: Path, open_source: OpenSource, capfd: pytest.CaptureFixture[str], num_workers: int
+) -> None:
+    described = b'{"caption": "a click", "text": "a tone", "tag": "x"}'
+    sounds = [(f"{number}.wav", wav(tone(number))) for number in range(4)]
+    captions = [(f"{number}.txt", b"a hum") for number in range(4)]
+    others = [(f"{number}.json", described) for number in range(4)]
+    write_tar(tmp_path / "several.tar", sorted(sounds + captions + others))
+    write_tar(tmp_path / "one.tar", sorted(sounds + captions))
+    for rank in range(2):
+        with open_source(str(tmp_path / "several.tar"), num_workers=num_workers, rank=rank, world_size=2) as source:
+            for _ in range(8):
+                next(source)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "'text', not caption, txt" in line
+    with open_source(str(tmp_path / "one.tar"), num_workers=num_workers) as source:
+        next(source)
+    assert not capfd.readouterr().err
 
 
 BROKEN_ITEMS = [

@@ -4,38 +4,44 @@ Examples:
     clap-ds shards build clips.csv shards --held_out 0.05
     clap-ds shards build sounds/ shards --kind mel --preset htsat_tiny_roberta_base
 
-SOURCE is a CSV or JSONL with a column of paths and columns of captions. Or it is a folder in which each audio file has a
-.txt (one caption per line) or .json (field caption) of the same name. Rows of the same file become one item with several
-captions; other columns are kept in the item's json. Unusable files are skipped, counted and listed in `broken.jsonl`.
+SOURCE is a CSV, a JSONL or a JSON array with a column of paths and columns of captions. Or it is a folder in which each
+audio file has a .txt (one caption per line) or .json (field caption) of the same name. Rows of a file, and files with equal
+audio, become one item with several captions; other columns are kept in the item's json. Unusable files are skipped, counted
+and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+from tqdm import tqdm
+
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import own_folder, read_bytes
+from clap_ds.config.files import own_folder, pinned, read_bytes
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import (
     MOST_OF_A_FILE,
     Entry,
     add_columns,
-    check_files,
+    merge,
     read_entries,
     values_of,
 )
 from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.shard_writer import Member, Named
-from clap_ds.data.decoding import BrokenItemError
+from clap_ds.data.decoding import BrokenItemError, check_samples, open_audio
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
 from clap_ds.weights.tokenizer import train_tokenizer
@@ -45,6 +51,8 @@ HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
 TRIAL = 100  # files, after which the whole list's time is estimated
+START = 2**15
+"""Samples by which files are compared first; only those with equal ones are compared whole."""
 
 Numbered = list[tuple[int, Entry]]
 """Entries with their numbers in the list."""
@@ -53,7 +61,7 @@ Convert = Callable[[bytes, str], EncodedClip]
 
 
 def add_build_options(parser: ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL, JSON array or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
     parser.add_argument(
         "--first", type=arguments.whole_number(), metavar="N", help="build only the first N files, as a test"
@@ -84,13 +92,11 @@ def run_build(options: Namespace) -> int:
         raise UserError("expected --fold_column with --held_out_fold")
     preparation, folder = preparation_of(options), options.folder
     listed = read_entries(options.source, options)
-    entries = listed[: options.first]
-    check_files(entries, options.workers)
+    entries = merge_equal_audio(listed[: options.first], options.workers)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
-        none = shard_writer.none_usable(broken)
-        raise UserError(f"{none}; set --audio_root if paths are relative to another folder")
+        raise UserError(f"{shard_writer.none_usable(broken)}; set --audio_root if paths are relative to another folder")
     num_different = len({tuple(entry.captions) for entry in usable})
     if len(usable) > num_different * (50 if num_different > 1 else 1):
         few = f"only {num_different:,} different caption(s) among {len(usable):,} clips"
@@ -99,8 +105,10 @@ def run_build(options: Namespace) -> int:
     convert = timed(preparation.clip if preparation else as_it_is, len(listed))
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
     prepared = preparation.described if preparation else ()
-    work = members, options.workers, prepared, broken
-    records, broken = shard_writer.write_shards(folder, _plan(divided), *work)
+    # The plan: everything that determines the shards.
+    records, broken = shard_writer.write_shards(
+        folder, map(repr, divided.items()), members, options.workers, prepared, broken
+    )
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
         captions = (caption for entry in usable for caption in entry.captions)
@@ -118,12 +126,38 @@ def run_build(options: Namespace) -> int:
     return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
 
-def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
-    """Yield everything that determines the shards: their names, and their items' numbers, files, sizes and metadata."""
-    for name, items in divided.items():
-        yield name
-        for number, entry in items:
-            yield json.dumps([number, str(entry.path), entry.size, entry.captions, entry.more], default=str)
+def merge_equal_audio(entries: list[Entry], num_threads: int) -> list[Entry]:
+    """Check the files, and merge entries whose samples are equal, whatever their format and tags."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        digests = pool.map(partial(identify_audio, START), entries)
+        starts = list(tqdm(digests, "files", len(entries), disable=None))
+        number_of = Counter(starts)
+        whole = pool.map(
+            lambda start, entry: start if number_of[start] == 1 else identify_audio(2**62, entry), starts, entries
+        )
+        merged = merge(zip(whole, entries, strict=True))
+    num_merged = len(entries) - len(merged)
+    if num_merged:
+        print(f"merged {num_merged} of {len(entries)} files into others with equal audio")
+    return merged
+
+
+def identify_audio(most_samples: int, entry: Entry) -> str:
+    """Set a file's size or problem. Return a digest of its first samples and length, or its path if it is unusable."""
+    if entry.problem:
+        return str(entry.path)
+    try:
+        entry.size = entry.path.stat().st_size
+        with pinned(entry.path) as path, open_audio(path) as file:
+            samples = file.read(most_samples, "float32", always_2d=True).mean(axis=1)
+            is_constant = len(samples) == file.frames and samples.min() == samples.max()
+            check_samples(len(samples), min(most_samples, file.frames), is_constant)
+            return f"{file.frames} {file.samplerate} {hashlib.sha256(samples).hexdigest()}"
+    except BrokenItemError:
+        pass  # its reason is recorded when it is packed
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        entry.problem = f"audio file can't be read: {error}"
+    return str(entry.path)
 
 
 def timed(convert: Convert, total: int) -> Convert:
@@ -134,8 +168,10 @@ def timed(convert: Convert, total: int) -> Convert:
         clip = convert(content, extension)
         if next(numbers) == TRIAL:
             took_s = time.perf_counter() - started_s
-            in_all = f"{took_s / TRIAL * total / 60:.3g} min for all {total:,}"
-            print(f"the first {TRIAL} files took {took_s:.3g} s: about {in_all}", flush=True)
+            total_min = took_s / TRIAL * total / 60
+            print(
+                f"the first {TRIAL} files took {took_s:.3g} s: about {total_min:.3g} min for all {total:,}", flush=True
+            )
         return clip
 
     return converted
@@ -151,8 +187,10 @@ def members_of(items: Numbered, convert: Convert, broken: list[Named]) -> Iterat
             broken.append((str(entry.path), str(error)))
             continue
         caption = entry.captions[0] if len(entry.captions) == 1 else entry.captions
-        described = {**entry.more, "caption": caption, "source": entry.path.name}
-        said = json.dumps(described, ensure_ascii=False, default=str).encode(errors="replace")
+        fields = {"caption": caption, "source": entry.path.name}
+        # Readers prefer a `text` to the caption.
+        others = {f"{name}_column" if name in ("text", *fields) else name: value for name, value in entry.more.items()}
+        said = json.dumps(others | fields, ensure_ascii=False, default=str).encode(errors="replace")
         yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
 
 
@@ -170,8 +208,8 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
         if num_shards > len(items):
             raise UserError(f"--shards {num_shards} exceeds the {len(items)} items for training")
         for k in range(num_shards):
-            first, end = (each * len(items) // num_shards for each in (k, k + 1))
-            shards[f"{side}-{k:0{max(5, len(str(num_shards)))}d}.tar"] = items[first:end]
+            name = f"{side}-{k:0{max(5, len(str(num_shards)))}d}.tar"
+            shards[name] = items[k * len(items) // num_shards : (k + 1) * len(items) // num_shards]
     return shards
 
 

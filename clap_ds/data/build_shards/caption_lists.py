@@ -9,19 +9,16 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from tqdm import tqdm
-
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import parse_json, read_bytes, read_json
+from clap_ds.config.files import parse_json, read_bytes, read_object, refuse_duplicates
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
-LIST_SUFFIXES = (".csv", ".tsv", ".jsonl")
+LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
 
@@ -67,12 +64,21 @@ def add_columns(parser: ArgumentParser) -> None:
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
     """Read the entries of a folder or list by the command's `options`, merging rows of the same file."""
+    read = _read_folder if source.is_dir() else _read_list
+    entries = merge((os.path.abspath(entry.path), entry) for entry in read(source, options))
+    for entry in entries:
+        if not entry.captions:
+            entry.problem = entry.problem or "empty caption"
+    return entries
+
+
+def merge(named: Iterable[tuple[str, Entry]]) -> list[Entry]:
+    """Merge entries of equal names into the first."""
     merged: dict[str, Entry] = {}
-    for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
-        if (first := merged.setdefault(os.path.abspath(entry.path), entry)) is not entry:
+    for name, entry in named:
+        first = merged.setdefault(name, entry)
+        if first is not entry:
             first.add(entry)
-    for entry in merged.values():
-        entry.problem = entry.problem or ("" if entry.captions else "empty caption")
     return list(merged.values())
 
 
@@ -90,11 +96,11 @@ def read_paths(source: Path) -> list[Path]:
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
-    """Read a list's rows, each with its line number, and its column names."""
+    """Read a list's rows, each with the number of its first line (in a JSON array, its own), and its column names."""
     suffix = source.suffix.lower()
     if suffix not in LIST_SUFFIXES:
         raise UserError(f"{source}: expected a folder, or a list in {', '.join(LIST_SUFFIXES)}")
-    rows = list((_jsonl_rows if suffix == ".jsonl" else _csv_rows)(source, _text_of(source)))
+    rows = list((_json_rows if suffix.startswith(".json") else _csv_rows)(source, _text_of(source)))
     if not rows:
         raise UserError(f"{source}: no rows found")
     return rows, list(dict.fromkeys(name for _, row in rows for name in row))
@@ -125,25 +131,66 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield number, dict(parse_json(line))
+                yield number, dict(parse_json(line, refuse_duplicates))
             except (ValueError, TypeError) as error:
                 raise UserError(f"{source}:{number}: expected a JSON object: {error}") from None
+
+
+def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
+    """Read an object per line, or an array of objects: alone, or as the field `data` of WavCaps' lists."""
+    try:
+        content = parse_json(text, refuse_duplicates)
+        if isinstance(content, dict):
+            content = content.get("data", [content])
+        return enumerate([dict(row) for row in content], start=1)
+    except (ValueError, TypeError) as error:
+        if text.lstrip().startswith("["):
+            raise UserError(f"{source}: expected a JSON array of objects: {error}") from None
+        return _jsonl_rows(source, text)
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     """Read rows separated by the most frequent of commas, tabs and semicolons in the first line."""
     csv.field_size_limit(2**31 - 1)
     delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    lines = io.StringIO(text, newline="").readlines()
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    names: list[str] = []
+    line = 1  # the row's first
     try:
-        for row in reader:
-            if None in row or None in row.values():
-                names = ", ".join(filter(None, row))
-                raise UserError(f"{source}:{reader.line_num}: expected {len(row)} fields: {names}")
-            if any(row.values()):
-                yield reader.line_num, {name.strip(): cell for name, cell in row.items() if name}
+        for cells in reader:
+            if not names:
+                names = _headings(source, cells)
+            elif any(cells):
+                yield line, _row_of(f"{source}:{line}", names, cells)
+            line = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{source}:{reader.line_num}: its quotes don't match: {error}") from None
+        complete = rf' *+(?:"(?:[^"]|"")*+"|[^ "{delimiter}\r\n][^{delimiter}\r\n]*+)?{delimiter}'
+        from_wrong_field = re.sub(rf"\A(?:{complete})*+", "", "".join(lines[line - 1 :]))
+        line = len(lines) + 1 - len(io.StringIO(from_wrong_field, newline="").readlines())
+        raise UserError(f"{source}:{line}: quotes of a field don't match: {error}, line {reader.line_num}") from None
+
+
+def _headings(source: Path, cells: list[str]) -> list[str]:
+    plain = ["".join(cell.split()).lower() for cell in cells]
+    repeated = [name for name in plain if name and plain.count(name) > 1]
+    if repeated:
+        raise UserError(
+            f"{source}: several columns are named {repeated[0]!r}; expected one, and others as {repeated[0]}_2"
+        )
+    return [cell.strip() for cell in cells]
+
+
+def _row_of(place: str, names: list[str], cells: list[str]) -> Row:
+    if len(cells) != len(names):
+        raise UserError(f"{place}: expected {len(names)} fields ({', '.join(names)}), found {len(cells)}")
+    row = defaultdict[str, str](str)
+    for name, cell in zip(names, cells, strict=True):
+        row[name] += cell  # several columns may have no name
+    unnamed = row.pop("", "")
+    if unnamed and not unnamed.isdecimal():  # an index, as pandas writes it
+        raise UserError(f"{place}: {unnamed!r} is in a column without a heading")
+    return row
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
@@ -203,27 +250,13 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     for path in audio_files_in(folder):
         text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:
-            row: Any = None
             if text.is_file():
-                row = {"caption": read_bytes(text).decode("utf-8-sig").splitlines()}
+                row: Row = {"caption": read_bytes(text).decode("utf-8-sig").splitlines()}
             elif described.is_file():
-                row = read_json(described)
-            if not isinstance(row, dict):
-                raise ValueError(f"expected {text.name}, or {described.name} with an object, next to it")
+                row = read_object(described)
+            else:
+                raise ValueError(f"expected {text.name} or {described.name} next to it")
             columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
             yield Entry(path, *_divided(row, columns, options.multilabel_column))
         except (ValueError, OSError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
-
-
-def check_files(entries: list[Entry], num_threads: int) -> None:
-    """Set the entries' sizes, and the problems of missing files."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(tqdm(pool.map(_check, entries), "files", len(entries), unit="file", disable=None))
-
-
-def _check(entry: Entry) -> None:
-    try:
-        entry.size = entry.path.stat().st_size
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        entry.problem = entry.problem or f"audio file can't be read: {error}"

@@ -155,7 +155,7 @@ def print_left_out(folder: Path, records: Iterable[ShardRecord], broken: Sequenc
         examples = printable("; ".join(f"{name}: {reason}" for name, reason in broken[:3]))
         print(f"skipped {len(broken)}, listed with reasons in {folder / BROKEN}; the first: {examples}")
     if share > most:
-        print(f"error: {share:.1%} skipped, more than --max_left_out {most:g}", file=sys.stderr)
+        print(f"error: {share:.1%} skipped, more than --max_left_out {most:g}; the shards are usable", file=sys.stderr)
     return int(share > most)
 
 
