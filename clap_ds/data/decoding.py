@@ -42,7 +42,7 @@ _SMALLEST_PERIOD = 128  # output samples; BLAS requires that the products' rows 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
     """Decode a clip to fill `row`, mono at `sample_rate` (Hz). Return its length in samples before repeating.
 
-    Longer audio is cropped at a position drawn from `rng`, or around its loudest sample if that crop is silent. Shorter
+    Longer audio is cropped at a position drawn from `rng`, or around its largest step if that crop is silent. Shorter
     audio is repeated while it fits, then zero-padded (LAION-CLAP's "repeatpad"). `row` is a contiguous CPU tensor,
     float32 in ±1 or int16 (see `to_int16`). Raises BrokenItemError if audio is undecodable or silent.
     """

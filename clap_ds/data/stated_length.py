@@ -38,11 +38,11 @@ class BrokenItemError(ValueError):
 class AudioFile(soundfile.SoundFile):
     """An open audio file that can have fewer frames than libsndfile states."""
 
-    num_frames: int | None = None
+    num_frames = 0  # 0: as libsndfile states
 
     @property
     def frames(self) -> int:
-        return super().frames if self.num_frames is None else self.num_frames
+        return self.num_frames or super().frames
 
     def seekable(self) -> bool:
         """Return whether soundfile can seek, which it does after each read."""
@@ -103,8 +103,7 @@ def _complete_chunks(file: BinaryIO, start: int, magic: bytes) -> bytes | None:
 
 def _check_ogg(file: BinaryIO) -> None:
     """Raise BrokenItemError for an Ogg that ends within a page."""
-    file_bytes = file.seek(0, os.SEEK_END)
-    file.seek(max(0, file_bytes - _LONGEST_PAGE))
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_PAGE))
     _, sync, page = file.read().rpartition(b"OggS\0")
     page = page.ljust(22, b"\xff")  # 255 sizes, if there is no number of sizes
     if sync and len(page) < 22 + page[21] + sum(page[22 : 22 + page[21]]):
@@ -117,11 +116,8 @@ def _complete_flac(source: AudioFile) -> AudioFile:
     with soundfile.SoundFile(content, "w", source.samplerate, source.channels, source.subtype, format="FLAC") as target:
         while len(samples := source.read(_FLAC_BLOCK, "int32", always_2d=True)):
             target.write(samples)
-        num_frames = target.frames
     content.seek(0)
-    complete = AudioFile(content)
-    complete.num_frames = num_frames
-    return complete
+    return AudioFile(content)
 
 
 def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
