@@ -122,10 +122,11 @@ def _complete_flac(source: AudioFile) -> AudioFile:
 
 def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
     """Open MPEG audio that states no length, with all samples that its frames hold. An encoder's delay isn't removed."""
-    content = file.read(64)
-    if _NUM_FRAMES_STATED.search(content):
+    start = file.read(64)
+    if _NUM_FRAMES_STATED.search(start):
         return estimated
-    content += file.read()
+    # A Xing frame without a length becomes one without sound. libsndfile would leave it out and estimate from the next.
+    content = re.sub(rb"Xing|Info", bytes(4), start) + file.read()
     is_mpeg_1 = estimated.samplerate >= 32000
     bit_rates = _BIT_RATES[estimated.subtype if is_mpeg_1 else "MPEG-2"].split()
     samples_per_frame = 1152 if is_mpeg_1 or estimated.subtype == "MPEG_LAYER_II" else 576

@@ -103,6 +103,15 @@ def test_mpeg_layer_2_states_no_length_and_is_read_to_its_end(bit_rates: list[in
     assert (stated, len(samples)) == (210 * 1152, 210 * 1152)
 
 
+@pytest.mark.parametrize("fields", [bytes(4), b"\0\0\0\1" + bytes(4)], ids=["no count", "a count of 0"])
+def test_an_mp3_whose_xing_frame_states_no_length_is_read_to_its_end(fields: bytes) -> None:
+    """As in ffmpeg, the Xing frame is one without sound."""
+    whole = encode(44100, 2, "MP3", **MP3_OPTIONS["VBR"])
+    num_samples, _ = split_info_frame(whole)
+    stated, samples = read_all(with_size(whole, b"Xing", fields))
+    assert (stated, len(samples)) == (num_samples + 1152, num_samples + 1152)
+
+
 @pytest.mark.parametrize("tags", [b"", ID3_TAG], ids=["bare", "tag"])
 @pytest.mark.parametrize("options", MP3_OPTIONS.values(), ids=MP3_OPTIONS)
 def test_an_mp3_that_states_its_length_keeps_it(tags: bytes, options: dict[str, str]) -> None:
