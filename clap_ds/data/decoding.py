@@ -42,7 +42,7 @@ _SMALLEST_PERIOD = 128  # output samples; BLAS requires that the products' rows 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
     """Decode a clip to fill `row`, mono at `sample_rate` (Hz). Return its length in samples before repeating.
 
-    Longer audio is cropped at a position drawn from `rng`, or around its largest step if that crop is silent. Shorter
+    Longer audio is cropped at a position drawn from `rng`, or around its loudest sample if that crop is silent. Shorter
     audio is repeated while it fits, then zero-padded (LAION-CLAP's "repeatpad"). `row` is a contiguous CPU tensor,
     float32 in ±1 or int16 (see `to_int16`). Raises BrokenItemError if audio is undecodable or silent.
     """
@@ -67,7 +67,7 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
         waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)].clamp_(-1, 1)
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
-        if is_constant(target[:found]):
+        if _is_silent(float(waveform.abs().max())):
             raise BrokenItemError(f"audio is silent at {sample_rate} Hz: all its sound is above half of that")
     return found
 
@@ -95,7 +95,7 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
     if found < max(1, expected // 2, expected - _FRAMES_LOST):
         raise BrokenItemError(f"audio is truncated: decoded {found} of {expected} samples")
     if is_silent:
-        raise BrokenItemError("audio is silent: the mean of its channels is constant in 16 bits")
+        raise BrokenItemError("audio is silent: the mean of its channels is 0 in 16 bits")
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
@@ -113,9 +113,7 @@ def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.flo
     """Read `num_frames` around the loudest of the first `_MOST_SEARCHED` frames: (frames, channels)."""
     file.seek(0)
     samples: NDArray[np.float32] = file.read(min(file.frames, _MOST_SEARCHED), "float32", always_2d=True)
-    mono = samples.mean(axis=1)
-    # The largest step, since channels may cancel and an offset isn't sound.
-    start = int(np.abs(np.diff(mono, prepend=mono[:1])).argmax()) - num_frames // 2
+    start = int(np.abs(samples.mean(axis=1)).argmax()) - num_frames // 2  # channels may cancel
     return samples[max(0, min(start, len(samples) - num_frames)) :][:num_frames]
 
 
@@ -124,24 +122,21 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
     target = mixed[: len(frames)]
     if frames.dtype == mixed.dtype == np.int16 and frames.shape[1] == 1:
         target[:] = frames[:, 0]
-    else:
-        scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
-        # Much faster than a mean over such a short axis.
-        mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
-        peak = float(np.abs(mean).max(initial=0))
-        if not peak <= _LOUDEST:  # or NaN
-            raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
-        np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
-        target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
-    return len(frames), is_constant(target)
+        return len(frames), not frames.any()
+    scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
+    # Much faster than a mean over such a short axis.
+    mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
+    peak = float(np.abs(mean).max(initial=0))
+    if not peak <= _LOUDEST:  # or NaN
+        raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
+    np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
+    target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
+    return len(frames), _is_silent(peak)
 
 
-def is_constant(samples: NDArray[Any]) -> bool:
-    """Return whether samples, float32 in ±1 or int16, have a single value once they are rounded to 16 bits."""
-    if not len(samples):
-        return True
-    scale = 1 if samples.dtype == np.int16 else INT16_SCALE
-    return round(float(samples.min()) * scale) == round(float(samples.max()) * scale)
+def _is_silent(peak: float) -> bool:
+    """Return whether samples up to this are 0 in 16 bits, as `clap-ds shards prepare` stores them."""
+    return round(peak * INT16_SCALE) == 0
 
 
 def repeat(target: NDArray[Any], length: int) -> None:

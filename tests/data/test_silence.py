@@ -52,17 +52,14 @@ SILENT: dict[str, Callable[[int], np.ndarray]] = {
     "zeros": np.zeros,
     "antiphase": lambda number: stereo(tone(number), -tone(number)),
     "three channels that cancel": lambda number: np.outer(tone(number), [1, 0.5, -1.5]),
-    "constant": lambda number: np.full(number, 0.25),
-    "constants of two channels": lambda number: stereo(np.full(number, 0.25), np.full(number, -0.5)),
     "less than 16 bits": lambda number: 1e-5 * tone(number),
 }
 HEARD: dict[str, Callable[[int], np.ndarray]] = {
     "one channel": lambda number: stereo(tone(number), np.zeros(number)),
-    "an offset and a tone": lambda number: 0.25 + tone(number) / 1000,
+    "constant": lambda number: np.full(number, 0.25),
     "antiphase, then a quieter tone": lambda number: np.concatenate(
         [stereo(tone(number), -tone(number)), 0.1 * stereo(tone(number), tone(number))]
     ),
-    "a constant, then a quieter tone": lambda number: np.concatenate([np.full(number, 0.5), 0.1 * tone(number)]),
 }
 
 

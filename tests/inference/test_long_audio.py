@@ -42,7 +42,7 @@ def test_windows_are_those_of_the_whole_file(
 
 def test_memory_does_not_grow_with_the_file(clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 18 minutes: 210 MB, or 420 resampled.
-    blocks = itertools.repeat(np.tile(np.float32([[0.25], [-0.25]]), (windows._BLOCK // 2, 2)), 200)
+    blocks = itertools.repeat(np.full((windows._BLOCK, 2), 0.25, np.float32), 200)
     endless = SimpleNamespace(read=lambda *_, **__: next(blocks, []), frames=200 * windows._BLOCK, samplerate=24000)
     monkeypatch.setattr(windows, "open_audio", lambda _: contextlib.nullcontext(endless))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
