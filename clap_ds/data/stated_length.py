@@ -59,8 +59,8 @@ def open_audio_file(encoded: Encoded) -> AudioFile:
             file.seek(functools.reduce(lambda size, seven_bits: size << 7 | seven_bits, tag[6:], 0), os.SEEK_CUR)
         start = file.seek(-len(tag), os.SEEK_CUR)
         magic = tag[:4]
-        if magic in _CHUNKS:
-            encoded = _complete_chunks(file, start, magic) or encoded
+        if magic in _CHUNKS and not start:
+            encoded = _complete_chunks(file, magic) or encoded
         elif magic == b"OggS":
             _check_ogg(file)
         audio = AudioFile(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
@@ -72,12 +72,11 @@ def open_audio_file(encoded: Encoded) -> AudioFile:
     return audio
 
 
-def _complete_chunks(file: BinaryIO, start: int, magic: bytes) -> bytes | None:
+def _complete_chunks(file: BinaryIO, magic: bytes) -> bytes | None:
     """Return a WAV, AIFF or CAF with the size of its samples, or None if libsndfile knows it."""
-    first_chunk, alignment, size_bytes = _CHUNKS[magic]
+    position, alignment, size_bytes = _CHUNKS[magic]
     order: Literal["little", "big"] = "little" if magic == b"RIFF" else "big"
     file_bytes = file.seek(0, os.SEEK_END)
-    position = start + first_chunk
     for _ in range(_MOST_CHUNKS):
         file.seek(position)
         name = file.read(4)
