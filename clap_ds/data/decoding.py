@@ -6,14 +6,12 @@ Resampling uses torchaudio's windowed-sinc filters but skips their zeros: the sa
 from __future__ import annotations
 
 import functools
-import io
 import math
-import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -23,6 +21,9 @@ from torch import Tensor
 
 from clap_ds.config.model import INT16_SCALE
 from clap_ds.data.batch import to_int16
+from clap_ds.data.stated_length import AudioFile, open_audio_file
+from clap_ds.data.stated_length import BrokenItemError as BrokenItemError
+from clap_ds.data.stated_length import Encoded as Encoded
 from clap_ds.model.torchaudio_compat import torchaudio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
@@ -32,20 +33,10 @@ _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of subtypes that fit int16
 _MOST_SEARCHED = 2**24  # frames; bounds memory: 1 MB of FLAC can decode to hours of silence
 _LOUDEST = 1000  # floating-point samples beyond are unscaled integers or garbage
-_LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
-_OF_A_STREAM = 0x7FFF0000  # sizes from here on mark WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
-_ORDERS: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
 _RATES = range(1000, 10**6 + 1)  # Hz; at lower rates, a few samples would become hours
 _LARGEST_RATIO_TERM = 1000  # bounds the filter; every rate in use is exact (44100: 160/147)
 _FILTERS_AT_ONCE = 16  # columns of a matrix product: fit registers, few zeros
 _SMALLEST_PERIOD = 128  # output samples; BLAS requires that the products' rows don't overlap
-
-Encoded = bytes | str
-"""A file's content or path."""
-
-
-class BrokenItemError(ValueError):
-    """Raised for an item that can't be used."""
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
@@ -76,16 +67,16 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
         waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)].clamp_(-1, 1)
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
+        if _is_silent(float(waveform.abs().max())):
+            raise BrokenItemError(f"audio is silent at {sample_rate} Hz: all its sound is above half of that")
     return found
 
 
 @contextmanager
-def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
+def open_audio(encoded: Encoded) -> Iterator[AudioFile]:
     """Open an encoded file for decoding. Raises BrokenItemError for decoding errors, also inside the `with`."""
     try:
-        with soundfile.SoundFile(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as file:
-            with io.BytesIO(encoded) if isinstance(encoded, bytes) else open(encoded, "rb") as again:
-                check_whole(again)
+        with open_audio_file(encoded) as file:
             if file.samplerate not in _RATES:
                 raise BrokenItemError(f"audio has a sample rate of {file.samplerate} Hz: expected 1 kHz to 1 MHz")
             yield file
@@ -93,28 +84,8 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
         raise
     except (soundfile.SoundFileError, MemoryError, ValueError, OverflowError) as error:  # the last for invalid lengths
         reason = str(getattr(error, "error_string", error)).rstrip(".")
-        raise BrokenItemError(f"audio can't be decoded: {reason}") from None
-
-
-def check_whole(file: BinaryIO) -> None:
-    """Raise BrokenItemError for a truncated WAV, AIFF or Ogg. `check_samples` detects truncated FLAC and MP3 files."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    start, place = file.read(4), 12
-    if start == b"OggS":
-        file.seek(max(0, size - _LONGEST_PAGE))
-        page = b"OggS\0" + file.read().rpartition(b"OggS\0")[2]
-        if len(page) < 27 or not page[5] & 4 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]):
-            raise BrokenItemError("audio is truncated: the last page of its Ogg stream is missing")
-    for _ in range(1000 if start in _ORDERS else 0):  # chunks; most files have about ten
-        file.seek(place)
-        name, stated = file.read(4), int.from_bytes(file.read(4), _ORDERS[start])
-        there = size - place - 8
-        if name in (b"data", b"SSND"):
-            if there < stated < _OF_A_STREAM:
-                raise BrokenItemError(f"audio is truncated: found {there} of {stated} bytes of samples")
-            break
-        place += 8 + stated + stated % 2
+        advice = "if it is neither truncated nor damaged, convert it, such as with `ffmpeg -i x.m4a x.flac`"
+        raise BrokenItemError(f"audio can't be decoded: {reason}; {advice}") from None
 
 
 def check_samples(found: int, expected: int, is_silent: bool) -> None:
@@ -124,14 +95,7 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
     if found < max(1, expected // 2, expected - _FRAMES_LOST):
         raise BrokenItemError(f"audio is truncated: decoded {found} of {expected} samples")
     if is_silent:
-        raise BrokenItemError("audio is silent: every sample is 0")
-
-
-def check_peak(samples: NDArray[np.float32]) -> None:
-    """Raise BrokenItemError for NaN or samples beyond `_LOUDEST`."""
-    peak = float(np.abs(samples).max(initial=0))
-    if not peak <= _LOUDEST:
-        raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
+        raise BrokenItemError("audio is silent: the mean of its channels is 0 in 16 bits")
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
@@ -149,23 +113,30 @@ def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.flo
     """Read `num_frames` around the loudest of the first `_MOST_SEARCHED` frames: (frames, channels)."""
     file.seek(0)
     samples: NDArray[np.float32] = file.read(min(file.frames, _MOST_SEARCHED), "float32", always_2d=True)
-    start = int(np.abs(samples).max(axis=1).argmax()) - num_frames // 2
+    start = int(np.abs(samples.mean(axis=1)).argmax()) - num_frames // 2  # channels may cancel
     return samples[max(0, min(start, len(samples) - num_frames)) :][:num_frames]
 
 
 def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
-    """Write the channel mean of (frames, channels) to `mixed` (frames,). Return the number of frames and whether all are 0."""
+    """Write the channel mean of (frames, channels) to `mixed` (frames,). Return the number of frames and if it is silent."""
     target = mixed[: len(frames)]
     if frames.dtype == mixed.dtype == np.int16 and frames.shape[1] == 1:
         target[:] = frames[:, 0]
-    else:
-        scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
-        # Much faster than a mean over such a short axis.
-        mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
-        check_peak(mean)
-        np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
-        target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
-    return len(frames), not frames.any()
+        return len(frames), not frames.any()
+    scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
+    # Much faster than a mean over such a short axis.
+    mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
+    peak = float(np.abs(mean).max(initial=0))
+    if not peak <= _LOUDEST:  # or NaN
+        raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
+    np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
+    target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
+    return len(frames), _is_silent(peak)
+
+
+def _is_silent(peak: float) -> bool:
+    """Return whether samples up to this are 0 in 16 bits, as `clap-ds shards prepare` stores them."""
+    return round(peak * INT16_SCALE) == 0
 
 
 def repeat(target: NDArray[Any], length: int) -> None:

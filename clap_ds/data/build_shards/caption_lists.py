@@ -17,7 +17,10 @@ from typing import Any
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import parse_json, read_bytes, read_object, refuse_duplicates
 
-AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
+AUDIO_SUFFIXES = tuple(
+    f".{name}"
+    for name in "wav flac ogg oga mp3 mp2 opus aiff aif aifc au caf w64 m4a aac wma mp4 webm mka spx".split()  # noqa: SIM905
+)
 LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)

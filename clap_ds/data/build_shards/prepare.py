@@ -34,9 +34,9 @@ from clap_ds.data.clip import CLIP_FORMATS, FEATURES, choose_clip
 from clap_ds.data.decoding import (
     AUDIO_FORMATS,
     BrokenItemError,
-    check_peak,
     check_samples,
     decode_part,
+    mix,
     open_audio,
     repeat,
     resampling_ratio,
@@ -58,11 +58,13 @@ def as_it_is(content: bytes, extension: str) -> EncodedClip:
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
         samples = file.read(dtype="float32", always_2d=True)
-    check_peak(samples)
-    check_samples(len(samples), expected, not samples.any())
+    mono = np.empty(len(samples), np.float32)
+    num_frames, is_silent = mix(samples, mono)
+    check_samples(num_frames, expected, is_silent)
     if extension not in AUDIO_FORMATS:
-        extension, content = "flac", _encoded(samples.mean(axis=1).clip(-1, 1), rate, "FLAC")
-    return EncodedClip(extension, content, len(samples) / rate)
+        extension = "flac"
+        content = _encoded(mono, rate, "FLAC")
+    return EncodedClip(extension, content, num_frames / rate)
 
 
 class Preparation:
@@ -81,14 +83,12 @@ class Preparation:
             num_samples = math.ceil(file.frames * resampling_ratio(file.samplerate, rate))
             row = torch.from_numpy(np.zeros(max(num_samples, length), np.int16))  # torch's error isn't a MemoryError
         found = decode_part(content, row[:num_samples], sample_rate=rate, rng=random.Random(0))
-        if not row[:found].any():
-            raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         if self._log_mel is None:
             return EncodedClip("wav", _encoded(row[:found].numpy(), rate, "WAV"), found / rate)
         repeat(row[: max(found, length)].numpy(), found)
         whole = length + max(found - length, 0) // hop * hop  # uncropped
-        np.save(file := io.BytesIO(), self._log_mel.of_any_length(row[None, :whole])[0].half().numpy())
-        return EncodedClip(FEATURES, file.getvalue(), found / rate)
+        np.save(features := io.BytesIO(), self._log_mel.of_any_length(row[None, :whole])[0].half().numpy())
+        return EncodedClip(FEATURES, features.getvalue(), found / rate)
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:

@@ -1,0 +1,162 @@
+"""Open audio files whose header states no length, or a wrong one, with the length that ffmpeg decodes.
+
+libsndfile trusts headers: it reads no sample beyond the stated length. It estimates that of an MP3 without a Xing frame
+from the first frame. Programs that write to a pipe can't go back to the header, so they leave it without a length.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import re
+from typing import BinaryIO, Literal
+
+import soundfile
+
+Encoded = bytes | str
+"""A file's content or path."""
+
+_BIT_RATES = {  # kbit/s by the index in a frame's header (ISO/IEC 11172-3 and 13818-3)
+    "MPEG_LAYER_II": "0 32 48 56 64 80 96 112 128 160 192 224 256 320 384 0",
+    "MPEG_LAYER_III": "0 32 40 48 56 64 80 96 112 128 160 192 224 256 320 0",
+    "MPEG-2": "0 8 16 24 32 40 48 56 64 80 96 112 128 144 160 0",
+}
+_NUM_FRAMES_STATED = re.compile(rb"VBRI|(Xing|Info)\0\0\0[\1\3\5\7\t\v\r\x0f](?!\0{4})")
+_CHUNKS = {b"RIFF": (12, 2, 4), b"FORM": (12, 2, 4), b"caff": (8, 1, 8)}
+"""Where the chunks of a WAV, AIFF or CAF start, their alignment, and the bytes of a size."""
+_MOST_CHUNKS = 1000  # most files have about ten
+_LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
+_FLAC_BLOCK = 2**16  # frames decoded at a time
+_UNKNOWN = 2**62  # frames; libsndfile states 2**63 - 1
+
+
+class BrokenItemError(ValueError):
+    """Raised for an item that can't be used."""
+
+
+class AudioFile(soundfile.SoundFile):
+    """An open audio file that can have fewer frames than libsndfile states."""
+
+    num_frames = 0  # 0: as libsndfile states
+
+    @property
+    def frames(self) -> int:
+        return self.num_frames or super().frames
+
+    def seekable(self) -> bool:
+        """Return whether soundfile can seek, which it does after each read."""
+        return super().seekable() and self.frames < _UNKNOWN
+
+
+def open_audio_file(encoded: Encoded) -> AudioFile:
+    """Open an audio file. Raises BrokenItemError if it is truncated, and soundfile's errors.
+
+    Truncated FLAC and MP3 files that state a length are only found by decoding them.
+    """
+    with io.BytesIO(encoded) if isinstance(encoded, bytes) else open(encoded, "rb") as file:
+        while (tag := file.read(10))[:3] == b"ID3":  # may hold pictures
+            file.seek(functools.reduce(lambda size, seven_bits: size << 7 | seven_bits, tag[6:], 0), os.SEEK_CUR)
+        start = file.seek(-len(tag), os.SEEK_CUR)
+        magic = tag[:4]
+        if magic in _CHUNKS and not start:
+            encoded = _complete_chunks(file, magic) or encoded
+        elif magic == b"OggS":
+            _check_ogg(file)
+        audio = AudioFile(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
+        if audio.frames >= _UNKNOWN:
+            return _complete_flac(audio)
+        if audio.subtype in _BIT_RATES:
+            file.seek(start)
+            return _complete_mpeg(file, audio)
+    return audio
+
+
+def _complete_chunks(file: BinaryIO, magic: bytes) -> bytes | None:
+    """Return a WAV, AIFF or CAF with the size of its samples, or None if libsndfile knows it."""
+    position, alignment, size_bytes = _CHUNKS[magic]
+    order: Literal["little", "big"] = "little" if magic == b"RIFF" else "big"
+    file_bytes = file.seek(0, os.SEEK_END)
+    for _ in range(_MOST_CHUNKS):
+        file.seek(position)
+        name = file.read(4)
+        stated = int.from_bytes(file.read(size_bytes), order)
+        if name in (b"data", b"SSND"):
+            break
+        position += 4 + size_bytes + stated + stated % alignment
+    else:
+        return None
+    samples_at = file.tell()
+    available = file_bytes - samples_at
+    is_from_pipe = stated >> 8 * size_bytes - 8 >= 0x7F  # sox 0x7F000008 or 0x7FFFF000, ffmpeg 0xFFFFFFFF
+    if stated > available and not is_from_pipe:
+        raise BrokenItemError(f"audio is truncated: found {available} of {stated} bytes of samples")
+    # libsndfile reads a WAV or AIFF from a pipe to its end. 4 bytes are those of an empty CAF.
+    if stated > 4 and not (is_from_pipe and magic == b"caff"):
+        return None
+    file.seek(0)
+    content = bytearray(file.read())
+    content[samples_at - size_bytes : samples_at] = available.to_bytes(size_bytes, order)
+    return bytes(content)
+
+
+def _check_ogg(file: BinaryIO) -> None:
+    """Raise BrokenItemError for an Ogg that ends within a page."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_PAGE))
+    _, sync, page = file.read().rpartition(b"OggS\0")
+    page = page.ljust(22, b"\xff")  # 255 sizes, if there is no number of sizes
+    if sync and len(page) < 22 + page[21] + sum(page[22 : 22 + page[21]]):
+        raise BrokenItemError("audio is truncated: the last page of its Ogg stream is incomplete")
+
+
+def _complete_flac(source: AudioFile) -> AudioFile:
+    """Open a FLAC that states no length after encoding it anew."""
+    content = io.BytesIO()
+    with soundfile.SoundFile(content, "w", source.samplerate, source.channels, source.subtype, format="FLAC") as target:
+        while len(samples := source.read(_FLAC_BLOCK, "int32", always_2d=True)):
+            target.write(samples)
+    content.seek(0)
+    return AudioFile(content)
+
+
+def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
+    """Open MPEG audio that states no length, with all samples that its frames hold. An encoder's delay isn't removed."""
+    start = file.read(64)
+    if _NUM_FRAMES_STATED.search(start):
+        return estimated
+    # A Xing frame without a length becomes one without sound. libsndfile would leave it out and estimate from the next.
+    content = re.sub(rb"Xing|Info", bytes(4), start) + file.read()
+    is_mpeg_1 = estimated.samplerate >= 32000
+    bit_rates = _BIT_RATES[estimated.subtype if is_mpeg_1 else "MPEG-2"].split()
+    samples_per_frame = 1152 if is_mpeg_1 or estimated.subtype == "MPEG_LAYER_II" else 576
+    sync = content[:2]
+
+    def measure_frame(position: int) -> int:
+        """Return the bytes of the frame at this position, or 0 if there is none."""
+        header = content[position : position + 3]
+        if len(header) < 3 or header[:2] != sync:
+            return 0
+        bit_rate = 1000 * int(bit_rates[header[2] >> 4])
+        padding = header[2] >> 1 & 1
+        return bit_rate and samples_per_frame // 8 * bit_rate // estimated.samplerate + padding
+
+    num_frames = 0
+    position = 0
+    end = -1
+    while (position := content.find(sync, position)) >= 0:
+        frame_bytes = measure_frame(position)
+        # At the start, and behind a tag or damage, only two frames in a row are trusted.
+        if frame_bytes and (position == end or measure_frame(position + frame_bytes)):
+            num_frames += 1
+            position += frame_bytes
+            end = position
+        else:
+            position += 1
+    if not num_frames:  # a single frame, or of free format
+        return estimated
+    if end > len(content) or content[end:] in (sync, sync[:1]):
+        raise BrokenItemError("audio is truncated: its last frame is incomplete")
+    # libsndfile reads as many samples as there were if all frames were like the first one.
+    complete = AudioFile(io.BytesIO(content.ljust((num_frames + 1) * measure_frame(0), b"\0")))
+    complete.num_frames = num_frames * samples_per_frame
+    return complete
