@@ -22,7 +22,8 @@ _BIT_RATES = {  # kbit/s by the index in a frame's header (ISO/IEC 11172-3 and 1
     "MPEG_LAYER_III": "0 32 40 48 56 64 80 96 112 128 160 192 224 256 320 0",
     "MPEG-2": "0 8 16 24 32 40 48 56 64 80 96 112 128 144 160 0",
 }
-_NUM_FRAMES_STATED = re.compile(rb"VBRI|(Xing|Info)\0\0\0[\1\3\5\7\t\v\r\x0f](?!\0{4})")
+_NUM_FRAMES_STATED = re.compile(rb"VBRI|(?:Xing|Info)\0\0\0[\1\3\5\7\t\v\r\x0f](?!\0{4})")
+_NUM_BYTES_STATED = re.compile(rb"(?:Xing|Info)\0\0\0[\3\7\v\x0f].{4}(.{4})", re.DOTALL)
 _CHUNKS = {b"RIFF": (12, 2, 4), b"FORM": (12, 2, 4), b"caff": (8, 1, 8)}
 """Where the chunks of a WAV, AIFF or CAF start, their alignment, and the bytes of a size."""
 _MOST_CHUNKS = 1000  # most files have about ten
@@ -110,26 +111,38 @@ def _check_ogg(file: BinaryIO) -> None:
 
 
 def _complete_flac(source: AudioFile) -> AudioFile:
-    """Open a FLAC that states no length after encoding it anew."""
+    """Open a FLAC that states no length as a CAF, which has the same subtypes."""
     content = io.BytesIO()
-    with soundfile.SoundFile(content, "w", source.samplerate, source.channels, source.subtype, format="FLAC") as target:
+    with soundfile.SoundFile(content, "w", source.samplerate, source.channels, source.subtype, format="CAF") as target:
         while len(samples := source.read(_FLAC_BLOCK, "int32", always_2d=True)):
             target.write(samples)
     content.seek(0)
     return AudioFile(content)
 
 
+def _is_joined(file: BinaryIO, start: bytes) -> bool:
+    """Return whether another MP3 follows behind the bytes that a Xing frame counts, as `cat a.mp3 b.mp3` makes it."""
+    num_bytes = _NUM_BYTES_STATED.search(start)
+    if not num_bytes:
+        return False
+    position = file.tell()
+    file.seek(position - len(start) + int.from_bytes(num_bytes[1], "big"))
+    following = file.read(3)
+    file.seek(position)
+    return following == b"ID3" or following[:2] == start[:2]
+
+
 def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
     """Open MPEG audio that states no length, with all samples that its frames hold. An encoder's delay isn't removed."""
     start = file.read(64)
-    if _NUM_FRAMES_STATED.search(start):
+    if _NUM_FRAMES_STATED.search(start) and not _is_joined(file, start):
         return estimated
     # A Xing frame without a length becomes one without sound. libsndfile would leave it out and estimate from the next.
     content = re.sub(rb"Xing|Info", bytes(4), start) + file.read()
     is_mpeg_1 = estimated.samplerate >= 32000
     bit_rates = _BIT_RATES[estimated.subtype if is_mpeg_1 else "MPEG-2"].split()
     samples_per_frame = 1152 if is_mpeg_1 or estimated.subtype == "MPEG_LAYER_II" else 576
-    sync = content[:2]
+    sync = b""
 
     def measure_frame(position: int) -> int:
         """Return the bytes of the frame at this position, or 0 if there is none."""
@@ -140,6 +153,12 @@ def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
         padding = header[2] >> 1 & 1
         return bit_rate and samples_per_frame // 8 * bit_rate // estimated.samplerate + padding
 
+    for candidate in re.finditer(rb"\xff[\xe2-\xff]", content):  # zeros or text may precede the first frame
+        sync = candidate[0]
+        position = candidate.start()
+        if measure_frame(position) and measure_frame(position + measure_frame(position)):
+            content = content[position:]
+            break
     num_frames = 0
     position = 0
     end = -1

@@ -87,6 +87,23 @@ def test_mp3s_in_a_row_are_read_to_the_last(tmp_path: Path) -> None:
     assert (stated, len(samples)) == (2 * num_samples, 2 * num_samples)
 
 
+@pytest.mark.parametrize("tag", [b"", ID3_TAG], ids=["bare", "tag"])
+def test_mp3s_in_a_row_of_which_the_first_states_its_length_are_read_to_the_last(tag: bytes) -> None:
+    """`cat a.mp3 b.mp3`: the frames that state lengths are frames without sound."""
+    whole = encode(44100, 2, "MP3")
+    num_samples, _ = split_info_frame(whole)
+    stated, samples = read_all(tag + whole + tag + whole)
+    assert (stated, len(samples)) == (2 * num_samples + 2 * 1152, 2 * num_samples + 2 * 1152)
+
+
+@pytest.mark.parametrize("junk", [bytes(300), b"\xff\xe0 not a frame " * 9], ids=["zeros", "text"])
+def test_an_mp3_with_bytes_before_its_first_frame_is_read_to_its_end(junk: bytes, tmp_path: Path) -> None:
+    num_samples, frames = split_info_frame(encode(44100, 2, "MP3", **MP3_OPTIONS["VBR"]))
+    (tmp_path / "a.mp3").write_bytes(junk + frames)
+    stated, samples = read_all(str(tmp_path / "a.mp3"))
+    assert (stated, len(samples)) == (num_samples, num_samples)
+
+
 @pytest.mark.parametrize(
     "bit_rates", [[8], [8, 8, 13, 2, 2, 2, 2], [2, 2, 2, 13, 13]], ids=["CBR", "falling", "rising"]
 )
