@@ -24,6 +24,7 @@ from clap_ds.model.torchaudio_compat import torchaudio
 from clap_ds.weights.export import export
 from clap_ds.weights.load import load_weights
 from tests.data.tars import write_tar
+from tests.data.test_decoding import KAISER_BEST
 from tests.evaluation.conftest import ALONE
 from tests.inference.conftest import noise, write_sound
 from tests.weights.fake_checkpoints import save_safetensors
@@ -135,7 +136,7 @@ def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> N
     samples, length = noise(2.5)[0] / 2, round(clap.clip_s * clap.sample_rate)
     frames = -(-length * 44100 // 48000)
     cut = torch.from_numpy(samples)[(len(samples) - frames) // 2 :][:frames]
-    middle = torchaudio.functional.resample(cut, 44100, 48000)[:length]
+    middle = torchaudio.functional.resample(cut, 44100, 48000, **KAISER_BEST)[:length]
     found = clap.embed_audio(samples, 44100, pooling="center")
     np.testing.assert_allclose(found, clap.embed_audio(middle.numpy(), 48000), atol=1e-5)
 
