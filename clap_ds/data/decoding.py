@@ -196,7 +196,7 @@ def _build_filters(ratio: Fraction) -> _Filters:
     output_period = periods * ratio.numerator
     parts = []
     for outputs in torch.arange(output_period, dtype=torch.float64).split(_FILTERS_AT_ONCE):
-        positions = outputs * ratio.denominator / ratio.numerator  # in input samples
+        positions = outputs / float(ratio)  # in input samples
         first = math.floor(positions[0]) - reach
         last = math.ceil(positions[-1]) + reach
         distances = (torch.arange(first, last + 1)[:, None] - positions) * cutoff  # in zero crossings

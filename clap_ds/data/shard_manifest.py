@@ -116,7 +116,7 @@ def read_manifest(folder: str) -> ShardManifest:
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
-def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, *, warns: bool = True) -> Kind:
+def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, warns: bool = True) -> Kind:
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
     `warns` prints folders that were prepared with another resampling filter. Raises ValueError for kinds that can't be
     mixed and for another model's front end."""
@@ -131,10 +131,10 @@ def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, *, war
             where = f"{field}: {folder} was prepared for another model than {model.name}"
             raise ValueError(f"{where}: {', '.join(others)}")
         if warns and found and found.get("resampling") != RESAMPLING_FILTER:
-            was = f"warning: {field}: {folder} was prepared with another resampling filter than {RESAMPLING_FILTER}"
             print(
-                f"{printable(was)}. Unless its files had the model's sample rate or a higher one, they have another spectrum "
-                "than encoded audio: prepare them again (clap-ds shards prepare)",
+                f"warning: {field}: {printable(folder)} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
+                "Unless its files had the model's sample rate or a higher one, they have another spectrum than encoded "
+                "audio: prepare them again (clap-ds shards prepare)",
                 file=sys.stderr,
             )
         kinds[manifest.kind] = folder

@@ -11,7 +11,14 @@ import torch
 from clap_ds.config.model import load_preset
 from clap_ds.data import decoding
 from clap_ds.data.batch import to_int16
-from clap_ds.data.decoding import BrokenItemError, decode_audio, decode_part, resample, resample_blocks, resampling_ratio
+from clap_ds.data.decoding import (
+    BrokenItemError,
+    decode_audio,
+    decode_part,
+    resample,
+    resample_blocks,
+    resampling_ratio,
+)
 from clap_ds.model.mel import LogMel
 from clap_ds.model.torchaudio_compat import torchaudio
 from tests import needs
