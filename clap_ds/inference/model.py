@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clap_ds.config.model import CONTEXT_LENGTH, load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
@@ -52,7 +52,7 @@ class Clap:
         self.config, self.source, self.fingerprint = weights.config, weights.path, weights.fingerprint
         self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
-        self.context_length = weights.context_length or min(CONTEXT_LENGTH, self.config.text.max_tokens)
+        self.context_length = weights.longest_caption
         self.model, self._tokenizer_name = weights.build_for(device, dtype), tokenizer or weights.tokenizer_name
 
     @cached_property
