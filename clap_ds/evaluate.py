@@ -26,7 +26,7 @@ from clap_ds.config.arguments import add_config, add_json, make_parser, whole_nu
 from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
 from clap_ds.config.files import show_results
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import CONTEXT_LENGTH, load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
@@ -134,7 +134,7 @@ def evaluate_checkpoint(
         settings,
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
-        context_length=said or checkpoint.context_length or min(CONTEXT_LENGTH, checkpoint.config.text.max_tokens),
+        context_length=said or checkpoint.longest_caption,
         micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or BATCH_SIZE,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,

@@ -1,6 +1,7 @@
 """Decode audio files to waveforms of the model's length and sample rate.
 
-Resampling uses torchaudio's windowed-sinc filters but skips their zeros: the same samples in a fifth of the time.
+Resampling uses the windowed sinc of librosa's `kaiser_best`. Like librosa's default (soxr), which made the inputs of published
+CLAP weights, it suppresses images above the file's Nyquist frequency. The log of the mel spectrum would show weaker filters'.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from clap_ds.data.batch import to_int16
 from clap_ds.data.stated_length import AudioFile, open_audio_file
 from clap_ds.data.stated_length import BrokenItemError as BrokenItemError
 from clap_ds.data.stated_length import Encoded as Encoded
-from clap_ds.model.torchaudio_compat import torchaudio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 
@@ -34,9 +34,14 @@ _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of subtypes tha
 _MOST_SEARCHED = 2**24  # frames; bounds memory: 1 MB of FLAC can decode to hours of silence
 _LOUDEST = 1000  # floating-point samples beyond are unscaled integers or garbage
 _RATES = range(1000, 10**6 + 1)  # Hz; at lower rates, a few samples would become hours
-_LARGEST_RATIO_TERM = 1000  # bounds the filter; every rate in use is exact (44100: 160/147)
-_FILTERS_AT_ONCE = 16  # columns of a matrix product: fit registers, few zeros
-_SMALLEST_PERIOD = 128  # output samples; BLAS requires that the products' rows don't overlap
+
+RESAMPLING_FILTER = "kaiser_best"
+"""Recorded with prepared shards. A change of the next three numbers, librosa's, needs another name."""
+_ZERO_CROSSINGS = 64  # of the sinc, on either side of its center
+_ROLLOFF = 0.9475937167399596  # cutoff relative to the lower of the two Nyquist frequencies
+_KAISER_BETA = 14.769656459379492
+_LARGEST_DENOMINATOR = 48_000  # of a ratio: bounds its filters to 30 MB, and keeps rates up to 48 kHz exact
+_FILTERS_AT_ONCE = 32  # columns of a matrix product: fit registers, few zeros
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
@@ -146,36 +151,42 @@ def repeat(target: NDArray[Any], length: int) -> None:
 
 
 class _Filters(NamedTuple):
-    step: int  # input samples
-    num_filters: int  # output samples
-    width: int  # zeros to add on the left
-    parts: list[tuple[int, Tensor]]  # first input sample, taps (taps, filters)
+    input_period: int  # input samples after which the filters repeat
+    output_period: int  # output samples after which they repeat: number of filters
+    reach: int  # input samples on either side of an output sample's position that affect it
+    parts: list[tuple[int, Tensor]]  # first input sample, counted from `reach` before a period; taps (taps, filters)
 
 
-@functools.lru_cache(maxsize=32)  # building filters takes milliseconds
-def _filters(ratio: Fraction) -> _Filters:
-    step, num_filters = ratio.denominator, ratio.numerator
-    original = torchaudio.transforms.Resample(step, num_filters)
-    periods, width = -(-_SMALLEST_PERIOD // num_filters), original.width
-    filters = torch.zeros(periods, num_filters, step * periods + 2 * width)
-    for period, rows in enumerate(filters):
-        rows[:, period * step : (period + 1) * step + 2 * width] = original.kernel[:, 0]
+@functools.lru_cache(maxsize=16)  # building takes 10 ms for usual ratios, a second for the longest
+def _build_filters(ratio: Fraction) -> _Filters:
+    """Build the filters that `torchaudio.transforms.Resample` defines, of which each part stores only the nonzero taps."""
+    cutoff = _ROLLOFF * min(1.0, float(ratio))  # relative to the input's Nyquist frequency
+    reach = math.ceil(_ZERO_CROSSINGS / cutoff)
+    most_taps = 2 * reach + math.ceil(_FILTERS_AT_ONCE / ratio) + 2
+    periods = math.ceil(most_taps / ratio.denominator)  # BLAS copies a matrix whose rows overlap
+    output_period = periods * ratio.numerator
     parts = []
-    for rows in filters.flatten(0, 1).split(_FILTERS_AT_ONCE):
-        used = (rows.abs().amax(0) > 1e-12).nonzero()  # smaller taps can't change a float32 sum near 1
-        first, last = int(used[0]), int(used[-1])
-        parts.append((first, rows[:, first : last + 1].T.contiguous()))
-    return _Filters(step * periods, num_filters * periods, width, parts)
+    for outputs in torch.arange(output_period, dtype=torch.float64).split(_FILTERS_AT_ONCE):
+        positions = outputs / float(ratio)  # in input samples
+        first = math.floor(positions[0]) - reach
+        last = math.ceil(positions[-1]) + reach
+        distances = (torch.arange(first, last + 1)[:, None] - positions) * cutoff  # in zero crossings
+        distances.clamp_(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)  # where the sinc is zero
+        window = torch.i0(_KAISER_BETA * (1 - (distances / _ZERO_CROSSINGS) ** 2).sqrt()) / float(np.i0(_KAISER_BETA))
+        taps = cutoff * torch.sinc(distances) * window
+        parts.append((first + reach, taps.float()))
+    return _Filters(periods * ratio.denominator, output_period, reach, parts)
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
-    return Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM)
+    """Return the ratio of two rates in Hz: exact if `from_rate` is at most 48 kHz, else within 1 in 90,000."""
+    return Fraction(to_rate, from_rate).limit_denominator(_LARGEST_DENOMINATOR)
 
 
 def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
     """Resample block by block, equal up to rounding to `resample` of the concatenated blocks."""
     period = ratio.denominator  # input samples after which the filters repeat
-    context = -(-_filters(ratio).width // period) * period
+    context = -(-_build_filters(ratio).reach // period) * period
     held, before = torch.empty(0), 0  # number of held samples that were already resampled
     for block in blocks:
         held = torch.cat([held, block])
@@ -188,10 +199,10 @@ def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tenso
 
 
 def resample(waveform: Tensor, ratio: Fraction) -> Tensor:
-    """Resample (T,) float32 like `torchaudio.transforms.Resample`."""
-    step, num_filters, width, parts = _filters(ratio)
+    """Resample (T,) float32 to ceil(T * ratio) samples, as librosa does."""
+    step, num_filters, reach, parts = _build_filters(ratio)
     num_steps = len(waveform) // step + 1
-    padded = torch.nn.functional.pad(waveform, (width, width + step))
+    padded = torch.nn.functional.pad(waveform, (reach, reach + step + 1))
     resampled = waveform.new_empty(num_steps, num_filters)
     for (first, taps), part in zip(parts, resampled.split(_FILTERS_AT_ONCE, dim=1), strict=True):
         torch.mm(padded.as_strided((num_steps, len(taps)), (step, 1), first), taps, out=part)

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,8 +17,10 @@ import fsspec
 from braceexpand import braceexpand
 from pydantic import TypeAdapter
 
+from clap_ds.config.errors import printable
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.data.decoding import RESAMPLING_FILTER
 from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
 from clap_ds.data.tar_samples import is_sample, list_items
 
@@ -43,7 +46,7 @@ FrontEnd = dict[str, Any]
 
 
 def front_end_of(audio: AudioConfig) -> FrontEnd:
-    return audio.model_dump(include={*FRONT_END})
+    return audio.model_dump(include={*FRONT_END}) | {"resampling": RESAMPLING_FILTER}
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,10 @@ def describe_contents(paths: Sequence[str]) -> str:
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"
 
 
-def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD) -> Kind:
+def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, warns: bool = True) -> Kind:
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
-    Raises ValueError for kinds that can't be mixed and for another model's front end."""
+    `warns` prints folders that were prepared with another resampling filter. Raises ValueError for kinds that can't be
+    mixed and for another model's front end."""
     own, kinds = front_end_of(model.audio), dict[Kind, str]()  # kind → its last folder
     for folder in dict.fromkeys(map(folder_of, shards)):
         manifest = read_manifest(folder)
@@ -144,6 +148,13 @@ def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD) -> Kin
         ]:
             where = f"{field}: {folder} was prepared for another model than {model.name}"
             raise ValueError(f"{where}: {', '.join(others)}")
+        if warns and found and found.get("resampling") != RESAMPLING_FILTER:
+            print(
+                f"warning: {field}: {printable(folder)} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
+                "Unless its files had the model's sample rate or a higher one, they have another spectrum than encoded "
+                "audio: prepare them again (clap-ds shards prepare)",
+                file=sys.stderr,
+            )
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found_in = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))

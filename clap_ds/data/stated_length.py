@@ -10,7 +10,7 @@ import functools
 import io
 import os
 import re
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import soundfile
 
@@ -111,9 +111,10 @@ def _check_ogg(file: BinaryIO) -> None:
 
 
 def _complete_flac(source: AudioFile) -> AudioFile:
-    """Open a FLAC that states no length as a CAF, which has the same subtypes."""
+    """Open a FLAC that states no length after encoding it anew, because decoded it may be too large for memory."""
     content = io.BytesIO()
-    with soundfile.SoundFile(content, "w", source.samplerate, source.channels, source.subtype, format="CAF") as target:
+    options: Any = {"format": "FLAC", "subtype": source.subtype, "compression_level": 0.0}
+    with soundfile.SoundFile(content, "w", source.samplerate, source.channels, **options) as target:
         while len(samples := source.read(_FLAC_BLOCK, "int32", always_2d=True)):
             target.write(samples)
     content.seek(0)

@@ -93,7 +93,7 @@ class WebDatasetStream:
         """Find the shards. Return each worker's share, and everything that determines the order of samples."""
         sources = expand_sources(data.shards)
         shards = [shard for source in sources for shard in source.shards]
-        self._kind, samples = kind_of(shards, spec.model), samples_of(shards, most_bytes)
+        self._kind, samples = kind_of(shards, spec.model, warns=spec.rank == 0), samples_of(shards, most_bytes)
         num_samples = sum(samples) if samples else None
         has_epochs = bool(num_samples and data.has_epochs)
         self._described = {

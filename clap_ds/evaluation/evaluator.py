@@ -76,7 +76,8 @@ class Evaluator:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
         shards = {task: expand_shards(settings.shards, field) for task, (field, settings) in named.items()}
         tars = list(dict.fromkeys(chain(*shards.values())))
-        self._kind = kind_of(tars, self.model_config, " and ".join(field for field, _ in named.values()))
+        fields = " and ".join(field for field, _ in named.values())
+        self._kind = kind_of(tars, self.model_config, fields, warns=self.ranks.is_main_process)
         self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
         self._plans: dict[str, Plan] = {}

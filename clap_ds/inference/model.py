@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clap_ds.config.model import CONTEXT_LENGTH, load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
@@ -52,7 +52,7 @@ class Clap:
         self.config, self.source, self.fingerprint = weights.config, weights.path, weights.fingerprint
         self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
-        self.context_length = weights.context_length or min(CONTEXT_LENGTH, self.config.text.max_tokens)
+        self.context_length = weights.longest_caption
         self.model, self._tokenizer_name = weights.build_for(device, dtype), tokenizer or weights.tokenizer_name
 
     @cached_property
@@ -64,6 +64,7 @@ class Clap:
         audio: Audio | Sequence[Audio],
         sample_rate: float | None = None,
         *,
+        channels_first: bool | None = None,
         pooling: Pooling = "mean",
         **options: Any,
     ) -> Array:
@@ -72,9 +73,10 @@ class Clap:
         Args:
             audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
                 clip of a shard, an encoded file (bytes or a binary file), an array, or, as in `datasets`, a decoder or a
-                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels, num_samples) with at most 8
-                channels, floating point in ±1 or int16.
+                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels, num_samples) with one or two
+                channels, floating point in ±1 or int16. A batch of mono clips is a list: `list(array)`.
             sample_rate: of arrays, in Hz.
+            channels_first: True for arrays (channels, num_samples) of up to 8 channels, False for (num_samples, channels).
             pooling: of longer sounds: "mean" of all windows' embeddings, normalized, or the "center" window, as in
                 evaluation (with feature fusion the whole sound).
             options: `overlap`, `batch_size` and `num_workers` of `iter_windows`.
@@ -83,7 +85,7 @@ class Clap:
         is_alone = isinstance(items, Source | bytes | Mapping) or getattr(items, "ndim", 3) < 3
         is_alone = is_alone or hasattr(items, "read") or hasattr(items, "get_all_samples")
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
-        sources = [_source(name, each, sample_rate) for name, each in named.items()]
+        sources = [_source(name, each, sample_rate, channels_first) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
         for row in self.iter_windows(sources, pooling=pooling, _fill=not is_alone, **options):
             if row.vector is None:
@@ -132,22 +134,22 @@ class Clap:
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
         """Embed texts: (n, dim) float32, rows of length 1. Raises ValueError for a blank text or no tokenizer."""
-        each = [texts] if isinstance(texts, str) else [*texts]
-        if not all(map(str.strip, each)):
-            raise ValueError(f"expected texts, found a blank one: {each}")
+        captions = _as_list(texts, "texts")
         fill = not isinstance(texts, str)
-        return embed_text(self.model, each, self.tokenizer, self.context_length, batch_size, fill).cpu().numpy()
+        return embed_text(self.model, captions, self.tokenizer, self.context_length, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
         """Embed labels as in zero-shot evaluation: (len(labels), dim) float32, rows of length 1.
 
         Each is the normalized mean over templates, whose {} becomes the label, with spaces for underscores (`dog_bark`).
         """
-        if isinstance(labels, str) or not labels or len(set(labels)) < len(labels):
+        names = _as_list(labels, "labels")
+        if isinstance(labels, str) or not names or len(set(names)) < len(names):
             raise ValueError(f"labels: expected a list of distinct texts, found {labels!r}")
-        if isinstance(templates, str) or not templates or not all("{}" in text for text in templates):
+        sentences = _as_list(templates, "templates")
+        if not sentences or not all("{}" in text for text in sentences):
             raise ValueError(f"templates: expected a list of texts with {{}} in the label's place, found {templates!r}")
-        captions = class_captions({label: [in_words(label)] for label in labels}, templates)
+        captions = class_captions({label: [in_words(label)] for label in names}, sentences)
         return class_features(captions, torch.from_numpy(self.embed_text([*chain(*captions)]))).numpy()
 
     def classify(
@@ -181,7 +183,17 @@ def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
             vectors, error = [], ""
 
 
-def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
+def _as_list(texts: Any, name: str) -> list[str]:
+    """Return a text as a list of one, or texts as a list. Raises ValueError for one that is blank or isn't a `str`."""
+    is_alone = isinstance(texts, str | bytes) or not isinstance(texts, Iterable)
+    captions = [texts] if is_alone else [*texts]
+    for number, text in enumerate(captions):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{name}[{number}]: expected texts, not blank, found {type(text).__name__} {text!r:.60}")
+    return captions
+
+
+def _source(name: str, audio: Any, sample_rate: float | None, channels_first: bool | None) -> Source:
     if isinstance(audio, Source):
         return audio
     audio = audio.read() if hasattr(audio, "read") else audio
@@ -190,13 +202,22 @@ def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
     if hasattr(audio, "get_all_samples"):  # torchcodec's decoder, as in `datasets`
         samples = audio.get_all_samples()
         audio, sample_rate = samples.data, samples.sample_rate
+        channels_first = True
     elif isinstance(audio, Mapping):
         audio, sample_rate = audio.get("array"), audio.get("sampling_rate")
+        channels_first = channels_first is not False
     array = np.empty(()) if isinstance(audio, tuple) else np.asarray(audio)
     rows = array[None] if array.ndim == 1 else array
-    if rows.ndim != 2 or not 0 < len(rows) <= MOST_CHANNELS:
-        expected = f"a path, samples (T,) or (channels, T) of at most {MOST_CHANNELS} channels, or a dict of them"
-        raise ValueError(f"{name}: expected {expected}, found {type(audio).__name__} of shape {array.shape}")
+    if channels_first is False and rows is array:
+        rows = array.T
+    most_channels = 2 if channels_first is None else MOST_CHANNELS  # in LAION-CLAP, (N, T) are N mono clips
+    if rows.ndim != 2 or not 0 < len(rows) <= most_channels:
+        expected = "a path, samples (T,), (1, T) or stereo (2, T), or a dict of them"
+        found = f"{type(audio).__name__} of shape {array.shape}"
+        raise ValueError(
+            f"{name}: expected {expected}, found {found}. Pass mono clips as a list: list(array). Pass one sound of at most "
+            f"{MOST_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
+        )
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
     if not sample_rate or sample_rate < 0 or sample_rate % 1:

@@ -47,7 +47,7 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-    length = found.context_length or min(loaded.model_max_length, text.max_tokens)
+    length = found.longest_caption
     loaded.model_max_length = length  # what `truncation=True` keeps
     try:
         with drafted(folder) as draft:

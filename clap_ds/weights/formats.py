@@ -15,7 +15,7 @@ from torch import Tensor
 from clap_ds.config import files
 from clap_ds.config.clap_json import read_clap
 from clap_ds.config.errors import some
-from clap_ds.config.model import ClapConfig, parse_sizes
+from clap_ds.config.model import CONTEXT_LENGTH, ClapConfig, parse_sizes
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
@@ -59,6 +59,11 @@ class Checkpoint:
     def tokenizer_name(self) -> str | None:
         """Return its own tokenizer, or the one on the Hub for its text tower."""
         return self.tokenizer or self.config.text.hub_name or None
+
+    @property
+    def longest_caption(self) -> int:
+        """Return the tokens to which every use of the model truncates captions: training's, or LAION's if unknown."""
+        return min(self.context_length or CONTEXT_LENGTH, self.config.text.max_tokens)
 
     @property
     def fingerprint(self) -> str:

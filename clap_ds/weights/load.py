@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import some
-from clap_ds.config.files import flatten
+from clap_ds.config.files import flatten, read_object
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import (
@@ -59,8 +59,12 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
         return path, load_transformers(path)
     if (path / OPEN_CLIP_WEIGHTS).exists():
         _, found = _read(path / OPEN_CLIP_WEIGHTS, config, best=best, raw=raw)
-        has_tokenizer = (path / "tokenizer_config.json").exists()
-        return path, replace(found, tokenizer=str(path)) if has_tokenizer else found
+        if (path / "tokenizer_config.json").exists():
+            found = replace(found, tokenizer=str(path))
+        sizes = path / "open_clip_config.json"
+        if sizes.exists():
+            found = replace(found, context_length=flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length"))
+        return path, found
     if path.is_dir():
         path = find_checkpoint(path, best=best)
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)

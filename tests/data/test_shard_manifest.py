@@ -97,6 +97,31 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
             kind(*names)
 
 
+@pytest.mark.parametrize("recorded", [{}, {"resampling": "another"}])
+def test_kind_of_warns_of_shards_prepared_with_another_resampling_filter(
+    tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str], recorded: dict[str, str]
+) -> None:
+    former = {**front_end_of(micro.audio), **recorded}
+    if not recorded:
+        del former["resampling"]  # manifests before filters were recorded
+    manifests: dict[str, tuple[Any, FrontEnd | None]] = {
+        "now": ("waveform", front_end_of(micro.audio)),
+        "bare": ("encoded", None),
+        "former": ("waveform", former),
+    }
+    for name, (kind, front_end) in manifests.items():
+        marked_tars(tmp_path / name, 1, 1)
+        write_manifest(tmp_path / name, ShardManifest({"000.tar": ShardRecord(1, 0, 0.0, "")}, kind, front_end))
+    tars = [f"{tmp_path}/{name}/000.tar" for name in manifests]
+    shard_manifest.kind_of(tars, micro)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/former" in line
+    assert "clap-ds shards prepare" in line
+    shard_manifest.kind_of(tars, micro, warns=False)
+    shard_manifest.kind_of(tars[:2], micro)
+    assert not capsys.readouterr().err
+
+
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     put("memory://flaky/manifest.json", b'{"shards": {"a": {"items": 7, "bytes": 0, "seconds": 0, "sha256": ""}}}')
     read, failures = MemoryFile.read, [ConnectionResetError("reset")] * 4

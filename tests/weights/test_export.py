@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import clap_ds
 from clap_ds.config.model import ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights import export
@@ -124,6 +125,21 @@ def test_captions_are_cut_at_the_trained_length(
         processor(audio=long, sampling_rate=48000)
     asked = {"truncation": "rand_trunc", "sampling_rate": 48000, "return_tensors": "pt"}
     assert processor.feature_extractor(long, **asked)["input_features"].shape == (1, 1, 101, 16)
+
+
+def test_captions_of_unknown_length_are_cut_alike_by_the_exported_processor_and_clap_ds(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    longer = MICRO.text.model_copy(update={"max_positions": 130})
+    save_safetensors(random_model(MICRO.model_copy(update={"text": longer})), source := tmp_path / "m.safetensors")
+    export.main([str(source), str(tmp_path / "out"), "--tokenizer", str(tokenizer)])
+    processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
+    cut = {"padding": True, "truncation": True}
+    ids = processor(text=["rain " * 400], text_kwargs=cut, return_tensors="pt")["input_ids"]
+    assert ids.shape == (1, 77)  # LAION's
+    for path in (source, tmp_path / "out"):
+        clap = clap_ds.load(path, tokenizer=str(tokenizer), device="cpu")
+        assert torch.equal(tokenize(["rain " * 400], clap.tokenizer, clap.context_length)[0], ids)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:

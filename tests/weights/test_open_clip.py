@@ -86,6 +86,7 @@ def test_an_exported_folder_loads_as_it_was(learns_bias: bool, tmp_path: Path, m
         found = load_weights(source)
         assert (found.config, found.loss_kind) == (MICRO, "sigmoid" if learns_bias else "softmax")
         assert found.tokenizer == (str(source) if source.is_dir() else None)
+        assert found.longest_caption == (12 if source.is_dir() else 64)  # of 64 positions; LAION's 77 are more
         own = model.state_dict()
         assert found.state.keys() == own.keys() - {"logit_scale_text"}
         assert all(torch.equal(each, own[name]) for name, each in found.state.items())
