@@ -130,12 +130,19 @@ class Run(Row):
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     finished: str = ""
+    rounding: float = 1e-6
+    """Half of the rate's last digit, relative to it. Repeats can't show that they differ by less."""
     directory: str = ""
     """The run directory that a log names."""
 
     @property
     def name(self) -> str:
         return Path(self.source).name
+
+    @property
+    def default_model(self) -> str:
+        """Its `model` if its source doesn't state one."""
+        return Path(self.source).stem if self.kind == "table" else ""
 
 
 @dataclass(frozen=True)
@@ -262,13 +269,19 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
     known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
+    if run.rate:
+        known["rounding"] = half_digit(run.rate) / run.rate
     if run.rate and run.samples_per_s:
         known["samples_per_s_per_gpu"] = _middle(run.rate, run.samples_per_s, run.gpus)
     return replace(run, **known)
 
 
+def half_digit(number: float) -> float:
+    return 0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2])
+
+
 def _middle(rate: float, total: float, gpus: int) -> float:
     """Return the rate per GPU: if the columns for one and for all GPUs agree, the middle of what their last digits allow."""
-    half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
+    half, of_total = half_digit(rate), half_digit(total)
     low, high = max(rate - half, (total - of_total) / gpus), min(rate + half, (total + of_total) / gpus)
     return (low + high) / 2 if low <= high else rate
