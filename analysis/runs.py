@@ -48,15 +48,15 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
 
 
 def _drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Return runs once, with a note on their copies: records of the same end and windows, and logs of the same content."""
+    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same content."""
     copies: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        identity: tuple[object, ...] = (id(run),)
+        identity: object = id(run)
         if run.kind == "record" and run.finished:
-            identity = (run.finished, run.windows, run.rate)
+            identity = run.finished, run.windows, run.rate
         if run.kind == "log":
-            identity = (hashlib.sha256(Path(run.source).read_bytes()).digest(), run.nodes, run.gpus)
-        copies.setdefault(identity, []).append(run)
+            identity = hashlib.sha256(Path(run.source).read_bytes()).digest()
+        copies.setdefault((run.gpus, run.nodes, identity), []).append(run)
     return [
         noted(first, f"counts once: {len(others)} of its copies are also inputs") if others else first
         for first, *others in copies.values()
