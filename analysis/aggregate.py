@@ -67,13 +67,22 @@ def counted(runs: Iterable[Run]) -> list[Run]:
 
 
 def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
-    groups = [[math.log(run.rate) for run in counted(runs) if run.rate] for runs in scales]
-    repeated = [logs for logs in groups if len(logs) > 1]
-    if not repeated:
-        return None
-    squares = sum((value - fmean(logs)) ** 2 for logs in repeated for value in logs)
-    degrees = sum(len(logs) - 1 for logs in repeated)
-    return RunSpread(math.sqrt(squares / degrees), degrees, sum(map(len, repeated)))
+    """Return the spread of all repeated scales, at least what the rates' digits resolve; None without repeats."""
+    squares = 0.0
+    degrees = 0
+    repeats = 0
+    rounding = 0.0
+    for runs in scales:
+        repeated = counted(runs)
+        if len(repeated) < 2:
+            continue
+        logs = [math.log(run.rate) for run in repeated if run.rate]
+        mean = fmean(logs)
+        squares += sum((value - mean) ** 2 for value in logs)
+        degrees += len(logs) - 1
+        repeats += len(logs)
+        rounding = max(rounding, min(run.rounding for run in repeated))
+    return RunSpread(max(math.sqrt(squares / degrees), rounding), degrees, repeats) if degrees else None
 
 
 def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
@@ -104,10 +113,12 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield from filter(None, run.notes.split("; "))
-    rates = [run.rate or 0.0 for run in used]
-    for run, rate in zip(used, rates, strict=True):
-        if len(rates) > 2 and abs(off := rate / median(rates) - 1) > OUTLYING:
-            yield f"{run.name} is {100 * off:+.1f}% from the median repeat"
+    if len(used) > 2:
+        middle = median(run.rate or 0.0 for run in used)
+        for run in used:
+            off = (run.rate or 0.0) / middle - 1
+            if abs(off) > OUTLYING:
+                yield f"{run.name} is {100 * off:+.1f}% from the median repeat"
     for run in runs:
         if run.error:
             yield f"{run.state}: {shorten(run.error.replace(';', ','), 120, placeholder=' …')}"

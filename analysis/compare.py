@@ -4,16 +4,17 @@ Examples:
     clap-ds compare runs/before runs/after
 
 A and B are each a folder of runs, a run directory, a log or a table. Rows of the same model, variant and scale are paired.
-Significance follows from the spread of repeats, pooled over all scales of both; single runs don't suffice.
+Significance follows from the spread of each row's repeats (Welch's interval). Single runs don't suffice, and two on a side
+seldom do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import product
 
-from clap_ds.analysis.aggregate import RunSpread, pooled_spread
+from clap_ds.analysis.aggregate import pooled_spread
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Run, Scale
@@ -24,46 +25,64 @@ COVERAGE = 0.99
 """Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing load."""
 
 
-def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale, RunSpread | None]]:
-    """Pair rows of A and B by model, variant and scale. Return them with the spread of repeats, None without repeats.
-    UserError if no rows match."""
-    sides = [scaling_table(runs) for runs in (a_runs, b_runs)]
-    spread = pooled_spread(row.runs for rows in sides for row in rows)
-    key = attrgetter("model", "variant", "nodes", "gpus")
-    found = [(a, b, spread) for a in sides[0] for b in sides[1] if a.rate and b.rate and key(a) == key(b)]
-    if not found:
-        raise UserError("A and B have no model and scale with a rate in common")
-    return found
+def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale]]:
+    """Pair rows of A and B by model, variant and scale. A model that isn't stated matches any. UserError if no rows match."""
+    sides = [[row for row in scaling_table(runs) if row.rate] for runs in (a_runs, b_runs)]
+    pairs = [(a, b) for a, b in product(*sides) if _is_pair(a, b)]
+    if not pairs:
+        a_rows, b_rows = (", ".join(f"{row.title} on {row.scale}" for row in rows) for rows in sides)
+        raise UserError(f"A and B have no model, variant and scale with a rate in common. A: {a_rows}. B: {b_rows}")
+    return pairs
 
 
-def interval(a: Scale, b: Scale, spread: RunSpread) -> tuple[float, float]:
-    """Return the interval of B's rate over A's with coverage `COVERAGE`."""
-    ratio = (b.rate or 0.0) / (a.rate or 1.0)
-    half = student_t(COVERAGE, spread.degrees) * spread.deviation * math.sqrt(1 / a.repeats + 1 / b.repeats)
+def _is_pair(a: Scale, b: Scale) -> bool:
+    models = {row.model for row in (a, b) if row.model != row.runs[0].default_model}
+    return len(models) < 2 and (a.variant, a.nodes, a.gpus) == (b.variant, b.nodes, b.gpus)
+
+
+def interval(a: Scale, b: Scale) -> tuple[float, float] | None:
+    """Return Welch's interval of B's rate over A's with coverage `COVERAGE`; None unless both sides were repeated.
+
+    Two guards keep its coverage with few runs of unequal spreads (simulated in tests/analysis/test_compare.py): the larger
+    spread stands for both sides, and the degrees of freedom are at most 1.5 times those of the smaller side.
+    """
+    spreads = [spread for row in (a, b) if (spread := pooled_spread([row.runs]))]
+    if len(spreads) < 2:
+        return None
+    variances = [spread.deviation**2 / spread.runs for spread in spreads]
+    degrees = sum(variances) ** 2 / sum(v**2 / spread.degrees for v, spread in zip(variances, spreads, strict=True))
+    degrees = min(degrees, 1.5 * min(spread.degrees for spread in spreads))
+    error = max(spread.deviation for spread in spreads) * math.sqrt(sum(1 / spread.runs for spread in spreads))
+    # Few values, for the cache of `student_t`.
+    half = student_t(COVERAGE, round(degrees, 1)) * error
     factor = math.exp(min(half, 300.0))  # avoid overflow
+    ratio = (b.rate or 0.0) / (a.rate or 1.0)
     return ratio / factor, ratio * factor
 
 
-def verdict(a: Scale, b: Scale, spread: RunSpread | None) -> str:
+def verdict(a: Scale, b: Scale) -> str:
     ratio = f"B / A = {(b.rate or 0.0) / (a.rate or 1.0):.4f}"
-    if not spread:
-        return f"{ratio}: significance unknown without repeats; run each three times"
-    low, high = interval(a, b, spread)
-    found = "B is faster" if low > 1 else "B is slower" if high < 1 else "no significant difference"
-    differ = f"runs of one scale differ by {100 * spread.deviation:.2g}%, {spread.degrees} degrees of freedom"
-    of = f"{100 * COVERAGE:g}% interval of {a.repeats} and {b.repeats} runs; {differ}"
-    return f"{ratio} ({low:.5g}–{high:.5g}, {of}): {found}"
+    ends = interval(a, b)
+    if ends is None:
+        return f"{ratio}: significance unknown without repeats of both; run each three times"
+    low, high = ends
+    answer = "no significant difference"
+    if low > 1:
+        answer = "B is faster"
+    if high < 1:
+        answer = "B is slower"
+    interval_text = f"{100 * COVERAGE:g}% interval by Welch, of {len(a.runs)} and {len(b.runs)} runs"
+    return f"{ratio} ({low:.5g}–{high:.5g}, {interval_text}): {answer}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = input_parser(__doc__).parse_args(argv)
     if len(options.inputs) != 2:
         raise UserError(f"expected two inputs, A and B; found {len(options.inputs)}")
-    for a, b, spread in pairs(*(read_runs([path], options) for path in options.inputs)):
+    for a, b in pairs(*(read_runs([path], options) for path in options.inputs)):
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
-        rates = [row.cell("samples_per_s_per_gpu") for row in (a, b)]
-        told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit}. {verdict(a, b, spread)}."
-        print(f"### {' and '.join(titles)}\n\n{told}\n")
+        rates = " and B ".join(row.cell("samples_per_s_per_gpu") for row in (a, b))
+        print(f"### {' and '.join(titles)}\n\nA {rates} samples/s/{a.unit}. {verdict(a, b)}.\n")
 
 
 if __name__ == "__main__":

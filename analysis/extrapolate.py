@@ -3,7 +3,7 @@
 Examples:
     clap-ds extrapolate runs/sweeps/htsat_tiny-… --output projection.png
 
-Uses the one of three laws (`weak_scaling.py`) that best predicts the measured scales from smaller ones.
+The projection is the median of draws from several laws of growth (`weak_scaling.py`), the band their 2.5 and 97.5% quantiles.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
-from clap_ds.analysis.weak_scaling import LAWS, Series, series_of
+from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, series_of
 from clap_ds.config.errors import count_of, run_alone
 
 ABOUT_BAND = (
-    "Rows without a measurement are extrapolated. The band covers noise, fitted parameters, all laws weighted by their fit, "
-    "and changes of growth beyond the measured scales. On simulated sweeps with twelve kinds of growth it covered 94% on "
-    "average and 85% for the worst kind. It does not cover growth that stops or jumps beyond the measured scales."
+    "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "
+    "cover noise, fitted parameters, all laws weighted by their fit, and changes of growth beyond the measured scales. On "
+    "simulated sweeps with 29 kinds of growth the band covered 98% on average and 90% for the worst kind. It does not cover "
+    "growth that stops or jumps beyond the measured scales."
 )
 
 
@@ -34,8 +37,8 @@ def headline(series: Series) -> str:
     nodes, first = series.node_counts[-1], series.rates[0][0]
     band = _band(series, nodes)
     relative = "" if first == 1 else f" relative to {count_of(first, 'node')}"
-    around = f" (95% band {band})" if band else ", without a band, which needs three scales"
-    percent = series.percent_by(series.select_law(), nodes)
+    around = f" (95% band {band})" if band else f" by {USUAL}, without a band, which needs three scales"
+    (percent,) = series.percents([nodes])
     return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{relative}{around}"
 
 
@@ -44,32 +47,35 @@ def _band(series: Series, nodes: int) -> str:
 
 
 def _scaling(series: Series) -> list[str]:
-    """Return a table of all scales: measured, by the best law, and by the others."""
-    best, measured = series.select_law(), dict(series.rates)
-    laws = [best, *(law for law in LAWS if law != best)]
+    """Return a table of all scales, measured and projected, and what the band means, if there is one."""
+    measured = dict(series.rates)
     rows = []
-    for nodes in series.node_counts:
+    for nodes, percent in zip(series.node_counts, series.percents(series.node_counts), strict=True):
         rate = measured.get(nodes)
         known = [f"{rate:.1f}", f"{series.efficiency_percent(rate):.1f}"] if rate else ["", ""]
-        first, *others = (f"{series.percent_by(law, nodes):.1f}" for law in laws)
-        rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, first, _band(series, nodes), *others])
-    columns = [f"{law} %" for law in laws]
-    header = ["nodes", "GPUs", "samples/s/GPU", "measured %", columns[0], "95% band", *columns[1:]]
-    return ["### Scaling", markdown_table(header, rows), ABOUT_BAND]
+        rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, f"{percent:.1f}", _band(series, nodes)])
+    header = ["nodes", "GPUs", "samples/s/GPU", "measured %", "projected %", "95% band"]
+    about = [ABOUT_BAND] if series.bands([1]) else []
+    return ["### Scaling", markdown_table(header, rows), *about]
 
 
 def _hold_outs(series: Series) -> list[str]:
-    """Return a table of scales as each law predicts them from smaller ones."""
-    rows, in_band = [], []
+    """Return a table of scales as the projection and each law alone predict them from smaller ones."""
+    rows, all_errors, in_band = [], [], []
     for small, nodes, actual in series.hold_outs():
         in_band += [low <= actual <= high for low, high in small.bands([nodes]).values()]
-        errors = (f"{small.percent_by(law, nodes) - actual:+.2f}" for law in LAWS)
-        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(small, nodes), *errors])
+        predicted = [*small.percents([nodes]), *(small.percent_by(law, nodes) for law in LAWS)]
+        errors = [percent - actual for percent in predicted]
+        all_errors.append(errors)
+        cells = (f"{error:+.2f}" for error in errors)
+        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(small, nodes), *cells])
     if not rows:
         return ["No hold-outs: they need three scales."]
-    header = ["fitted up to", "nodes", "measured %", "95% band", *(f"{law}, error pp" for law in LAWS)]
-    means = ", ".join(f"{law} {error:.2f}" for law, error in series.holdout_errors().items())
-    text = f"Mean absolute error in points, the law used for the projection first: {means}."
+    names = ["projection", *LAWS]
+    header = ["fitted up to", "nodes", "measured %", "95% band", *(f"{name}, error pp" for name in names)]
+    means = np.abs(all_errors).mean(axis=0)
+    text = "Mean absolute error in points: "
+    text += ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means, strict=True)) + "."
     text += f" The band covered {sum(in_band)} of {len(in_band)}." if in_band else ""
     title = "### Hold-outs: each scale predicted from all smaller ones, and from all but the next smaller one"
     return [title, markdown_table(header, rows), text]

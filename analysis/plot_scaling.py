@@ -146,7 +146,7 @@ def shade_band(axes: Axes, series: Series, node_counts: Sequence[int], color: st
 
 @styled()
 def draw_projection(found: Sequence[Series]) -> Picture:
-    """Draw measured efficiency and the projecting law: solid within measured scales, dashed with its band beyond them."""
+    """Draw measured efficiency and the projection: solid within measured scales, dashed with its band beyond them."""
     picture = Picture((2.6,))
     (axes,) = picture.panels
     names, common = short_names([series.title for series in found])
@@ -154,15 +154,15 @@ def draw_projection(found: Sequence[Series]) -> Picture:
     units = f"{unit(found[0].title)}s"
     all_gpus = []
     for name, series, style in zip(names, found, cycle(SERIES_STYLES), strict=False):
-        law, color, counts, last = series.select_law(), style["color"], series.node_counts, len(series.rates)
+        color, counts, last = style["color"], series.node_counts, len(series.rates)
         gpus = [nodes * series.gpus_per_node for nodes in counts]
         all_gpus += gpus
         points = [series.efficiency_percent(rate) for _, rate in series.rates]
         look = {**style, "linestyle": "none", "markerfacecolor": "none"}
         axes.plot(gpus[:last], points, label=f"{name}, measured", **look)
-        fitted = [series.percent_by(law, nodes) for nodes in counts]
-        axes.plot(gpus[:last], fitted[:last], color=color, label=f"{name}, fitted by {law}")
-        label = fill(f"{name}, extrapolated: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}", 50)
+        fitted = series.percents(counts)
+        axes.plot(gpus[:last], fitted[:last], color=color, label=f"{name}, fitted")
+        label = fill(f"{name}, projected: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}", 50)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
         shade_band(axes, series, counts[last - 1 :], color)
     gpu_axis(axes, all_gpus, units)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import sys
@@ -43,7 +44,23 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     for source, problem in problems.items():
         if source in paths or not records:  # jobs' outputs lie next to their run directories
             print(f"warning: {printable(problem)}; skipping it", file=sys.stderr)
-    return [run for run in runs if Path(run.directory).name not in records]
+    return _drop_copies([run for run in runs if Path(run.directory).name not in records])
+
+
+def _drop_copies(runs: Sequence[Run]) -> list[Run]:
+    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same content."""
+    copies: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
+        identity: object = id(run)
+        if run.kind == "record" and run.finished:
+            identity = run.finished, run.windows, run.rate
+        if run.kind == "log":
+            identity = hashlib.sha256(Path(run.source).read_bytes()).digest()
+        copies.setdefault((run.gpus, run.nodes, identity), []).append(run)
+    return [
+        noted(first, f"counts once: {len(others)} of its copies are also inputs") if others else first
+        for first, *others in copies.values()
+    ]
 
 
 def _inputs_in(path: Path) -> Iterator[Path]:

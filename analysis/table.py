@@ -134,12 +134,19 @@ class Run(Row):
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     finished: str = ""
+    rounding: float = 1e-6
+    """Half of the rate's last digit, relative to it. Repeats can't show that they differ by less."""
     directory: str = ""
     """The run directory that a log names."""
 
     @property
     def name(self) -> str:
         return Path(self.source).name
+
+    @property
+    def default_model(self) -> str:
+        """Its `model` if its source doesn't state one."""
+        return Path(self.source).stem if self.kind == "table" else ""
 
 
 @dataclass(frozen=True)
@@ -294,15 +301,16 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
         raise UserError(f"{where}: nodes or gpus is empty")
     counts: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
     run = replace(run, **counts)
+    if run.rate:
+        run = replace(run, rounding=half_digit(run.rate) / run.rate)
     for name, total_name in _TOTALS.items():
         value = getattr(run, name)
         total = getattr(run, total_name)
         if not (value and total):
             continue
         # What the last digits of both columns allow.
-        half, half_of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (value, total))
-        low = max(value - half, (total - half_of_total) / run.gpus)
-        high = min(value + half, (total + half_of_total) / run.gpus)
+        low = max(value - half_digit(value), (total - half_digit(total)) / run.gpus)
+        high = min(value + half_digit(value), (total + half_digit(total)) / run.gpus)
         if low > high:
             run = noted(
                 run, f"{total_name} {total:.12g} contradicts {name} {value:.12g} on {run.gpus} GPUs, which is used"
@@ -310,3 +318,7 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
         elif name == "samples_per_s_per_gpu":
             run = replace(run, samples_per_s_per_gpu=(low + high) / 2)
     return run
+
+
+def half_digit(number: float) -> float:
+    return 0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2])

@@ -180,9 +180,11 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     by_timer = [progress for progress in measured if not progress.dialect.counts_data_wait]
     rate, rate_by_timer = (log.compute_rate(group[0])[0] if group else None for group in (measured, by_timer))
     facts = log.facts
+    if measured:
+        facts["rounding"] = median(measured[0].roundings)
     accumulation = facts.get("accumulation", 1)
     micro_batch = facts.get("micro_batch") or log.global_batch // log.gpus // accumulation
-    names = ("model", "precision", "directory", "nodes", "gpus", "device", "context_length")
+    names = ("model", "precision", "directory", "nodes", "gpus", "device", "context_length", "rounding")
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
@@ -205,5 +207,5 @@ def _describe(log: Log, progress: Progress) -> Iterator[str]:
         yield "no rate, because the log lacks its batch (pass --batch_per_gpu) or, of torchtitan, its sequence length"
     elif not is_warm:
         yield "too short to drop the warm-up, or only a summary: using the average of all steps"
-    if (rounding := median(progress.roundings)) > COARSE:
-        yield f"the log rounds its times or rates: ±{100 * rounding:.1f}%"
+    if log.facts["rounding"] > COARSE:
+        yield f"the log rounds its times or rates: ±{100 * log.facts['rounding']:.1f}%"

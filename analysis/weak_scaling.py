@@ -1,8 +1,7 @@
-"""Fit growth laws to a weak-scaling series: the best one predicts larger scales, and all of them define the band."""
+"""Fit growth laws to a weak-scaling series. Draws from all of them predict larger scales, with a band."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,25 +14,35 @@ from clap_ds.config.errors import UserError
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
 """Shape of the step time's growth on n nodes, by law."""
 USUAL = "a + b·√n"
-SHAPES: Mapping[str, float] = {"a growth that ends": -1.0, **LAWS}
-"""Laws of bands. The first is never used for projection."""
+SHAPES: Mapping[str, tuple[float, ...]] = {
+    **{law: (shape,) for law, shape in LAWS.items()},
+    "a + b·(1 − 1/√n)": (-0.5,),
+    "a + b·(1 − 1/n)": (-1.0,),
+    "a + b·(1 − 1/n) + c·n": (-1.0, 1.0),  # bandwidth and latency of a ring all-reduce
+    "a + b from the second node on": (-8.0,),
+}
+"""Laws of projections and their bands, each a sum of growths."""
 NOISE = 0.01
-"""Relative noise of a measurement that bands assume at least."""
-DRIFT = 0.5
-"""Relative uncertainty of growth beyond the largest scale, per doubling. Chosen by simulation
+"""Expected relative noise of a measurement, which counts as much as `NOISE_DEGREES` measurements beside the residuals."""
+NOISE_DEGREES = 3
+DRIFT = 0.25
+"""Relative uncertainty of growth beyond the largest scale, per doubling. Chosen by simulation, as are the other constants
 (tests/analysis/test_weak_scaling.py)."""
+LEAST_WEIGHT = 0.1
+"""Weight of a law, at least, whose residuals are at most `ACCEPTED` times those of the best law, or of `NOISE`."""
+ACCEPTED = 1.5
 DRAWS = 4000
 FURTHEST = 4
 """Projection limit as a multiple of the largest measured scale; a power of two."""
 WORST_FIT = 10.0
-"""Largest misfit of the best law, in points of efficiency, for a projection."""
+"""Largest misfit at a measured scale, in points of efficiency, for a projection."""
 ABOVE_ALL = "efficiency above 100%"
 """Text in the note of a scaling table's row with a doubtful baseline."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def growth(nodes: Any, shape: float) -> Any:
-    """Return the growth of the step time, 0 at one node: bounded (shape -1), log n (0), √n (0.5) or n (1)."""
+    """Return the growth of the step time, 0 at one node: like log n with shape 0, √n with 0.5, n with 1, 1 − 1/n with -1."""
     return np.log(nodes) if shape == 0 else (np.asarray(nodes, float) ** shape - 1) / shape
 
 
@@ -47,6 +56,29 @@ class Law:
 
     def rate(self, nodes: int) -> float:
         return float(1 / (self.start_s + self.slope_s * growth(nodes, self.shape)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A least-squares fit of one of `SHAPES` to relative times, without a bound of its parameters."""
+
+    inverse: Floats
+    """Maps relative errors of the measurements to those of the parameters."""
+    parameters: Floats
+    squares: float
+    """Sum of squared residuals and of those that `NOISE` stands for."""
+    degrees: int
+
+
+def weigh_laws(fits: Sequence[Fit], measured: int) -> Floats:
+    """Return each law's probability by its likelihood for `measured` scales, with a floor for laws that fit well."""
+    squares = np.array([fit.squares for fit in fits])
+    noises = np.sqrt(squares / [fit.degrees for fit in fits])
+    likelihoods = (squares.min() / squares) ** (measured / 2)
+    weights = likelihoods / likelihoods.sum()
+    is_accepted = noises <= ACCEPTED * max(noises.min(), NOISE)
+    weights = np.where(is_accepted, np.maximum(weights, LEAST_WEIGHT), weights)
+    return weights / weights.sum()
 
 
 @dataclass(frozen=True)
@@ -70,52 +102,64 @@ class Series:
     def fit(self, law: str) -> Law:
         """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time. Parameters are
         nonnegative."""
-        columns = self._columns(SHAPES[law])
+        columns = self._columns(LAWS[law])
         fitted = np.linalg.pinv(columns).sum(axis=1)
         if fitted.min() < 0:
             columns[:, fitted.argmin()] = 0.0  # the least-norm solution has 0 there
             fitted = np.linalg.pinv(columns).sum(axis=1)
-        return Law(SHAPES[law], *fitted.tolist())
+        return Law(LAWS[law], *fitted.tolist())
 
-    def _columns(self, shape: float) -> Floats:
-        """Return two columns, whose combination by a law's parameters should be 1: time relative to the measured."""
+    def _columns(self, *shapes: float) -> Floats:
+        """Return columns whose combination by a law's parameters should be 1: time relative to the measured."""
         nodes, rates = np.array(self.rates).T
-        return np.stack([rates, rates * growth(nodes, shape)], axis=1)
+        return np.stack([rates, *(rates * growth(nodes, shape) for shape in shapes)], axis=1)
+
+    def percents(self, node_counts: Sequence[int]) -> list[float]:
+        """Return the projected efficiency at each node count: the median of the draws whose quantiles are the band, or a fit
+        of `USUAL` with fewer than 3 scales."""
+        if len(self.rates) < 3:
+            return [self.percent_by(USUAL, nodes) for nodes in node_counts]
+        return [*map(float, np.median(self._draw_percents(node_counts), axis=0))]
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Return 95% bands of the efficiency that would be measured at each node count; empty with fewer than 3 scales.
-
-        A bootstrap: every law is fitted to rates with resampled residuals, as often as its likelihood suggests. Beyond the
-        largest scale, each draw's growth is scaled by a random factor (`DRIFT`).
-        """
+        """Return 95% bands of the efficiency that would be measured at each node count; empty with fewer than 3 scales."""
         if len(self.rates) < 3:
             return {}
-        solved = [self._solved(shape) for shape in SHAPES.values()]
-        logs = np.array([-len(missed) / 2 * math.log((missed**2).sum()) for *_, missed in solved])
-        chances = np.exp(logs - logs.max())
-        generator = np.random.default_rng(0)
-        counts = generator.multinomial(DRAWS, chances / chances.sum())
-        nodes, largest = np.array(node_counts, float), self.rates[-1][0]
-        doublings = np.log2(np.maximum(nodes / largest, 1))
-        times = []
-        for shape, (inverse, fitted, missed), count in zip(SHAPES.values(), solved, counts, strict=True):
-            start, slope = (fitted + generator.choice(missed, (count, len(self.rates))) @ inverse.T).T[..., None]
-            drift, noise = generator.standard_normal((count, 1)), generator.choice(missed, (count, 1))
-            inside = growth(np.minimum(nodes, largest), shape)
-            beyond = (growth(nodes, shape) - inside) * np.exp(DRIFT * np.sqrt(doublings) * drift)
-            times.append((start + slope * inside + np.maximum(slope, 0) * beyond) * (1 + noise))
-        ends = np.percentile(100 / self.rates[0][1] / np.concatenate(times), (2.5, 97.5), axis=0)
+        ends = np.percentile(self._draw_percents(node_counts), (2.5, 97.5), axis=0)
         return dict(zip(node_counts, zip(*ends.tolist(), strict=True), strict=True))
 
-    def _solved(self, shape: float) -> tuple[Floats, Floats, Floats]:
-        """Return the inverse of a law's columns, its parameters and its residuals. Residuals are those of the rates, widened
-        for two fitted parameters, and two of the expected noise."""
-        columns = self._columns(shape)
-        inverse: Floats = np.asarray(np.linalg.pinv(columns))
-        fitted = inverse.sum(axis=1)
-        missed = 1 - columns @ fitted
-        missed = np.append(missed * math.sqrt(len(missed) / (len(missed) - 2)), [NOISE, -NOISE])
-        return inverse, fitted, missed - missed.mean()
+    def _draw_percents(self, node_counts: Sequence[int]) -> Floats:
+        """Draw efficiencies at each node count, of shape (`DRAWS`, node counts), from all laws, as often as they are likely.
+
+        A draw is from a law's posterior with noise of unknown size: noise by scaled inverse χ², and parameters around the
+        least-squares fit. Growth beyond the largest scale isn't negative, and has a random factor (`DRIFT`).
+        """
+        nodes = np.array(node_counts, float)
+        largest = self.rates[-1][0]
+        doublings = np.log2(np.maximum(nodes / largest, 1))
+        generator = np.random.default_rng(0)
+        fits = [self._solve(*shapes) for shapes in SHAPES.values()]
+        counts = generator.multinomial(DRAWS, weigh_laws(fits, len(self.rates)))
+        times = []
+        for shapes, fit, count in zip(SHAPES.values(), fits, counts, strict=True):
+            noise = np.sqrt(fit.squares / generator.chisquare(fit.degrees, (count, 1)))
+            errors = noise * generator.standard_normal((count, len(self.rates)))
+            time, *slopes = (fit.parameters + errors @ fit.inverse.T).T[..., None]
+            drift = np.exp(DRIFT * np.sqrt(doublings) * generator.standard_normal((count, 1)))
+            for shape, slope in zip(shapes, slopes, strict=True):
+                inside = growth(np.minimum(nodes, largest), shape)
+                beyond = growth(nodes, shape) - inside
+                time = time + slope * inside + np.maximum(slope, 0) * beyond * drift
+            times.append(time * (1 + noise * generator.standard_normal((count, 1))))
+        return 100 / self.rates[0][1] / np.concatenate(times)
+
+    def _solve(self, *shapes: float) -> Fit:
+        columns = self._columns(*shapes)
+        inverse = np.asarray(np.linalg.pinv(columns))
+        parameters = inverse.sum(axis=1)
+        residuals = 1 - columns @ parameters
+        squares = residuals @ residuals + NOISE_DEGREES * NOISE**2
+        return Fit(inverse, parameters, squares, len(self.rates) - len(parameters) + NOISE_DEGREES)
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
         """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,
@@ -126,16 +170,6 @@ class Series:
             for place, (nodes, rate) in enumerate(self.rates)
             if place - back >= 2
         ]
-
-    def holdout_errors(self) -> dict[str, float]:
-        """Return each law's mean absolute error over the hold-outs in points, smallest first; empty without hold-outs."""
-        held = self.hold_outs()
-        errors = {law: [abs(small.percent_by(law, nodes) - actual) for small, nodes, actual in held] for law in LAWS}
-        means = {law: float(np.mean(found)) for law, found in errors.items() if found}
-        return dict(sorted(means.items(), key=lambda item: item[1]))
-
-    def select_law(self) -> str:
-        return next(iter(self.holdout_errors()), USUAL)
 
     @property
     def node_counts(self) -> list[int]:
@@ -159,9 +193,9 @@ def series_of(rows: Sequence[Scale]) -> Series:
         raise UserError(f"{title}: no projection: {ABOVE_ALL} on {above[0]} makes the smallest scale doubtful")
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
     series = Series(title, rates, int(per_node.pop()))
-    best = series.select_law()
-    furthest = max(abs(series.percent_by(best, nodes) - series.efficiency_percent(rate)) for nodes, rate in rates)
+    projected = np.array(series.percents([nodes for nodes, _ in rates]))
+    furthest = np.abs(projected - [series.efficiency_percent(rate) for _, rate in rates]).max()
     if furthest > WORST_FIT:
-        told = f"the best law, {best}, misses the measurements by up to {furthest:.1f} points"
-        raise UserError(f"{title}: no projection: {told}")
+        reason = f"all laws together miss the measurements by up to {furthest:.1f} points"
+        raise UserError(f"{title}: no projection: {reason}")
     return series

@@ -46,7 +46,7 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict
 
 
 @cache
-def student_t(coverage: float, degrees: int) -> float:
+def student_t(coverage: float, degrees: float) -> float:
     """Compute two-sided Student's t: atan(t/√degrees) has a density proportional to cos^(degrees - 1), integrated here."""
     angles = np.linspace(0, math.pi / 2, 100_001)
     density = np.cos(angles) ** (degrees - 1)

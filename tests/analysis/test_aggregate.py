@@ -2,12 +2,14 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from clap_ds.analysis.aggregate import RunSpread, pooled_spread
 from clap_ds.analysis.scaling import scaling_table
-from tests.analysis.samples import run
+from clap_ds.analysis.table import read_table_runs
+from tests.analysis.samples import run, write
 
 THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.0), (4, 80.0)]
 """Squared deviations of the logarithms are 0.00080008 and 0.00024695; t for 4 degrees of freedom is 2.7764."""
@@ -58,6 +60,26 @@ def test_the_spread_is_of_what_counts() -> None:
     deviation = pytest.approx(math.log(102 / 98) / 2**0.5)
     assert pooled_spread([scale, [run(2, 90.0)]]) == RunSpread(deviation, 1, 2)  # type: ignore[arg-type]
     assert pooled_spread([[run(1, 98.0)]]) is None
+
+
+def test_the_spread_is_no_less_than_the_digits_of_a_table_resolve(tmp_path: Path) -> None:
+    header = "nodes,gpus,samples_per_s_per_gpu\n"
+    table = write(tmp_path / "t.csv", header + "1,4,600.1\n" * 3 + "2,8,590\n" * 3 + "4,16,600\n4,16,599.9\n")
+    runs = read_table_runs(table)
+    spreads = [pooled_spread([scale]) for scale in (runs[:3], runs[3:6])]
+    floors = (0.05 / 600.1, 0.5 / 590)
+    assert spreads == [RunSpread(pytest.approx(floor), 2, 3) for floor in floors]  # type: ignore[arg-type]
+    finest = pooled_spread([runs[6:]])
+    assert finest
+    assert finest.deviation == pytest.approx(math.log(600 / 599.9) / 2**0.5)
+    exact = pooled_spread([[run(1, 600.1), run(1, 600.1)]])
+    assert exact
+    assert 0 < exact.deviation < 1e-5
+
+
+def test_memory_is_that_of_the_repeat_that_took_most() -> None:
+    runs = [run(1, 100.0 + number, memory_peak_gib=gib) for number, gib in enumerate((60.0, 71.5, 64.0))]
+    assert scaling_table(runs)[0].memory_peak_gib == 71.5
 
 
 def test_an_outlying_repeat_is_named() -> None:

@@ -7,22 +7,50 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import extrapolate
-from clap_ds.analysis.extrapolate import headline, render
+from clap_ds.analysis.extrapolate import ABOUT_BAND, headline, render
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.weak_scaling import series_of
+from clap_ds.analysis.weak_scaling import USUAL, series_of
 from tests.analysis import samples
 
 TINY = series_of(scaling_table(read_table_runs(samples.TINY)))
 
 
-def test_headlines_are_by_the_law_that_foretold_best() -> None:
-    logarithmic = replace(TINY, rates=tuple((2**k, 616 / (1 + 0.02 * k)) for k in range(6)))
-    assert headline(logarithmic).startswith(f"{100 / (1 + 0.02 * 7):.1f}% efficiency on 512 GPUs (95% band ")
-    assert headline(TINY.first(2)).endswith("32 GPUs, without a band, which needs three scales")
-    assert "No hold-outs: they need three scales." in render(TINY.first(2))
+def test_headline_of_a_ring_all_reduce_lies_in_its_band_with_the_law() -> None:
+    times = {nodes: 1 + 0.1 * (1 - 1 / nodes) + 0.0005 * nodes for nodes in (1, 2, 4, 8, 16, 32, 128)}
+    rates = tuple((nodes, round(616 / time, 1)) for nodes, time in times.items() if nodes < 128)
+    text = headline(replace(TINY, rates=rates))
+    percent, low, high = map(float, re.findall(r"\d+\.\d", text))
+    assert low < percent < high
+    assert low < 100 * times[1] / times[128] < high
+    assert "efficiency on 512 GPUs (95% band " in text
+
+
+def test_headline_of_two_scales_is_the_root_without_a_band_and_without_words_on_one() -> None:
+    text = render(TINY.first(2))
+    assert f"{TINY.first(2).percent_by(USUAL, 8):.1f}% efficiency on 32 GPUs by {USUAL}, without a band" in text
+    assert "No hold-outs: they need three scales." in text
+    assert ABOUT_BAND not in text
+    assert ABOUT_BAND in render(TINY)
+
+
+def test_mean_errors_are_those_of_the_hold_outs() -> None:
+    text = render(TINY)
+    rows = [line.split("|") for line in text.partition("### Hold-outs")[2].splitlines() if re.match(r"\| +\d", line)]
+    stated = re.search(r"points: projection (.*), a \+ b·log n (.*), a \+ b·√n (.*), a \+ b·n (\S*)\. The band", text)
+    assert stated
+    means = [sum(abs(float(row[column])) for row in rows) / len(rows) for column in (5, 6, 7, 8)]
+    assert [float(mean) for mean in stated.groups()] == pytest.approx(means, abs=0.01)
+
+
+def test_headline_names_a_baseline_of_more_than_one_node() -> None:
     assert "GPUs relative to 2 nodes" in headline(replace(TINY, rates=TINY.rates[1:]))
-    assert "The band covered 8 of 9." in render(replace(TINY, rates=(*TINY.rates[:-1], (128, 400.0))))
+
+
+@pytest.mark.parametrize(("last_rate", "covered"), [(500.0, 8), (540.0, 9), (620.0, 7)])
+def test_scales_outside_their_band_on_either_side_are_counted(last_rate: float, covered: int) -> None:
+    series = replace(TINY, rates=(*TINY.rates[:-1], (128, last_rate)))
+    assert f"The band covered {covered} of 9." in render(series)
 
 
 def test_results_are_what_the_command_in_the_docs_gives(

@@ -146,8 +146,7 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
         "extrapolated:",
     ]
     assert (lines["-"][-1][0], lines["--"][0][0]) == (512, 512)  # extrapolation starts at the last measurement
-    percents = [series.efficiency_percent(series.fit(series.select_law()).rate(nodes)) for nodes in (128, 512)]
-    assert [lines["--"][0][1], lines["--"][-1][1]] == pytest.approx(percents)
+    assert [lines["--"][0][1], lines["--"][-1][1]] == pytest.approx(series.percents([128, 512]))
     band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
     assert (band.x0, band.x1) == (512, 2048)
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))

@@ -3,6 +3,10 @@
 import csv
 import re
 
+import pytest
+
+from clap_ds.analysis.published import training_gflops
+from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import FORMER_COLUMNS, format_cell, read_table_runs
 from tests.analysis.samples import BASE, TINY
@@ -23,6 +27,12 @@ def test_every_published_digit_is_reproduced_but_for_those_that_do_not_follow() 
                 expected = NOT_FOLLOWING.get((path, published["nodes"], column), text)
                 name = FORMER_COLUMNS.get(column, column)
                 assert format_cell(name, getattr(row, name)) == expected, (published["nodes"], column)
+
+
+def test_logs_are_taken_to_have_the_published_77_tokens() -> None:
+    options = input_parser("").parse_args(["a.log"])
+    gflops = training_gflops("htsat_tiny_roberta_base", options.context_length)
+    assert gflops == pytest.approx(75.709, abs=0.001)  # 25.341 forward and 50.368 backward; 75.19 for 76 tokens
 
 
 def test_the_page_of_published_results_has_these_tables() -> None:

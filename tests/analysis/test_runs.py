@@ -1,6 +1,7 @@
 """Reading runs from directories, logs, tables, incomplete and invalid inputs."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,47 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
     for warning, reason in zip(capsys.readouterr().err.splitlines(), ("jobs.out", "gone"), strict=True):
         assert warning.startswith("warning: ")
         assert reason in warning
+
+
+def write_record(folder: Path, rate: float, second: int) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    rates = {"mean": rate, "windows": [rate - 1, rate + 1], "window_s": [2.0, 2.0]}
+    summary = {"samples_per_s_per_gpu": rates, "num_nodes": 1, "world_size": 4, "state": "completed"}
+    return record(folder, [], **summary, finished=f"2026-11-20T19:21:{second:02}+00:00")
+
+
+def test_copies_of_a_run_count_once_with_a_note(tmp_path: Path) -> None:
+    for number, rate in enumerate((600.0, 601.0, 602.0)):
+        run_dir = write_record(tmp_path / "runs" / f"a{number}", rate, second=number)
+        shutil.copytree(run_dir, tmp_path / "runs" / "backup" / f"old-{number}")
+    shutil.copytree(tmp_path / "runs" / "a0", tmp_path / "again" / "a0")
+    runs = read_runs([tmp_path], given())
+    assert [run.rate for run in runs] == [600.0, 601.0, 602.0]
+    assert [re.findall(r"(\d) of its copies", run.notes) for run in runs] == [["2"], ["1"], ["1"]]
+
+
+def test_runs_of_equal_speed_that_are_no_copies_count_each(tmp_path: Path) -> None:
+    for number in range(3):
+        write_record(tmp_path / f"a{number}", 600.0, second=number)
+    assert [run.notes for run in read_runs([tmp_path], given())] == ["", "", ""]
+
+
+def test_copies_of_a_log_count_once_and_its_repeats_each(tmp_path: Path) -> None:
+    head = "ranks: 4, nodes: 1\n"
+    write(tmp_path / "first.log", head + running_log([1.0] * 20))
+    write(tmp_path / "repeat.log", head + running_log([1.0] * 21))
+    (tmp_path / "backup").mkdir()
+    shutil.copy(tmp_path / "first.log", tmp_path / "backup" / "moved.log")
+    runs = read_runs([tmp_path], given())
+    assert sorted("copies" in run.notes for run in runs) == [False, True]
+
+
+def test_copies_of_failed_runs_and_of_table_rows_stay(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record(tmp_path / name, [], state="failed", num_nodes=1, world_size=4)
+    assert len(read_runs([tmp_path], given())) == 2
+    table = write(tmp_path / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n1,4,600.1\n1,4,600.1\n")
+    assert len(read_runs([table], given())) == 2
 
 
 def test_the_command_works_as_a_script_without_torch(tmp_path: Path) -> None:

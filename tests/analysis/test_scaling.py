@@ -49,6 +49,8 @@ def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
         return [row.scaling_efficiency_percent for row in scaling_table(runs)]
 
     runs = [run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), run(2, 90.0), run(4, 72.0)]
+    rates = [row.speedup for row in scaling_table(runs)]
+    assert rates == pytest.approx([1.0, 4 * 100 / 110, 8 * 90 / 110, 16 * 72 / 110])  # by GPUs, whatever their nodes
     assert percents(runs) == pytest.approx([100, 100 / 1.1, 90 / 1.1, 72 / 1.1])
     assert percents([run(1, None, state="failed"), *runs[2:]]) == [None, 100.0, pytest.approx(80.0)]
 
