@@ -1,9 +1,8 @@
-"""Build and prepare training shards, and estimate what they need of storage.
+"""Build and prepare training shards.
 
 Examples:
     clap-ds shards build clips.csv shards --held_out 0.05       audio files with captions → shards
     clap-ds shards prepare 'shards/train-*.tar' mel --kind mel  shards → shards of model inputs
-    clap-ds shards size --clips 1000000 --link 100              bytes, files, copy time, bandwidth per GPU
 
 Each subcommand has its own --help.
 """
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from clap_ds.config.arguments import make_parser
 from clap_ds.config.errors import run_alone
 
-MODULES = {"build": "build_shards.build", "prepare": "build_shards.prepare", "size": "shard_size"}
+MODULES = {"build": "build_shards.build", "prepare": "build_shards.prepare"}
 """Subcommand → module of `clap_ds.data` with `add_…_options(parser)` and `run_…(options)`."""
 
 

@@ -119,7 +119,7 @@ def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("scalin x", "did you mean 'scaling'"),
         ("flops --contxt_length 5", "did you mean '--context_length'"),
-        ("shards sizes", "choose from"),
+        ("shards size", "choose from"),
         ("shards prepare . x --kind mel --preset micro", "a folder"),
     ],
 )
