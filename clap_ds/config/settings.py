@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from clap_ds.config import schema
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
-from clap_ds.config.deepspeed_fields import PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
+from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, Section
@@ -175,6 +175,9 @@ def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
         if value not in (None, only_value):
             expected = json.dumps(only_value)
             yield f"{name}: expected {expected} (plain data parallel), found {json.dumps(value)}, which needs ZeRO"
+    for name, field in FIELDS["zero_optimization"]["properties"].items():
+        if {name, field.get("alias")} <= content.get("zero_optimization", {}).keys():
+            yield f"zero_optimization.{name}: expected only one of it and {field['alias']}, its other name"
     precisions = [
         section for section in ("bf16", "fp16", "torch_autocast") if find_field(content, f"{section}.enabled")
     ]

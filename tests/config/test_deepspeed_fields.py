@@ -89,6 +89,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("zero_optimization.offload_optimizer.device", "gpu", "'cpu'"),
     ("zero_optimization.reduce_bucket_size", 0, "greater"),
     ("zero_optimization.reduce_bucket_size", "5e8", "integer"),
+    ("zero_optimization.stage3_max_live_parameters", 0, "its other name"),
     ("zero_optimization.offload_optimizer", {"device": "cpu"}, 'expected "none"'),
     ("zero_optimization.offload_param", {"device": "cpu"}, "needs ZeRO"),
     ("zero_optimization.cpu_offload", True, "needs ZeRO"),
