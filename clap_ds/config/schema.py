@@ -71,7 +71,7 @@ class EngineSettings(Section):
     """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
     bucket_cap_mb: PositiveFloat = 12.0
     """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
-    max_logit_scale: PositiveFloat = 100.0
+    max_logit_scale: Annotated[float, Field(ge=1)] = 100.0
     """Upper bound of the learned logit scale; the lower one is 1. Both as in LAION's and open_clip's training."""
 
 

@@ -45,14 +45,16 @@ class Broken:
 def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]:
     """Return an item's captions by the first name of `key` that isn't blank: a field of its `json`, or its `txt`."""
     values = values_by_name(members, key)
-    value = next((values[name] for name in key.split(";") if name in values), None)
-    captions = [value] if isinstance(value, str) else value
-    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        expected = f"expected text, or a list of texts, in {key.replace(';', ' or ')}"
-        raise BrokenItemError(f"no caption: {expected}, among its files: {_list_files(members)}")
-    if usable := [caption.strip() for caption in captions if caption.strip()]:
-        return usable
-    raise BrokenItemError("empty caption")
+    for name in key.split(";"):
+        value = values.get(name)
+        captions = value if isinstance(value, list) else [value]
+        usable = [caption.strip() for caption in captions if isinstance(caption, str) and caption.strip()]
+        if usable:
+            return usable
+    if any(isinstance(value, str) for value in values.values()):
+        raise BrokenItemError("empty caption")
+    expected = f"expected text, or a list of texts, in {key.replace(';', ' or ')}"
+    raise BrokenItemError(f"no caption: {expected}, among its files: {_list_files(members)}")
 
 
 def values_by_name(members: Mapping[str, Any], key: str) -> dict[str, Any]:

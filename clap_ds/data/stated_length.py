@@ -23,11 +23,15 @@ _BIT_RATES = {  # kbit/s by the index in a frame's header (ISO/IEC 11172-3 and 1
     "MPEG-2": "0 8 16 24 32 40 48 56 64 80 96 112 128 144 160 0",
 }
 _NUM_FRAMES_STATED = re.compile(rb"VBRI|(?:Xing|Info)\0\0\0[\1\3\5\7\t\v\r\x0f](?!\0{4})")
-_NUM_BYTES_STATED = re.compile(rb"(?:Xing|Info)\0\0\0[\3\7\v\x0f].{4}(.{4})", re.DOTALL)
+_BYTES_STATED = re.compile(rb"(?:Xing|Info)\0\0\0[\3\7\v\x0f](.{4})(.{4})", re.DOTALL)
+"""Numbers of frames and of bytes."""
 _CHUNKS = {b"RIFF": (12, 2, 4), b"FORM": (12, 2, 4), b"caff": (8, 1, 8)}
 """Where the chunks of a WAV, AIFF or CAF start, their alignment, and the bytes of a size."""
+_SIZES = {b".snd": (8, 4, 24), b"RF64": (20, 8, 8), b"riff": (16, 8, 0)}
+"""Where an AU, RF64 or W64 states a size, the bytes of that field, and bytes of the file that the size doesn't count."""
 _MOST_CHUNKS = 1000  # most files have about ten
 _LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
+_FIRST_PAGES = 4096  # bytes that hold the first page of each stream of an Ogg
 _FLAC_BLOCK = 2**16  # frames decoded at a time
 _UNKNOWN = 2**62  # frames; libsndfile states 2**63 - 1
 
@@ -60,6 +64,9 @@ def open_audio_file(encoded: Encoded) -> AudioFile:
             file.seek(functools.reduce(lambda size, seven_bits: size << 7 | seven_bits, tag[6:], 0), os.SEEK_CUR)
         start = file.seek(-len(tag), os.SEEK_CUR)
         magic = tag[:4]
+        if not magic:
+            raise BrokenItemError("audio file is empty")
+        _check_size(file, magic)
         if magic in _CHUNKS and not start:
             encoded = _complete_chunks(file, magic) or encoded
         elif magic == b"OggS":
@@ -101,10 +108,29 @@ def _complete_chunks(file: BinaryIO, magic: bytes) -> bytes | None:
     return bytes(content)
 
 
+def _check_size(file: BinaryIO, magic: bytes) -> None:
+    """Raise BrokenItemError for an AU, RF64 or W64 that is shorter than it states."""
+    if magic not in _SIZES:
+        return
+    position, size_bytes, not_counted = _SIZES[magic]
+    file_bytes = file.seek(0, os.SEEK_END)
+    file.seek(position)
+    stated = int.from_bytes(file.read(size_bytes), "big" if magic == b".snd" else "little") + not_counted
+    is_from_pipe = stated >> 8 * size_bytes - 8 >= 0x7F
+    if file_bytes < stated and not is_from_pipe:
+        raise BrokenItemError(f"audio is truncated: found {file_bytes} of {stated} bytes")
+
+
 def _check_ogg(file: BinaryIO) -> None:
-    """Raise BrokenItemError for an Ogg that ends within a page."""
+    """Raise BrokenItemError for an Ogg that ends within a page, or with another stream than it begins with."""
+    file.seek(0)
+    first_pages = file.read(_FIRST_PAGES)
     file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_PAGE))
     _, sync, page = file.read().rpartition(b"OggS\0")
+    if sync and len(page) > 12 and page[9:13] not in first_pages:
+        raise BrokenItemError(
+            "audio has several Ogg streams in a row, of which only the first is read: decode and join them"
+        )
     page = page.ljust(22, b"\xff")  # 255 sizes, if there is no number of sizes
     if sync and len(page) < 22 + page[21] + sum(page[22 : 22 + page[21]]):
         raise BrokenItemError("audio is truncated: the last page of its Ogg stream is incomplete")
@@ -121,22 +147,23 @@ def _complete_flac(source: AudioFile) -> AudioFile:
     return AudioFile(content)
 
 
-def _is_joined(file: BinaryIO, start: bytes) -> bool:
-    """Return whether another MP3 follows behind the bytes that a Xing frame counts, as `cat a.mp3 b.mp3` makes it."""
-    num_bytes = _NUM_BYTES_STATED.search(start)
-    if not num_bytes:
-        return False
+def _count_stated(file: BinaryIO, start: bytes) -> int:
+    """Return the number of frames that a Xing frame states, if other MPEG frames may follow those: `cat a.mp3 b.mp3`."""
+    stated = _BYTES_STATED.search(start)
+    if not stated:
+        return 0
     position = file.tell()
-    file.seek(position - len(start) + int.from_bytes(num_bytes[1], "big"))
-    following = file.read(3)
+    file.seek(position - len(start) + int.from_bytes(stated[2], "big"))
+    may_follow = start[:2] in file.read()
     file.seek(position)
-    return following == b"ID3" or following[:2] == start[:2]
+    return int.from_bytes(stated[1], "big") if may_follow else 0
 
 
 def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
     """Open MPEG audio that states no length, with all samples that its frames hold. An encoder's delay isn't removed."""
     start = file.read(64)
-    if _NUM_FRAMES_STATED.search(start) and not _is_joined(file, start):
+    num_stated = _count_stated(file, start)
+    if _NUM_FRAMES_STATED.search(start) and not num_stated:
         return estimated
     # A Xing frame without a length becomes one without sound. libsndfile would leave it out and estimate from the next.
     content = re.sub(rb"Xing|Info", bytes(4), start) + file.read()
@@ -172,7 +199,7 @@ def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
             end = position
         else:
             position += 1
-    if not num_frames:  # a single frame, or of free format
+    if num_frames <= num_stated + 1:  # with the Xing frame; 0 for a single frame, or of free format
         return estimated
     if end > len(content) or content[end:] in (sync, sync[:1]):
         raise BrokenItemError("audio is truncated: its last frame is incomplete")

@@ -32,6 +32,10 @@ NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32  # rows
 
 
+def _digest(contents: Any) -> str:
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+
+
 class _Readers(IterableDataset[Chunk]):
     def __init__(self, readers: list[ShardReader]) -> None:
         self._readers = readers
@@ -106,8 +110,12 @@ class WebDatasetStream:
         }
         # Names without folders: moved tars are read in the same order.
         contents: Any = [[[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources]
+        paths: Any = [[source.shards, source.weight] for source in sources]
         shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
-        contents = [contents, samples] if has_epochs else contents
+        if has_epochs:
+            contents = [contents, samples]
+            paths = [paths, samples]
+        self._digest_of_paths = _digest(paths)
         return shares, {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
@@ -115,12 +123,16 @@ class WebDatasetStream:
             "seed": spec.seed,
             "clap.data.shuffle_buffer": data.shuffle_buffer,
             "clap.data.resampled": data.resampled,
-            "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
+            "shards": _digest(contents),
         }
 
     def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
         """Resume from `state`, in a new order if it can't be exact."""
-        order, before = self._state["order"], state.get("order", {})
+        order = self._state["order"]
+        before = dict(state.get("order", {}))
+        if before.get("shards") == self._digest_of_paths:  # of an earlier version
+            before["shards"] = order["shards"]
+            state = {**state, "order": order}
         changed = [name for name, value in order.items() if before.get(name) != value]
         if not changed:
             self._state |= state

@@ -21,6 +21,12 @@ class WarmupStableDecayLR(LambdaLR):
         decay_power: float = 1.0,
         cosine: bool = False,
     ) -> None:
+        if warmup_num_steps + decay_num_steps > total_num_steps or min_ratio > 1:
+            expected = (
+                "expected warmup_num_steps + decay_num_steps of at most total_num_steps, and min_ratio of at most 1"
+            )
+            raise ValueError(f"scheduler.params: {expected}")
+
         def ratio(step: int) -> float:
             left = min(1.0, max(0, total_num_steps - step) / decay_num_steps)
             if cosine:

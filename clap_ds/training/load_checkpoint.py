@@ -1,5 +1,6 @@
 """Find and load a checkpoint (full state or weights only), and report how the run's configuration differs from it."""
 
+import glob
 import zlib
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,12 @@ def find_checkpoint_folder(run: RunSettings, config: dict[str, Any]) -> Path:
         return folder
     config = redacted_all(config)
     options: dict[Path, str] = {}
-    for path in sorted(folder.parent.glob(f"{run.run_name}-{'[0-9a-f]' * 8}-checkpoints")):
-        for manifest in [*read_all(path).values()][:1]:
+    for path in sorted(folder.parent.glob(f"{glob.escape(run.run_name)}-{'[0-9a-f]' * 8}-checkpoints")):
+        damaged: dict[str, str] = {}
+        manifests = [*read_all(path, damaged).values()]
+        if damaged and not manifests and path != folder:
+            options[path] = f"--set clap.checkpoint.folder={path} (none of its {len(damaged)} checkpoints can be read)"
+        for manifest in manifests[:1]:
             settings = manifest.settings
             is_same = all(find_field(settings, name) == find_field(config, name) for name in _IDENTITY)
             # Earlier versions recorded no contents.

@@ -87,10 +87,17 @@ def from_state_dict(path: str | Path, content: Any, config: ClapConfig | None = 
         )
     mismatches = []
     for names, mark in _MARKS.items():
-        prefix = next((name.removesuffix(mark) for name in tensors if name.endswith(mark)), None)
-        if prefix is None:
+        prefixes = [name.removesuffix(mark) for name in tensors if name.endswith(mark)]
+        if not prefixes:
             continue
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if len(prefixes) > 1:
+            raise ValueError(
+                f"{path}: holds {len(prefixes)} models: save the tensors with one prefix of {some(prefixes)}"
+            )
+        prefix = prefixes[0]
+        # Other names are of a loss, of metrics, or the counter of torch's AveragedModel.
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        tensors.pop("n_averaged", None)
         weights = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in _IGNORED)}
         for layout in [config] if config else _layouts(any(".mel_conv2d." in name for name in weights)):
             try:
@@ -119,6 +126,9 @@ def _find_state_dict(content: Any, nesting: int = 4) -> dict[str, Tensor] | None
     if tensors := {key: value for key, value in content.items() if isinstance(value, Tensor) and isinstance(key, str)}:
         return tensors
     states = [state for value in content.values() if (state := _find_state_dict(value, nesting - 1))]
+    models = [state for state in states if any(name.endswith((*_MARKS.values(),)) for name in state)]
+    if len(states) > 1:  # others are an optimizer's
+        states = models
     return states[0] if len(states) == 1 else None
 
 

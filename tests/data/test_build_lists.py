@@ -24,6 +24,16 @@ LISTS = {  # list name, content, encoding, options, captions by audio file name
         "x.csv", 'file_name,caption_1,caption_2\n"{}",x,y\n{},z,w\n', "utf-8", "",
         {"a,  b's.wav": ["x", "y"], "c &#39;d.wav": ["z", "w"]},
     ),
+    "sep_of_excel": ("x.csv", "sep=;\r\npath;caption\r\n{};x\r\n{};y\r\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"}),
+    "delimiter_in_a_heading": (
+        "x.csv", 'path;caption;"tags, a, b, c"\n{};x, y;1\n{};z;2\n', "utf-8", "", {"a.wav": "x, y", "b.wav": "z"},
+    ),
+    "headings_as_pandas_numbers_them": (
+        "x.csv", "path,caption,caption.1\n{},x,y\n{},z,w\n", "utf-8", "", {"a.wav": ["x", "y"], "b.wav": ["z", "w"]},
+    ),
+    "descriptions_beside_captions": (
+        "x.csv", "path,description,caption\n{},no,x\n{},no,y\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"},
+    ),
     "tabs": ("x.tsv", "path\tcaption\n{}\tx, y\n{}\tz\n", "utf-8", "", {"a.wav": "x, y", "b.wav": "z"}),
     "two_rows_of_a_file": (
         "x.csv", "file,caption_1,caption_2\na.wav,x,\n{},z,y\n{},w,\n", "utf-8", "", {"a.wav": list("xzy"), "b.wav": "w"},

@@ -111,6 +111,25 @@ def test_other_contents_at_the_same_path_are_another_run(
     assert find(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
 
 
+def test_checkpoints_of_a_name_with_brackets_are_found(write_run: WriteRun, tmp_path: Path) -> None:
+    def read(shards: str) -> RunSettings:
+        clap = {"data": {**SETTINGS, "shards": shards}, "output": {"dir": str(tmp_path), "run_name": "lr[1e-3]"}}
+        return load_run(write_run(clap=clap))
+
+    folder = save(read(marked_tars(tmp_path / "shards", 3, 4)))
+    assert find(read(move(tmp_path / "shards", tmp_path / "moved"))) == folder
+
+
+def test_a_new_run_names_another_whose_checkpoints_are_unreadable(
+    open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(open_run(marked_tars(tmp_path / "shards", 3, 4)))
+    for manifest in folder.glob("*/manifest.json"):
+        manifest.write_text("")
+    assert find(open_run(move(tmp_path / "shards", tmp_path / "moved"))) != folder
+    assert f"--set clap.checkpoint.folder={folder} (none of" in capsys.readouterr().out
+
+
 def test_a_new_run_names_others_of_its_name(open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pattern = marked_tars(tmp_path / "shards", 2, 2)
     first = save(open_run(pattern))

@@ -158,6 +158,27 @@ def test_dicts_and_prefixes_around_tensors_make_no_difference(
     assert torch.equal(found.state["audio.batch_norm.weight"], laion["audio_branch.bn0.weight"])
 
 
+def test_tensors_of_averaging_losses_and_optimizers_make_no_difference(
+    tmp_path: Path, laion: dict[str, Tensor]
+) -> None:
+    model = {f"model.{name}": tensor for name, tensor in laion.items()}
+    averaged = {f"module.{name}": tensor for name, tensor in laion.items()}
+    for content in (
+        {"n_averaged": torch.ones(()), **averaged},
+        {"state_dict": {**model, "criterion.weight": torch.ones(1)}},
+        {"net": laion, "optimizer": {"exp_avg": torch.ones(1)}},
+    ):
+        torch.save(content, tmp_path / "clap.pt")
+        assert load_weights(tmp_path / "clap.pt").config == MICRO
+
+
+def test_a_file_of_two_models_is_refused_with_their_prefixes(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    both = {f"{prefix}.{name}": tensor for prefix in ("model", "ema") for name, tensor in laion.items()}
+    torch.save(both, tmp_path / "clap.pt")
+    with pytest.raises(ValueError, match=r"2 models.*model\., ema\."):
+        load_weights(tmp_path / "clap.pt")
+
+
 def test_towers_compiled_one_by_one_load(tmp_path: Path, laion: dict[str, Tensor]) -> None:
     compiled = {name.replace("_branch.", "_branch._orig_mod."): tensor for name, tensor in laion.items()}
     torch.save({"module": compiled, "loss": torch.zeros(())}, tmp_path / "clap.pt")

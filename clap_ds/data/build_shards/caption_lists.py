@@ -23,7 +23,7 @@ AUDIO_SUFFIXES = tuple(
 )
 LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
-_CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
+_CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ .]?\d*", re.IGNORECASE)
 
 MOST_OF_A_FILE = 2**30
 """Bytes of a list or an audio file."""
@@ -122,11 +122,12 @@ def is_of_audio(column: str) -> bool:
 
 def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     rows, names = rows_of(source)
-    audio, captions = _columns(source, names, options)
+    audio = _find_audio_column(source, names, options)
     for line, row in rows:
         if not (path := path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
+        captions = options.caption_columns or find_caption_columns(more)  # rows of JSON may have other fields
         yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions, options.multilabel_column))
 
 
@@ -155,15 +156,18 @@ def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     """Read rows separated by the most frequent of commas, tabs and semicolons in the first line."""
     csv.field_size_limit(2**31 - 1)
-    delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
     lines = io.StringIO(text, newline="").readlines()
+    if lines and lines[0].startswith("sep="):  # Excel's own
+        lines[0] = "\n"
+    header = next(filter(str.strip, lines), "")
+    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", header).count)
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
     names: list[str] = []
     line = 1  # the row's first
     try:
         for cells in reader:
             if not names:
-                names = _headings(source, cells)
+                names = _headings(source, cells)  # empty for blank lines
             elif any(cells):
                 yield line, _row_of(f"{source}:{line}", names, cells)
             line = reader.line_num + 1
@@ -196,22 +200,30 @@ def _row_of(place: str, names: list[str], cells: list[str]) -> Row:
     return row
 
 
-def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
-    """Return the column or template of paths, and the columns of captions."""
+def _find_audio_column(source: Path, names: list[str], options: Namespace) -> str:
+    """Return the column or template of paths. Raises UserError for a missing column."""
     audio = options.audio_column or next(filter(is_of_audio, names), "")
-    captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     for option, columns in (
         ("--audio_column", _columns_in(audio) or [audio or "path"]),
         ("--multilabel_column", options.multilabel_column),
-        ("--caption_columns", captions or ["caption"]),
+        ("--caption_columns", options.caption_columns or find_caption_columns(names) or ["caption"]),
     ):
         if missing := [name for name in columns if name not in names]:
             raise UserError(f"{source}: no column {missing[0]!r}; set {option}{did_you_mean(missing[0], names)}")
-    return audio, captions
+    return audio
+
+
+def find_caption_columns(names: Iterable[str]) -> list[str]:
+    """Return the columns named caption, caption_1, …, or without any those named text, description and the like."""
+    columns = list(filter(_CAPTION_COLUMN.fullmatch, names))
+    return [name for name in columns if name.lower().startswith("caption")] or columns
 
 
 def _columns_in(template: str) -> list[str]:
-    return [name for _, name, _, _ in Formatter().parse(template) if name]
+    try:
+        return [name for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError as error:
+        raise UserError(f"--audio_column {template!r}: expected columns in braces: {error}") from None
 
 
 def path_in(row: Row, audio: str) -> str:
@@ -259,7 +271,7 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
                 row = read_object(described)
             else:
                 raise ValueError(f"expected {text.name} or {described.name} next to it")
-            columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
+            columns = options.caption_columns or find_caption_columns(row)
             yield Entry(path, *_divided(row, columns, options.multilabel_column))
         except (ValueError, OSError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
