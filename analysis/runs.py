@@ -9,6 +9,8 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
@@ -48,15 +50,21 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
 
 
 def _drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same content."""
+    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same words, and tables
+    of the same rows."""
     copies: dict[tuple[object, ...], list[Run]] = {}
-    for run in runs:
-        identity: object = id(run)
-        if run.kind == "record" and run.finished:
-            identity = run.finished, run.windows, run.rate
-        if run.kind == "log":
-            identity = hashlib.sha256(Path(run.source).read_bytes()).digest()
-        copies.setdefault((run.gpus, run.nodes, identity), []).append(run)
+    for source, members in groupby(runs, attrgetter("source")):
+        rows = [*members]  # several of a table, else one
+        content = str([replace(row, source="") for row in rows])
+        for place, run in enumerate(rows):
+            identity: object = id(run)
+            if run.kind == "record" and (run.finished or run.windows):
+                identity = run.finished, run.windows, run.rate
+            elif run.kind == "log":  # editors and transfers change line ends
+                identity = hashlib.sha256(b"\n".join(Path(source).read_bytes().split())).digest()
+            elif run.kind == "table":
+                identity = content, place
+            copies.setdefault((run.gpus, run.nodes, identity), []).append(run)
     return [
         noted(first, f"counts once: {len(others)} of its copies are also inputs") if others else first
         for first, *others in copies.values()

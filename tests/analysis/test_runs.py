@@ -205,6 +205,23 @@ def test_copies_of_a_log_count_once_and_its_repeats_each(tmp_path: Path) -> None
     assert sorted("copies" in run.notes for run in runs) == [False, True]
 
 
+@pytest.mark.parametrize("kind", ["unfinished record", "log with other line ends", "table"])
+def test_copies_without_an_end_of_logs_with_other_line_ends_and_of_tables_count_once(tmp_path: Path, kind: str) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, line_end in zip(paths, ("\n", "\r\n"), strict=True):
+        path.mkdir()
+        if kind == "table":
+            write(path / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n1,4,600\n1,4,600\n")
+        elif kind.startswith("log"):
+            write(path / "x.log", running_log([1.0] * 20).replace("\n", line_end) + line_end)
+        else:
+            summary = write_record(path / "run", 600.0, second=0) / "summary.json"
+            write(summary, summary.read_text().replace('"finished"', '"began"'))
+    inputs = [path / "t.csv" for path in paths] if kind == "table" else paths
+    notes = [run.notes for run in read_runs(inputs, given(nodes=1, gpus=4))]
+    assert ["1 of its copies" in note for note in notes] == [True] * (2 if kind == "table" else 1)
+
+
 def test_copies_of_failed_runs_and_of_table_rows_stay(tmp_path: Path) -> None:
     for name in ("a", "b"):
         record(tmp_path / name, [], state="failed", num_nodes=1, world_size=4)
