@@ -41,7 +41,7 @@ class Progress:
     """Of the last line, in its epoch."""
     elapsed_s: float = 0.0
     first_epoch: float = 0.0
-    """Later than 0 if the log lacks earlier ones: its first line then is after the warm-up."""
+    """Later than 0 if the log lacks earlier ones."""
 
     def begins_anew(self, numbers: Mapping[str, float]) -> bool:
         """Return whether the program has started again before this line."""
@@ -91,13 +91,23 @@ class Progress:
         return numbers.get("epoch", 0.0), position
 
     def rate(self, warmup: float) -> tuple[float, bool]:
-        """Return what is done per second after the warm-up and True, or if all is warm-up the running average and False."""
+        """Return what is done per second after the warm-up and True, or if all is warm-up the running average and False.
+
+        A log that begins late, such as a resumed run's, is warm at the line nearest to `warmup` after its first.
+        """
         last, last_s = self.points[-1]
-        warm = [point for point in self.points[1:] if point[0] >= warmup or self.first_epoch]
-        first, first_s = warm[0] if warm else (last, last_s)
-        if last > first:
-            return (last - first) / (last_s - first_s), True
-        return (last - self.dialect.untimed) / last_s, False
+        first, *others = self.points[1:]
+        begin, begin_s = self.dialect.untimed, 0.0
+        warm, warm_s = next((point for point in self.points[1:] if point[0] >= warmup), self.points[-1])
+        # A log from the start has its first line after about one interval, or before the warm-up's end.
+        interval = others[0][0] - first[0] if others else first[0]
+        if others and (self.first_epoch or first[0] > max(2 * interval, warmup)):
+            begin, begin_s = first
+            warm, warm_s = min(self.points[1:], key=lambda point: abs(point[0] - begin - warmup))
+        is_warm = last > warm
+        if is_warm:
+            begin, begin_s = warm, warm_s
+        return (last - begin) / (last_s - begin_s), is_warm
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print interval, and withstand damage."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -133,6 +134,22 @@ def test_lines_of_da_clip_give_the_rate_that_they_state(tmp_path: Path) -> None:
         text += line.format(epoch, 784, 4, first_s) + line.format(epoch, 18032, 100, mean_s)
     run = read_log(write(tmp_path / "x.log", text))
     assert run.rate == pytest.approx(784 * 45 / (22 * 2.978 + 30.197 + 22 * 2.994))
+
+
+@pytest.mark.parametrize("program", ["open_clip", "torchtitan", "Megatron-LM"])
+def test_warm_up_of_a_resumed_run_is_not_counted(tmp_path: Path, program: str) -> None:
+    """Steps of 64 samples and 2 s, of which the first ten take 9 s each."""
+    times = [9.0] * 10 + [2.0] * 90
+    text = open_clip_log([times], 64, 64 * 100, 10, ONE_GPU.format(64)).replace("Epoch: 0", "Epoch: 3")
+    if program != "open_clip":
+        line, text = PROGRESS[program]
+        for since, done in pairwise([0, 1, *range(10, 101, 10)]):
+            mean_s = fmean(times[since:done])
+            step = 5000 + done
+            numbers = {"samples": 64 * step, "batch": 64, "mean_ms": 1000 * mean_s, "tps": round(64 * 8192 / mean_s)}
+            text += line.format(step=step, **numbers) + "\n"
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
+    assert (run.rate or 0.0) * run.gpus == pytest.approx(32, rel=1e-3)
 
 
 def test_steps_that_the_log_cannot_resolve_are_noted(tmp_path: Path) -> None:
