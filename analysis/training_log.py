@@ -122,12 +122,19 @@ class Log:
     """By program: a log may have the lines of two, such as Megatron's and DeepSpeed's."""
 
     @property
+    def stated_gpus(self) -> int:
+        """The number of GPUs, or 0. Replicas are all GPUs, unless another line states more."""
+        of_nodes = self.facts.get("nodes", 0) * self.facts.get("gpus_per_node", 0)
+        return self.facts.get("gpus") or of_nodes or self.facts.get("replicas", 0)
+
+    @property
     def gpus(self) -> int:
-        return self.facts.get("gpus") or self.given_gpus or 1
+        return self.stated_gpus or self.given_gpus or 1
 
     @property
     def global_batch(self) -> int:
-        of_parts = self.facts.get("micro_batch", 0) * self.gpus * self.facts.get("accumulation", 1)
+        replicas = self.facts.get("replicas") or self.gpus
+        of_parts = self.facts.get("micro_batch", 0) * replicas * self.facts.get("accumulation", 1)
         return of_parts or self.facts.get("global_batch") or self.given_batch * self.gpus
 
     def read(self, line: str) -> None:
@@ -192,12 +199,11 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     facts = log.facts
     if measured:
         facts["rounding"] = median(measured[0].roundings)
-    accumulation = facts.get("accumulation", 1)
-    micro_batch = facts.get("micro_batch") or log.global_batch // log.gpus // accumulation
-    names = ("model", "precision", "directory", "nodes", "gpus", "device", "context_length", "rounding")
+    names = ("model", "precision", "directory", "nodes", "device", "context_length", "rounding")
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
-        batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
+        gpus=log.stated_gpus, batch_per_gpu=log.global_batch // log.gpus or None,
+        micro_batch=facts.get("micro_batch"), accumulation=facts.get("accumulation", 1),
         memory_peak_gib=facts.get("memory_gib") or None, samples_per_s_per_gpu=rate,
         deepspeed_samples_per_s_per_gpu=rate_by_timer,
         notes="; ".join(note for progress in measured[:1] for note in _describe(log, progress)),
