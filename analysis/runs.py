@@ -79,14 +79,14 @@ def _inputs_in(path: Path) -> Iterator[Path]:
     for name in sorted(os.listdir(path)):
         inside = path / name
         is_hidden = name.startswith(".") or inside.is_symlink()  # caches of compiled code, `latest`
-        if not is_hidden and (inside.suffix in (".log", ".out") or inside.is_dir()):
+        if not is_hidden and (inside.suffix.lower() in (".log", ".out") or inside.is_dir()):
             yield from _inputs_in(inside)
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if is_record(path):
         return [read_record(path)]
-    return read_table_runs(path) if path.suffix in (".csv", ".tsv") else [_read_log(path, given)]
+    return read_table_runs(path) if path.suffix.lower() in (".csv", ".tsv") else [_read_log(path, given)]
 
 
 def _read_log(path: Path, given: argparse.Namespace) -> Run:
