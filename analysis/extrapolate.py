@@ -8,6 +8,7 @@ The projection is the median of draws from several laws of growth (`weak_scaling
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, series_of
-from clap_ds.config.errors import count_of, run_alone
+from clap_ds.config.errors import UserError, count_of, printable, run_alone
 
 ABOUT_BAND = (
     "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "
@@ -27,9 +28,11 @@ ABOUT_BAND = (
 )
 
 
-def render(series: Series) -> str:
+def render(series: Series, doubts: Sequence[str] = ()) -> str:
+    """Render a series. `doubts`: those of `list_doubts`."""
     title, told = f"## Projection of {series.title}", f"**{headline(series)}.**"
-    return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series)]) + "\n"
+    warnings = [f"Includes: {', '.join(doubts)}."] if doubts else []
+    return "\n\n".join([title, told, *warnings, *_scaling(series), *_hold_outs(series)]) + "\n"
 
 
 def headline(series: Series) -> str:
@@ -88,10 +91,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
-    found = [series_of(rows) for rows in swept or curves]
-    print("\n".join(render(series) for series in found), end="")
+    projected = []
+    texts = []
+    refusals = []
+    for rows in swept or curves:
+        try:
+            series = series_of(rows)
+        except UserError as error:
+            refusals.append(printable(str(error)))
+        else:
+            projected.append(series)
+            texts.append(render(series, plot_scaling.list_doubts(rows)))
+    if not projected:
+        raise UserError("; ".join(refusals))
+    for refusal in refusals:
+        print(f"warning: {refusal}; skipping it", file=sys.stderr)
+    print("\n".join(texts), end="")
     if options.output:
-        plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")
+        plot_scaling.draw_projection(projected).save(options.output, ".pdf", ".svg")
 
 
 if __name__ == "__main__":
