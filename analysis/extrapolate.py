@@ -18,7 +18,7 @@ from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, series_of
-from clap_ds.config.errors import UserError, count_of, printable, run_alone
+from clap_ds.config.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
     "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "
@@ -37,12 +37,11 @@ def render(series: Series, doubts: Sequence[str] = ()) -> str:
 
 def headline(series: Series) -> str:
     """Return the efficiency at `FURTHEST` times the measured nodes, with its band."""
-    nodes, first = series.node_counts[-1], series.rates[0][0]
+    nodes = series.node_counts[-1]
     band = _band(series, nodes)
-    relative = "" if first == 1 else f" relative to {count_of(first, 'node')}"
     around = f" (95% band {band})" if band else f" by {USUAL}, without a band, which needs three scales"
     (percent,) = series.percents([nodes])
-    return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{relative}{around}"
+    return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{series.relative}{around}"
 
 
 def _band(series: Series, nodes: int) -> str:
