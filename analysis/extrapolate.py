@@ -24,7 +24,7 @@ ABOUT_BAND = (
     "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "
     "cover noise, fitted parameters, all laws weighted by their fit, and changes of growth beyond the measured scales. On "
     "simulated sweeps with 29 kinds of growth the band covered 98% on average and 90% for the worst kind. It does not cover "
-    "growth that stops or jumps beyond the measured scales."
+    "growth that stops or jumps beyond the measured scales, nor growth faster than about n^1.3."
 )
 
 
