@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
         rates = " and B ".join(row.cell("samples_per_s_per_gpu") for row in (a, b))
         print(f"### {' and '.join(titles)}\n\nA {rates} samples/s/{a.unit}. {verdict(a, b)}.")
-        for side, row in (("A", a), ("B", b)):
+        for side, row in zip("AB", (a, b), strict=True):
             for doubt in list_doubts([row]):
                 print(f"In {side}: {doubt}.")
         print()

@@ -31,8 +31,8 @@ ABOUT_BAND = (
 def render(series: Series, doubts: Sequence[str] = ()) -> str:
     """Render a series. `doubts`: those of `list_doubts`."""
     title, told = f"## Projection of {series.title}", f"**{headline(series)}.**"
-    warnings = [f"Includes: {', '.join(doubts)}."] if doubts else []
-    return "\n\n".join([title, told, *warnings, *_scaling(series), *_hold_outs(series)]) + "\n"
+    told += f" Includes: {', '.join(doubts)}." if doubts else ""
+    return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series)]) + "\n"
 
 
 def headline(series: Series) -> str:
@@ -92,19 +92,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
     projected = []
     texts = []
-    refusals = []
     for rows in swept or curves:
         try:
-            series = series_of(rows)
+            projected.append(series_of(rows))
         except UserError as error:
-            refusals.append(printable(str(error)))
+            print(f"warning: {printable(str(error))}; skipping it", file=sys.stderr)
         else:
-            projected.append(series)
-            texts.append(render(series, plot_scaling.list_doubts(rows)))
+            texts.append(render(projected[-1], plot_scaling.list_doubts(rows)))
     if not projected:
-        raise UserError("; ".join(refusals))
-    for refusal in refusals:
-        print(f"warning: {refusal}; skipping it", file=sys.stderr)
+        raise UserError("no series can be projected")
     print("\n".join(texts), end="")
     if options.output:
         plot_scaling.draw_projection(projected).save(options.output, ".pdf", ".svg")

@@ -18,7 +18,6 @@ to a line's start, so prefixes (pdsh, srun) don't matter.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,8 +36,8 @@ class Dialect:
     pattern: str | re.Pattern[str]
     untimed: int = 0
     counts_data_wait: bool = True
-    significant_digits: int = 1
-    """Of times or rates, at least: without the zeros that `:.4g` leaves out at their end."""
+    most_rounding: float = 1.0
+    """Upper limit of `rounding`, for numbers whose last zeros are left out."""
 
     def states(self, *names: str) -> bool:
         """Return whether lines have one of these numbers."""
@@ -51,9 +50,7 @@ class Dialect:
             numbers = {name: _parse_number(text) for name, text in texts.items()}
             value_name = next(name for name in VALUES if name in texts)
             decimals = len(texts[value_name].partition(".")[2])
-            value = min(max(numbers[value_name], 1e-9), 1e15)
-            decimals = max(decimals, self.significant_digits - 1 - math.floor(math.log10(value)))
-            numbers["rounding"] = 0.5 * 10.0**-decimals / value
+            numbers["rounding"] = min(0.5 * 10.0**-decimals / max(numbers[value_name], 1e-9), self.most_rounding)
             if value_name == "step_ms":
                 numbers["step_s"] = numbers.pop("step_ms") / 1000
             yield numbers
@@ -102,7 +99,7 @@ DIALECTS = {
         "train_step_timing in s: ",
         r"global_batch_size: (?P<global_batch>\d{1,9}) \| global_step: (?P<step>\d{1,15}) .{0,400}?"
         rf"train_step_timing in s: (?P<step_s>{NUMBER})(?=\s)",
-        significant_digits=4,
+        most_rounding=0.0005,  # four significant digits
     ),
     # Epoch 0:  47%|████▋     | 700/1500 [06:19<07:13,  1.85it/s, v_num=0]
     "Lightning": Dialect(

@@ -52,22 +52,20 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
 def _drop_copies(runs: Sequence[Run]) -> list[Run]:
     """Return runs once, with a note on their copies: records of the same end and windows, logs of the same words, and tables
     of the same rows."""
-    copies: dict[tuple[object, ...], list[Run]] = {}
+    copies: dict[tuple[object, ...], list[list[Run]]] = {}
     for source, members in groupby(runs, attrgetter("source")):
         rows = [*members]  # several of a table, else one
-        content = str([replace(row, source="") for row in rows])
-        for place, run in enumerate(rows):
-            identity: object = id(run)
-            if run.kind == "record" and (run.finished or run.windows):
-                identity = run.finished, run.windows, run.rate
-            elif run.kind == "log":  # editors and transfers change line ends
-                identity = hashlib.sha256(b"\n".join(Path(source).read_bytes().split())).digest()
-            elif run.kind == "table":
-                identity = content, place
-            copies.setdefault((run.gpus, run.nodes, identity), []).append(run)
+        run = rows[0]
+        identity: object = str([replace(row, source="") for row in rows])
+        if run.kind == "record":
+            identity = (run.finished, run.windows, run.rate) if run.finished or run.windows else source
+        elif run.kind == "log":  # editors and transfers change line ends
+            identity = hashlib.sha256(b"\n".join(Path(source).read_bytes().split())).digest()
+        copies.setdefault((run.gpus, run.nodes, identity), []).append(rows)
     return [
-        noted(first, f"counts once: {len(others)} of its copies are also inputs") if others else first
+        noted(run, f"counts once: {len(others)} of its copies are also inputs") if others else run
         for first, *others in copies.values()
+        for run in first
     ]
 
 

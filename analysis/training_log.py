@@ -95,19 +95,17 @@ class Progress:
 
         A log that begins late, such as a resumed run's, is warm at the line nearest to `warmup` after its first.
         """
-        last, last_s = self.points[-1]
         first, *others = self.points[1:]
-        begin, begin_s = self.dialect.untimed, 0.0
-        warm, warm_s = next((point for point in self.points[1:] if point[0] >= warmup), self.points[-1])
+        start: tuple[float, float] = (self.dialect.untimed, 0.0)
+        warm = next((point for point in self.points if point[0] >= warmup), self.points[-1])
         # A log from the start has its first line after about one interval, or before the warm-up's end.
-        interval = others[0][0] - first[0] if others else first[0]
-        if others and (self.first_epoch or first[0] > max(2 * interval, warmup)):
-            begin, begin_s = first
-            warm, warm_s = min(self.points[1:], key=lambda point: abs(point[0] - begin - warmup))
-        is_warm = last > warm
-        if is_warm:
-            begin, begin_s = warm, warm_s
-        return (last - begin) / (last_s - begin_s), is_warm
+        if others and (self.first_epoch or first[0] > max(2 * (others[0][0] - first[0]), warmup)):
+            start = first
+            warm = min(self.points, key=lambda point: abs(point[0] - first[0] - warmup))
+        last, last_s = self.points[-1]
+        is_warm = warm[0] < last
+        done, done_s = warm if is_warm else start
+        return (last - done) / (last_s - done_s), is_warm
 
 
 @dataclass
