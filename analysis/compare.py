@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from clap_ds.analysis.aggregate import pooled_spread
+from clap_ds.analysis.plot_scaling import list_doubts
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Run, Scale
@@ -82,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for a, b in pairs(*(read_runs([path], options) for path in options.inputs)):
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
         rates = " and B ".join(row.cell("samples_per_s_per_gpu") for row in (a, b))
-        print(f"### {' and '.join(titles)}\n\nA {rates} samples/s/{a.unit}. {verdict(a, b)}.\n")
+        print(f"### {' and '.join(titles)}\n\nA {rates} samples/s/{a.unit}. {verdict(a, b)}.")
+        for side, row in zip("AB", (a, b), strict=True):
+            for doubt in list_doubts([row]):
+                print(f"In {side}: {doubt}.")
+        print()
 
 
 if __name__ == "__main__":

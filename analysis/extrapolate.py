@@ -8,6 +8,7 @@ The projection is the median of draws from several laws of growth (`weak_scaling
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,29 +18,30 @@ from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, series_of
-from clap_ds.config.errors import count_of, run_alone
+from clap_ds.config.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
     "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "
     "cover noise, fitted parameters, all laws weighted by their fit, and changes of growth beyond the measured scales. On "
     "simulated sweeps with 29 kinds of growth the band covered 98% on average and 90% for the worst kind. It does not cover "
-    "growth that stops or jumps beyond the measured scales."
+    "growth that stops or jumps beyond the measured scales, nor growth faster than about n^1.3."
 )
 
 
-def render(series: Series) -> str:
+def render(series: Series, doubts: Sequence[str] = ()) -> str:
+    """Render a series. `doubts`: those of `list_doubts`."""
     title, told = f"## Projection of {series.title}", f"**{headline(series)}.**"
+    told += f" Includes: {', '.join(doubts)}." if doubts else ""
     return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series)]) + "\n"
 
 
 def headline(series: Series) -> str:
     """Return the efficiency at `FURTHEST` times the measured nodes, with its band."""
-    nodes, first = series.node_counts[-1], series.rates[0][0]
+    nodes = series.node_counts[-1]
     band = _band(series, nodes)
-    relative = "" if first == 1 else f" relative to {count_of(first, 'node')}"
     around = f" (95% band {band})" if band else f" by {USUAL}, without a band, which needs three scales"
     (percent,) = series.percents([nodes])
-    return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{relative}{around}"
+    return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{series.relative}{around}"
 
 
 def _band(series: Series, nodes: int) -> str:
@@ -88,10 +90,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
-    found = [series_of(rows) for rows in swept or curves]
-    print("\n".join(render(series) for series in found), end="")
+    projected = []
+    texts = []
+    for rows in swept or curves:
+        try:
+            projected.append(series_of(rows))
+        except UserError as error:
+            print(f"warning: {printable(str(error))}; skipping it", file=sys.stderr)
+        else:
+            texts.append(render(projected[-1], plot_scaling.list_doubts(rows)))
+    if not projected:
+        raise UserError("no series can be projected")
+    print("\n".join(texts), end="")
     if options.output:
-        plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")
+        plot_scaling.draw_projection(projected).save(options.output, ".pdf", ".svg")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Dialect:
     pattern: str | re.Pattern[str]
     untimed: int = 0
     counts_data_wait: bool = True
+    most_rounding: float = 1.0
+    """Upper limit of `rounding`, for numbers whose last zeros are left out."""
 
     def states(self, *names: str) -> bool:
         """Return whether lines have one of these numbers."""
@@ -48,7 +50,7 @@ class Dialect:
             numbers = {name: _parse_number(text) for name, text in texts.items()}
             value_name = next(name for name in VALUES if name in texts)
             decimals = len(texts[value_name].partition(".")[2])
-            numbers["rounding"] = 0.5 * 10.0**-decimals / max(numbers[value_name], 1e-9)
+            numbers["rounding"] = min(0.5 * 10.0**-decimals / max(numbers[value_name], 1e-9), self.most_rounding)
             if value_name == "step_ms":
                 numbers["step_s"] = numbers.pop("step_ms") / 1000
             yield numbers
@@ -73,11 +75,12 @@ DIALECTS = {
         untimed=2,
         counts_data_wait=False,
     ),
-    # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu (LAION-CLAP ends after the time)
+    # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu (LAION-CLAP ends after the time;
+    # in 2021 without colons)
     "open_clip and LAION-CLAP": Dialect(
         "Train Epoch: ",
-        r"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/\d{1,12} \(\d+%\)\] .{0,400}?"
-        r"Batch \(t\): (?P<step_s>\d{1,9}\.\d{1,9})(?=[ ,])",
+        r"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/\d{1,12} \(\d+%\)\]\s.{0,400}?"
+        r"Batch \(t\):? (?P<step_s>\d{1,9}\.\d{1,9})(?=[\s,])",
     ),
     # iteration 12/ 500 | consumed samples: 12288 | elapsed time per iteration (ms): 865.2 | … | global batch size: 1024 |
     "Megatron-LM": Dialect(
@@ -96,6 +99,7 @@ DIALECTS = {
         "train_step_timing in s: ",
         r"global_batch_size: (?P<global_batch>\d{1,9}) \| global_step: (?P<step>\d{1,15}) .{0,400}?"
         rf"train_step_timing in s: (?P<step_s>{NUMBER})(?=\s)",
+        most_rounding=0.0005,  # four significant digits
     ),
     # Epoch 0:  47%|████▋     | 700/1500 [06:19<07:13,  1.85it/s, v_num=0]
     "Lightning": Dialect(
@@ -120,6 +124,8 @@ _LINES: dict[str, dict[str, str]] = {
     "num_local_procs=": {"nodes": r"nnodes=(\d{1,15}), num_local_procs=\d+"},
     "dist_world_size=": {"gpus": r"dist_world_size=" + _COUNT},
     "using world size: ": {"gpus": r"using world size: " + _COUNT},  # Megatron-LM
+    "num_nodes: ": {"nodes": r"\bnum_nodes: " + _COUNT},  # Composer
+    "num_gpus_per_node: ": {"gpus_per_node": r"\bnum_gpus_per_node: " + _COUNT},
     " sequence length ": {  # torchtitan
         "global_batch": r"global batch size " + _COUNT + ".* sequence length",
         "sequence_length": r"global batch size \d.* sequence length " + _COUNT,
@@ -128,8 +134,8 @@ _LINES: dict[str, dict[str, str]] = {
         "micro_batch": "batch size per device = " + _COUNT + "(?!,)"
     },  # Hugging Face Trainer
     "Gradient Accumulation steps ": {"accumulation": "Accumulation steps = " + _COUNT},
-    " ...": {
-        "gpus": r"(?<![a-z_])world_size" + _DOTS + _COUNT,
+    " ...": {  # DeepSpeed's world size is that of data parallelism
+        "replicas": r"(?<![a-z_])world_size" + _DOTS + _COUNT,
         "global_batch": r"train_batch_size" + _DOTS + _COUNT,
         "precision": r"\b(b?float16)_(?:config|enabled)" + _DOTS + r"(?:enabled=)?True",
     },

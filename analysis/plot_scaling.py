@@ -9,7 +9,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
@@ -68,6 +68,13 @@ def name_series(rows: Sequence[Scale]) -> str:
     return f"{PUBLISHED_BY}, {rows[0].title}" if is_published else rows[0].title
 
 
+def _looks() -> Iterator[Mapping[str, Any]]:
+    """Yield the looks of series: hollow markers, which show the points below them, and filled ones from the seventh on."""
+    for style in SERIES_STYLES:
+        yield {**style, "markerfacecolor": "none"}
+    yield from cycle(SERIES_STYLES)
+
+
 @styled()
 def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     """Draw efficiency with the 95% band of the fitted growth, and samples/s of all GPUs beside the ideal line.
@@ -79,7 +86,7 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     names, common = short_names([name_series(rows) for rows in curves.values()])
     efficiency.axhline(100, label="ideal (linear)", **IDEAL)
     is_banded = False
-    for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
+    for name, rows, style in zip(names, curves.values(), _looks(), strict=False):
         baseline_rate = rows[0].rate or 0.0
         # A scale of more nodes may have fewer GPUs.
         rows = sorted(rows, key=lambda row: row.gpus)
@@ -89,8 +96,8 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         percent_errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in compared]
         totals = [row.samples_per_s or 0.0 for row in rows]
         total_errors = [row.gpus * (row.samples_per_s_per_gpu_ci95 or 0.0) for row in rows]
-        # Hollow markers show the points below them, and dashes would look like an extrapolation.
-        look = {**style, "markerfacecolor": "none", "linestyle": "-", "elinewidth": 0.8}
+        # Dashes would look like an extrapolation.
+        look = {**style, "linestyle": "-", "elinewidth": 0.8}
         label = fill("; ".join([f"{name}, {answer(rows)}", *list_doubts(rows)]), 110)
         efficiency.errorbar(
             gpus[: len(compared)], percents, percent_errors if any(percent_errors) else None, label=label, **look
@@ -153,21 +160,21 @@ def draw_projection(found: Sequence[Series]) -> Picture:
     axes.axhline(100, label="ideal", **IDEAL)
     units = f"{unit(found[0].title)}s"
     all_gpus = []
-    for name, series, style in zip(names, found, cycle(SERIES_STYLES), strict=False):
+    is_banded = False
+    for name, series, style in zip(names, found, _looks(), strict=False):
         color, counts, last = style["color"], series.node_counts, len(series.rates)
         gpus = [nodes * series.gpus_per_node for nodes in counts]
         all_gpus += gpus
         points = [series.efficiency_percent(rate) for _, rate in series.rates]
-        look = {**style, "linestyle": "none", "markerfacecolor": "none"}
-        axes.plot(gpus[:last], points, label=f"{name}, measured", **look)
+        axes.plot(gpus[:last], points, label=f"{name}, measured", **{**style, "linestyle": "none"})
         fitted = series.percents(counts)
         axes.plot(gpus[:last], fitted[:last], color=color, label=f"{name}, fitted")
-        label = fill(f"{name}, projected: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}", 50)
+        label = fill(f"{name}, projected: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}{series.relative}", 50)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
-        shade_band(axes, series, counts[last - 1 :], color)
+        is_banded |= shade_band(axes, series, counts[last - 1 :], color)
     gpu_axis(axes, all_gpus, units)
     axes.set_ylabel("scaling efficiency (%)")
-    picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band"])))
+    picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band" if is_banded else ""])))
     return picture
 
 

@@ -9,6 +9,8 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
@@ -48,18 +50,22 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
 
 
 def _drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same content."""
-    copies: dict[tuple[object, ...], list[Run]] = {}
-    for run in runs:
-        identity: object = id(run)
-        if run.kind == "record" and run.finished:
-            identity = run.finished, run.windows, run.rate
-        if run.kind == "log":
-            identity = hashlib.sha256(Path(run.source).read_bytes()).digest()
-        copies.setdefault((run.gpus, run.nodes, identity), []).append(run)
+    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same words, and tables
+    of the same rows."""
+    copies: dict[tuple[object, ...], list[list[Run]]] = {}
+    for source, members in groupby(runs, attrgetter("source")):
+        rows = [*members]  # several of a table, else one
+        run = rows[0]
+        identity: object = str([replace(row, source="") for row in rows])
+        if run.kind == "record":
+            identity = (run.finished, run.windows, run.rate) if run.finished or run.windows else source
+        elif run.kind == "log":  # editors and transfers change line ends
+            identity = hashlib.sha256(b"\n".join(Path(source).read_bytes().split())).digest()
+        copies.setdefault((run.gpus, run.nodes, identity), []).append(rows)
     return [
-        noted(first, f"counts once: {len(others)} of its copies are also inputs") if others else first
+        noted(run, f"counts once: {len(others)} of its copies are also inputs") if others else run
         for first, *others in copies.values()
+        for run in first
     ]
 
 
@@ -71,14 +77,14 @@ def _inputs_in(path: Path) -> Iterator[Path]:
     for name in sorted(os.listdir(path)):
         inside = path / name
         is_hidden = name.startswith(".") or inside.is_symlink()  # caches of compiled code, `latest`
-        if not is_hidden and (inside.suffix in (".log", ".out") or inside.is_dir()):
+        if not is_hidden and (inside.suffix.lower() in (".log", ".out") or inside.is_dir()):
             yield from _inputs_in(inside)
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if is_record(path):
         return [read_record(path)]
-    return read_table_runs(path) if path.suffix in (".csv", ".tsv") else [_read_log(path, given)]
+    return read_table_runs(path) if path.suffix.lower() in (".csv", ".tsv") else [_read_log(path, given)]
 
 
 def _read_log(path: Path, given: argparse.Namespace) -> Run:

@@ -255,8 +255,9 @@ def read_table_runs(path: Path) -> list[Run]:
     """
     try:
         with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file)) as text:
-            lines = [line for line in text if not line.startswith("sep=")]  # Excel's own
-        separator = next((mark for mark in ";\t" if lines and mark in lines[0]), ",")
+            lines = [line for line in text if not line.lstrip('"').startswith("sep=")]  # Excel's own
+        header_line = next(filter(str.strip, lines), "")
+        separator = next((mark for mark in ";\t" if mark in header_line), ",")
         table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

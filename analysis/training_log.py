@@ -41,7 +41,7 @@ class Progress:
     """Of the last line, in its epoch."""
     elapsed_s: float = 0.0
     first_epoch: float = 0.0
-    """Later than 0 if the log lacks earlier ones: its first line then is after the warm-up."""
+    """Later than 0 if the log lacks earlier ones."""
 
     def begins_anew(self, numbers: Mapping[str, float]) -> bool:
         """Return whether the program has started again before this line."""
@@ -91,13 +91,21 @@ class Progress:
         return numbers.get("epoch", 0.0), position
 
     def rate(self, warmup: float) -> tuple[float, bool]:
-        """Return what is done per second after the warm-up and True, or if all is warm-up the running average and False."""
+        """Return what is done per second after the warm-up and True, or if all is warm-up the running average and False.
+
+        A log that begins late, such as a resumed run's, is warm at the line nearest to `warmup` after its first.
+        """
+        first, *others = self.points[1:]
+        start: tuple[float, float] = (self.dialect.untimed, 0.0)
+        warm = next((point for point in self.points if point[0] >= warmup), self.points[-1])
+        # A log from the start has its first line after about one interval, or before the warm-up's end.
+        if others and (self.first_epoch or first[0] > max(2 * (others[0][0] - first[0]), warmup)):
+            start = first
+            warm = min(self.points, key=lambda point: abs(point[0] - first[0] - warmup))
         last, last_s = self.points[-1]
-        warm = [point for point in self.points[1:] if point[0] >= warmup or self.first_epoch]
-        first, first_s = warm[0] if warm else (last, last_s)
-        if last > first:
-            return (last - first) / (last_s - first_s), True
-        return (last - self.dialect.untimed) / last_s, False
+        is_warm = warm[0] < last
+        done, done_s = warm if is_warm else start
+        return (last - done) / (last_s - done_s), is_warm
 
 
 @dataclass
@@ -112,12 +120,19 @@ class Log:
     """By program: a log may have the lines of two, such as Megatron's and DeepSpeed's."""
 
     @property
+    def stated_gpus(self) -> int:
+        """The number of GPUs, or 0. Replicas are all GPUs, unless another line states more."""
+        of_nodes = self.facts.get("nodes", 0) * self.facts.get("gpus_per_node", 0)
+        return self.facts.get("gpus") or of_nodes or self.facts.get("replicas", 0)
+
+    @property
     def gpus(self) -> int:
-        return self.facts.get("gpus") or self.given_gpus or 1
+        return self.stated_gpus or self.given_gpus or 1
 
     @property
     def global_batch(self) -> int:
-        of_parts = self.facts.get("micro_batch", 0) * self.gpus * self.facts.get("accumulation", 1)
+        replicas = self.facts.get("replicas") or self.gpus
+        of_parts = self.facts.get("micro_batch", 0) * replicas * self.facts.get("accumulation", 1)
         return of_parts or self.facts.get("global_batch") or self.given_batch * self.gpus
 
     def read(self, line: str) -> None:
@@ -182,12 +197,11 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     facts = log.facts
     if measured:
         facts["rounding"] = median(measured[0].roundings)
-    accumulation = facts.get("accumulation", 1)
-    micro_batch = facts.get("micro_batch") or log.global_batch // log.gpus // accumulation
-    names = ("model", "precision", "directory", "nodes", "gpus", "device", "context_length", "rounding")
+    names = ("model", "precision", "directory", "nodes", "device", "context_length", "rounding")
     return Run(
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
-        batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
+        gpus=log.stated_gpus, batch_per_gpu=log.global_batch // log.gpus or None,
+        micro_batch=facts.get("micro_batch"), accumulation=facts.get("accumulation", 1),
         memory_peak_gib=facts.get("memory_gib") or None, samples_per_s_per_gpu=rate,
         deepspeed_samples_per_s_per_gpu=rate_by_timer,
         notes="; ".join(note for progress in measured[:1] for note in _describe(log, progress)),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clap_ds.analysis.table import Scale
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, count_of
 
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
 """Shape of the step time's growth on n nodes, by law."""
@@ -91,6 +91,12 @@ class Series:
 
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
+
+    @property
+    def relative(self) -> str:
+        """` relative to 2 nodes`, or empty if efficiencies are relative to one node."""
+        nodes = self.rates[0][0]
+        return "" if nodes == 1 else f" relative to {count_of(nodes, 'node')}"
 
     def percent_by(self, law: str, nodes: int) -> float:
         """Return the efficiency on `nodes` nodes by a fit of one of `LAWS`."""

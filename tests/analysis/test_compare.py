@@ -1,6 +1,7 @@
 """Comparisons with known answers, and how often programs of equal speed are told apart."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -102,12 +103,13 @@ def test_rates_whose_last_digits_differ_get_no_verdict(tmp_path: Path, a: str, b
 def test_tables_without_a_model_are_paired_with_each_other_and_with_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = write(tmp_path / "before.csv", f"{HEADER}\n1,4,600.1\n1,4,600.9\n2,8,580.2\n")
+    before = write(tmp_path / "before.csv", f"{HEADER},state\n1,4,600.1\n1,4,600.9\n2,8,580.2,timeout\n")
     after = write(tmp_path / "after.csv", f"{HEADER}\n1,4,700.1\n1,4,700.9\n2,8,590.2\n")
     command(monkeypatch, compare_command.main, before, after)
     printed = capsys.readouterr().out
     assert "### before, 1 node, 4 GPUs and after, 1 node, 4 GPUs" in printed
     assert printed.count("B / A = ") == 2
+    assert re.findall("In .*", printed) == ["In A: timeout on 2 nodes, 8 GPUs."]
     runs = read_table_runs(before)
     assert [(a.gpus, b.gpus) for a, b in pairs(runs, [run(2, 9.0, model="micro")])] == [(8, 8)]
 

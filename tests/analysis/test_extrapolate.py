@@ -11,6 +11,7 @@ from clap_ds.analysis.extrapolate import ABOUT_BAND, headline, render
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
 from clap_ds.analysis.weak_scaling import USUAL, series_of
+from clap_ds.config.errors import UserError
 from tests.analysis import samples
 
 TINY = series_of(scaling_table(read_table_runs(samples.TINY)))
@@ -45,6 +46,21 @@ def test_mean_errors_are_those_of_the_hold_outs() -> None:
 
 def test_headline_names_a_baseline_of_more_than_one_node() -> None:
     assert "GPUs relative to 2 nodes" in headline(replace(TINY, rates=TINY.rates[1:]))
+
+
+def test_a_series_without_a_projection_is_a_warning_and_an_incomplete_run_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = "nodes,gpus,samples_per_s_per_gpu,model,state\n1,4,600,a,completed\n2,8,580,a,timeout\n"
+    refused = "1,4,600,b,completed\n2,8,700,b,completed\n"
+    samples.command(monkeypatch, extrapolate.main, samples.write(tmp_path / "t.csv", table + refused))
+    printed = capsys.readouterr()
+    assert "Includes: timeout on 2 nodes, 8 GPUs." in printed.out
+    assert re.fullmatch("warning: b.*above 100%.*; skipping it\n", printed.err)
+    with pytest.raises(UserError, match="no series"):
+        samples.command(
+            monkeypatch, extrapolate.main, samples.write(tmp_path / "t.csv", table.partition("1")[0] + refused)
+        )
 
 
 @pytest.mark.parametrize(("last_rate", "covered"), [(500.0, 8), (540.0, 9), (620.0, 7)])

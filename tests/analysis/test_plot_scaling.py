@@ -143,10 +143,27 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
         "ideal",
         "measured",
         "fitted",
-        "extrapolated:",
+        "projected:",
     ]
     assert (lines["-"][-1][0], lines["--"][0][0]) == (512, 512)  # extrapolation starts at the last measurement
     assert [lines["--"][0][1], lines["--"][-1][1]] == pytest.approx(series.percents([128, 512]))
     band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
     assert (band.x0, band.x1) == (512, 2048)
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
+
+
+def test_a_projection_without_a_band_names_none_and_a_baseline_of_two_nodes() -> None:
+    pair = series_of(scaling_table(read_table_runs(TINY)[1:3]))
+    picture = draw_projection([pair])
+    picture.figure.draw_without_rendering()
+    texts = [text.get_text() for legend in picture.figure.legends for text in legend.get_texts()]
+    titles = [legend.get_title().get_text() for legend in picture.figure.legends]
+    assert "relative to 2 nodes" in " ".join(texts).replace("\n", " ")
+    assert "band" not in " ".join(titles)
+
+
+def test_the_seventh_series_has_other_markers_than_the_first() -> None:
+    runs = [run(nodes, 600.0, variant=f"v{number}") for number in range(7) for nodes in (1, 2)]
+    lines = [container.lines[0] for container in draw(curves(*runs)).panels[0].containers]
+    assert lines[0].get_color() == lines[6].get_color()
+    assert lines[0].get_markerfacecolor() != lines[6].get_markerfacecolor()

@@ -45,7 +45,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     ("name", "nodes", "gpus"),
     [
         ("job-n2-gpus8.log", 2, 8),
-        ("gpus8_nodes2.out", 2, 8),
+        ("GPUS8_NODES2.OUT", 2, 8),
         ("n2.log", 2, 8),
         ("nodes_2/slurm.out", 2, 8),
         ("nodes_4/n2-gpus8.log", 2, 8),
@@ -56,10 +56,10 @@ def test_a_log_without_a_launchers_lines_may_have_its_scale_in_its_name(
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     log = write(tmp_path / name, running_log([1.0] * 20))
-    (run,) = read_runs([log], given(gpus_per_node=None if "gpus" in name else 4))
+    (run,) = read_runs([log.parent], given(gpus_per_node=None if "gpus" in name.lower() else 4))
     assert (run.nodes, run.gpus, run.rate) == (nodes, gpus, 8.0)
     assert "name" in run.notes
-    if "gpus" in name:
+    if "gpus" in name.lower():
         (run,) = read_runs([write(log, ENGINE.format(8) + log.read_text())], given())
         assert (run.nodes, run.gpus) == (nodes, gpus)
 
@@ -203,6 +203,23 @@ def test_copies_of_a_log_count_once_and_its_repeats_each(tmp_path: Path) -> None
     shutil.copy(tmp_path / "first.log", tmp_path / "backup" / "moved.log")
     runs = read_runs([tmp_path], given())
     assert sorted("copies" in run.notes for run in runs) == [False, True]
+
+
+@pytest.mark.parametrize("kind", ["unfinished record", "log with other line ends", "table"])
+def test_copies_without_an_end_of_logs_with_other_line_ends_and_of_tables_count_once(tmp_path: Path, kind: str) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, line_end in zip(paths, ("\n", "\r\n"), strict=True):
+        path.mkdir()
+        if kind == "table":
+            write(path / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n1,4,600\n1,4,600\n")
+        elif kind.startswith("log"):
+            write(path / "x.log", running_log([1.0] * 20).replace("\n", line_end) + line_end)
+        else:
+            summary = write_record(path / "run", 600.0, second=0) / "summary.json"
+            write(summary, summary.read_text().replace('"finished"', '"began"'))
+    inputs = [path / "t.csv" for path in paths] if kind == "table" else paths
+    notes = [run.notes for run in read_runs(inputs, given(nodes=1, gpus=4))]
+    assert ["1 of its copies" in note for note in notes] == [True] * (2 if kind == "table" else 1)
 
 
 def test_copies_of_failed_runs_and_of_table_rows_stay(tmp_path: Path) -> None:

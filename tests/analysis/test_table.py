@@ -74,13 +74,14 @@ def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
         "nodes,gpus,samples_per_s_per_gpu,,\n1,4,600.5,,\n\n2,8,580\n,,,\n",
         "nodes, gpus, samples_per_s_per_gpu\r\n1, 4, 600.5\r\n2, 8, 580\r\n",
         "sep=;\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n",
+        '\n"sep=;"\n\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n',
         "nodes\tgpus\tsamples_per_s_per_gpu\r1\t4\t600.5\r2\t8\t580\r",
         '"nodes","gpus","samples_per_s_per_gpu"\n"1","4","600.5"\n"2","8","580"\n',
     ],
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_a_table_as_spreadsheets_write_it_is_read(tmp_path: Path, text: str, encoding: str) -> None:
-    for name in ("t.csv", "t.tsv"):
+    for name in ("t.csv", "t.tsv", "T.CSV"):
         rows = read_runs([write(tmp_path / name, text.encode(encoding))], given())
         assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
 

@@ -1,6 +1,7 @@
 """Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print interval, and withstand damage."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -135,11 +136,61 @@ def test_lines_of_da_clip_give_the_rate_that_they_state(tmp_path: Path) -> None:
     assert run.rate == pytest.approx(784 * 45 / (22 * 2.978 + 30.197 + 22 * 2.994))
 
 
+@pytest.mark.parametrize("program", ["open_clip", "torchtitan", "Megatron-LM"])
+def test_warm_up_of_a_resumed_run_is_not_counted(tmp_path: Path, program: str) -> None:
+    """Steps of 64 samples and 2 s, of which the first ten take 9 s each."""
+    times = [9.0] * 10 + [2.0] * 90
+    text = open_clip_log([times], 64, 64 * 100, 10, ONE_GPU.format(64)).replace("Epoch: 0", "Epoch: 3")
+    if program != "open_clip":
+        line, text = PROGRESS[program]
+        for since, done in pairwise([0, 1, *range(10, 101, 10)]):
+            mean_s = fmean(times[since:done])
+            step = 5000 + done
+            numbers = {"samples": 64 * step, "batch": 64, "mean_ms": 1000 * mean_s, "tps": round(64 * 8192 / mean_s)}
+            text += line.format(step=step, **numbers) + "\n"
+    (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
+    assert (run.rate or 0.0) * run.gpus == pytest.approx(32, rel=1e-3)
+
+
+@pytest.mark.parametrize("whole", ["dist_world_size=8\n", "using world size: 8, data-parallel-size: 4\n"])
+def test_data_parallel_size_in_deepspeeds_dump_is_not_the_number_of_gpus(tmp_path: Path, whole: str) -> None:
+    dump = "train_micro_batch_size_per_gpu  4\ngradient_accumulation_steps .. 2\nworld_size ................... 4\n"
+    text = whole + "".join(f"[config.py:1003:print]   {line}\n" for line in dump.splitlines())
+    run = read_log(write(tmp_path / "x.log", text + running_log([1.0] * 20, batch=32)))
+    assert (run.gpus, run.rate) == (8, pytest.approx(4))
+    assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (4, 4, 2)
+    text += open_clip_log([[1.0] * 40], 32, 32 * 40, 10)  # a rate that depends on the batch
+    assert read_log(write(tmp_path / "x.log", text)).rate == pytest.approx(4)
+
+
+def test_configuration_that_composer_prints_is_a_new_start_with_its_scale(tmp_path: Path) -> None:
+    text = ""
+    for rate in (100.0, 800.0):
+        text += "Config:\nnum_gpus_per_node: 8\nnum_nodes: 2\n" + f"\t Train throughput/samples_per_sec: {rate}\n" * 40
+    run = read_log(write(tmp_path / "x.log", text))
+    assert (run.nodes, run.gpus, run.rate) == (2, 16, pytest.approx(50))
+
+
+def test_open_clips_lines_of_2021_are_read(tmp_path: Path) -> None:
+    text = open_clip_log([[0.5] * 40], 64, 64 * 40, 10, ONE_GPU.format(64))
+    text = re.sub(
+        r"] Data \(t\): (\S+) Batch \(t\): (\S+),.*", r"]\tLoss: 6.1\tData (t) \1\tBatch (t) \2\tLR: 0.1", text
+    )
+    assert read_log(write(tmp_path / "x.log", text)).rate == pytest.approx(128)
+
+
 def test_steps_that_the_log_cannot_resolve_are_noted(tmp_path: Path) -> None:
     for step_s, is_coarse in ((0.0304, True), (0.304, False)):
         text = open_clip_log([[10.0, *[step_s] * 99]] * 2, 16, 1600, 10, ONE_GPU.format(16))
         run = read_log(write(tmp_path / "x.log", text))
         assert ("rounds" in run.notes) == is_coarse
+
+
+def test_nemos_times_without_their_last_zeros_are_not_coarse(tmp_path: Path) -> None:
+    line, _ = PROGRESS["NeMo"]
+    lines = (line.format(step=step, batch=64, mean_s=0.5, samples=64 * step) for step in range(40))
+    run = read_log(write(tmp_path / "x.log", "\n".join(lines)), given_gpus=1)
+    assert (run.rate, "rounds" in run.notes) == (pytest.approx(128), False)
 
 
 PROGRESS = {
