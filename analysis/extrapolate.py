@@ -92,15 +92,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
     projected = []
     texts = []
+    problems = []
     for rows in swept or curves:
         try:
             projected.append(series_of(rows))
         except UserError as error:
-            print(f"warning: {printable(str(error))}; skipping it", file=sys.stderr)
+            problems.append(str(error))
         else:
             texts.append(render(projected[-1], plot_scaling.list_doubts(rows)))
     if not projected:
-        raise UserError("no series can be projected")
+        raise UserError("\n".join(problems))
+    for problem in problems:
+        print(f"warning: {printable(problem)}; skipping it", file=sys.stderr)
     print("\n".join(texts), end="")
     if options.output:
         plot_scaling.draw_projection(projected).save(options.output, ".pdf", ".svg")

@@ -57,7 +57,7 @@ def test_a_series_without_a_projection_is_a_warning_and_an_incomplete_run_is_nam
     printed = capsys.readouterr()
     assert "Includes: timeout on 2 nodes, 8 GPUs." in printed.out
     assert re.fullmatch("warning: b.*above 100%.*; skipping it\n", printed.err)
-    with pytest.raises(UserError, match="no series"):
+    with pytest.raises(UserError, match="above 100%"):
         samples.command(
             monkeypatch, extrapolate.main, samples.write(tmp_path / "t.csv", table.partition("1")[0] + refused)
         )
