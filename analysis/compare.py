@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from itertools import product
 
 from clap_ds.analysis.aggregate import pooled_spread
-from clap_ds.analysis.plot_scaling import list_doubts
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Run, Scale
+from clap_ds.analysis.weak_scaling import list_doubts
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.run_records.intervals import student_t
 

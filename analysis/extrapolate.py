@@ -17,7 +17,7 @@ import numpy as np
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
-from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, series_of
+from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, list_doubts, series_of
 from clap_ds.config.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except UserError as error:
             problems.append(str(error))
         else:
-            texts.append(render(projected[-1], plot_scaling.list_doubts(rows)))
+            texts.append(render(projected[-1], list_doubts(rows)))
     if not projected:
         raise UserError("\n".join(problems))
     for problem in problems:

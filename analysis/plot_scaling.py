@@ -15,14 +15,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.aggregate import GOOD_STATES
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, styled
 from clap_ds.analysis.plot_run import draw_runs
 from clap_ds.analysis.published import PUBLISHED_BY, PUBLISHED_TABLES
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Scale, by_series, relative_to, unit
-from clap_ds.analysis.weak_scaling import ABOVE_ALL, Series, series_of
+from clap_ds.analysis.weak_scaling import Series, list_doubts, series_of
 from clap_ds.config.errors import UserError, run_alone
 
 if TYPE_CHECKING:
@@ -124,12 +123,6 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     picture.title(", ".join(filter(None, [common, f"{extent} {units}"])))
     picture.name_below(efficiency, 1, "Shaded: 95% band of the fitted growth" if is_banded else "")
     return picture
-
-
-def list_doubts(rows: Sequence[Scale]) -> list[str]:
-    """Return which scales of a series have runs that didn't complete, or efficiencies above 100%."""
-    doubts = [f"{row.state} on {row.scale}" for row in rows if row.state not in GOOD_STATES]
-    return doubts + [f"{ABOVE_ALL} on {row.scale}" for row in rows if ABOVE_ALL in row.notes]
 
 
 def shade_fit(axes: Axes, rows: Sequence[Scale], color: str) -> bool:

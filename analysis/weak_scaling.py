@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from clap_ds.analysis.aggregate import GOOD_STATES
 from clap_ds.analysis.table import Scale
 from clap_ds.config.errors import UserError, count_of
 
@@ -182,6 +183,12 @@ class Series:
         """Measured node counts, and doublings up to `FURTHEST` times the largest."""
         measured = [nodes for nodes, _ in self.rates]
         return [*measured, *(measured[-1] * 2**power for power in range(1, FURTHEST.bit_length()))]
+
+
+def list_doubts(rows: Sequence[Scale]) -> list[str]:
+    """Return which scales of a series have runs that didn't complete, or efficiencies above 100%."""
+    doubts = [f"{row.state} on {row.scale}" for row in rows if row.state not in GOOD_STATES]
+    return doubts + [f"{ABOVE_ALL} on {row.scale}" for row in rows if ABOVE_ALL in row.notes]
 
 
 def series_of(rows: Sequence[Scale]) -> Series:

@@ -96,7 +96,7 @@ def _complete_chunks(file: BinaryIO, magic: bytes) -> bytes | None:
         return None
     samples_at = file.tell()
     available = file_bytes - samples_at
-    is_from_pipe = stated >> 8 * size_bytes - 8 >= 0x7F  # sox 0x7F000008 or 0x7FFFF000, ffmpeg 0xFFFFFFFF
+    is_from_pipe = _marks_pipe(stated, size_bytes)
     if stated > available and not is_from_pipe:
         raise BrokenItemError(f"audio is truncated: found {available} of {stated} bytes of samples")
     # libsndfile reads a WAV or AIFF from a pipe to its end. 4 bytes are those of an empty CAF.
@@ -108,6 +108,11 @@ def _complete_chunks(file: BinaryIO, magic: bytes) -> bytes | None:
     return bytes(content)
 
 
+def _marks_pipe(stated: int, size_bytes: int) -> bool:
+    """Return whether programs write this size to a pipe: sox 0x7F000008 or 0x7FFFF000, ffmpeg 0xFFFFFFFF."""
+    return stated >> 8 * size_bytes - 8 >= 0x7F
+
+
 def _check_size(file: BinaryIO, magic: bytes) -> None:
     """Raise BrokenItemError for an AU, RF64 or W64 that is shorter than it states."""
     if magic not in _SIZES:
@@ -116,8 +121,7 @@ def _check_size(file: BinaryIO, magic: bytes) -> None:
     file_bytes = file.seek(0, os.SEEK_END)
     file.seek(position)
     stated = int.from_bytes(file.read(size_bytes), "big" if magic == b".snd" else "little") + not_counted
-    is_from_pipe = stated >> 8 * size_bytes - 8 >= 0x7F
-    if file_bytes < stated and not is_from_pipe:
+    if file_bytes < stated and not _marks_pipe(stated, size_bytes):
         raise BrokenItemError(f"audio is truncated: found {file_bytes} of {stated} bytes")
 
 
