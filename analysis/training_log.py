@@ -193,7 +193,8 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     # Of two programs, prefer one with more than a summary, then one whose times include the wait for data.
     measured.sort(key=lambda progress: (len(progress.roundings) > 1, progress.dialect.counts_data_wait), reverse=True)
     by_timer = [progress for progress in measured if not progress.dialect.counts_data_wait]
-    rate, rate_by_timer = (log.compute_rate(group[0])[0] if group else None for group in (measured, by_timer))
+    rate = log.compute_rate(measured[0])[0] if measured else None
+    rate_by_timer = log.compute_rate(by_timer[0])[0] if by_timer else None
     facts = log.facts
     if measured:
         facts["rounding"] = median(measured[0].roundings)

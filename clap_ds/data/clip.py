@@ -79,8 +79,8 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
 
 
 def _list_files(members: Mapping[str, Any]) -> str:
-    found = ", ".join(sorted(name for name in members if not name.startswith("__"))) or "none"
-    return f"{found} (WebDataset splits names at the first dot)" if "." in found else found
+    names = ", ".join(sorted(name for name in members if not name.startswith("__"))) or "none"
+    return f"{names} (WebDataset splits names at the first dot)" if "." in names else names
 
 
 def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:

@@ -213,9 +213,9 @@ def _source(name: str, audio: Any, sample_rate: float | None, channels_first: bo
     most_channels = 2 if channels_first is None else MOST_CHANNELS  # in LAION-CLAP, (N, T) are N mono clips
     if rows.ndim != 2 or not 0 < len(rows) <= most_channels:
         expected = "a path, samples (T,), (1, T) or stereo (2, T), or a dict of them"
-        found = f"{type(audio).__name__} of shape {array.shape}"
+        kind = f"{type(audio).__name__} of shape {array.shape}"
         raise ValueError(
-            f"{name}: expected {expected}, found {found}. Pass mono clips as a list: list(array). Pass one sound of at most "
+            f"{name}: expected {expected}, found {kind}. Pass mono clips as a list: list(array). Pass one sound of at most "
             f"{MOST_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
         )
     if array.dtype.kind != "f" and array.dtype != np.int16:
