@@ -76,8 +76,11 @@ def test_an_array_is_one_submission(tmp_path: Path, slurm: FakeSlurm, capsys: py
     rows = [row.split()[:4] for row in capsys.readouterr().out.splitlines() if row.startswith("n002")]
     states = ("running", "failed", "pending")
     assert rows == [[names[task], "2", f"101_{task}", state] for task, state in enumerate(states)]
-    assert main(["resume", str(folder), "--time", "9"]) == 0
-    assert slurm.lines("calls")[1:] == [f"--parsable --array=1 --time=9 {folder}/array.sbatch"]
+    assert main(["resume", str(folder), "--partition", "gpu", "--time", "2-0"]) == 2
+    assert "partition gpu allows at most" in capsys.readouterr().err
+    assert main(["resume", str(folder), "--time", "9", "-q", "big", "--dependency=afterany:7"]) == 0
+    options = "--array=1 --time=9 --qos=big --dependency=afterany:7"
+    assert slurm.lines("calls")[1:] == [f"--parsable {options} {folder}/array.sbatch"]
     assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "102_1", "101_2"]
 
 
