@@ -47,16 +47,19 @@ def missing(packages: Iterable[str]) -> str:
 
 
 def find_missing_paths(clap: dict[str, Any], *, train: bool) -> Iterator[tuple[str, str]]:
-    """Yield fields of `clap`, each with the first local path of a pattern in it that doesn't exist here."""
+    """Yield fields of `clap`, with the first local path in each folder that isn't here."""
     for field in PATHS if train else PATHS[:2]:
         if value := find_field(clap, field):
             from braceexpand import braceexpand  # not at the top: a run without shards doesn't need it
 
+            exists = os.path.isfile if field.endswith("shards") else os.path.exists
+            missing_by_folder: dict[str, str] = {}
             for pattern in [value] if isinstance(value, str) else value:
                 for path in braceexpand(pattern.removeprefix("file://")):
-                    if not (_ELSEWHERE.fullmatch(path) or os.path.exists(path) or glob.glob(path)):
-                        yield f"clap.{field}", path
-                        break  # of up to 100,000
+                    if not (_ELSEWHERE.fullmatch(path) or any(map(exists, glob.glob(path) or [path]))):
+                        missing_by_folder.setdefault(os.path.dirname(path), path)
+            for path in missing_by_folder.values():
+                yield f"clap.{field}", path
 
 
 def check(paths: list[Path], *, train: bool, may_appear: bool = False) -> None:
@@ -83,7 +86,7 @@ def check(paths: list[Path], *, train: bool, may_appear: bool = False) -> None:
 
             problems += [f"{path}: {problem}" for problem in problems_for_training(run.clap, run.deepspeed)]
         for field, missing_path in find_missing_paths(run.clap.model_dump(), train=train):
-            problem = f"{field}: {missing_path} doesn't exist on {platform.node()} (working folder: {Path.cwd()})"
+            problem = f"{field}: {platform.node()} has no such file: {missing_path} (working folder: {Path.cwd()})"
             folder = os.path.dirname(missing_path) or os.curdir
             if may_appear or folder == "/" or not os.path.isdir(folder):
                 print(f"note: {problem}; the job fails if its hosts lack it, too")

@@ -168,7 +168,8 @@ def test_paths_that_are_missing_where_their_folder_exists_are_rejected(
     shards = {"source": "webdataset", "shards": f"{folder}/x-{{0..3}}.tar", "tokenizer": f"{folder}/tokenizer"}
     assert call(clap={"data": shards}) == 2
     shown = capsys.readouterr().err
-    assert f"{folder / 'tiny.json'}: clap.data.shards: {folder}/x-0.tar doesn't exist" in shown
+    assert f"{folder / 'tiny.json'}: clap.data.shards: " in shown
+    assert f"no such file: {folder}/x-0.tar" in shown
     assert "clap.data.tokenizer: " in shown
     assert call("--dependency", "afterok:7", clap={"data": shards}) == 0, "job 7 may make them"
     assert "note: clap.data.shards: " in capsys.readouterr().out
