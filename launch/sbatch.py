@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,11 +85,14 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def parse_options(lines: Iterable[str]) -> dict[str, str]:
+def parse_options(lines: Sequence[str]) -> dict[str, str]:
     """Return values of these options in lines of options of sbatch; the last of each counts."""
-    parser = CommandParser("sbatch", add_help=False, allow_abbrev=False)
+    parser = CommandParser("sbatch", add_help=False)  # sbatch takes abbreviations, too
     add_limits(parser)
-    words = [word for line in lines for word in shlex.split(line, comments=True)]
+    try:
+        words = [word for line in lines for word in shlex.split(line, comments=True)]
+    except ValueError as error:
+        raise UserError(f"options of sbatch: {' '.join(lines)}: {error}") from None
     return dict(parser.parse_known_args(words)[0].options)
 
 
@@ -102,7 +106,7 @@ def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
     longest = max(limits, key=slurm.minutes_of, default=None)
     if time and slurm.minutes_of(time) > slurm.minutes_of(longest):
         problem = f"time limit {time}: partition {asked.get('partition', '(default)')} allows at most {longest}"
-        if "qos" not in asked and "--time-min" not in " ".join(lines):
+        if not ("qos" in asked or "SBATCH_QOS" in os.environ or "--time-min" in " ".join(lines)):
             raise UserError(f"{problem}; pass --time, or --qos if a QOS allows more")
         yield f"{problem}; unless --qos or --time-min allows it, the job never starts"
 

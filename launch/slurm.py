@@ -65,6 +65,7 @@ class Partition(NamedTuple):
 
 def partitions(names: str | None) -> list[Partition]:
     """Return one or more partitions (`a,b`), or the default."""
+    names = names or os.environ.get("SBATCH_PARTITION")
     found: dict[str, Partition] = {}
     of = ["-p", names] if names else []
     for line in ask(["sinfo", "-h", "-e", *of, "-o", "%P|%G|%l|%D"]).splitlines():

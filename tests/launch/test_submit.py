@@ -96,6 +96,7 @@ def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(call: Call
         ),
         ({"sbatch": ["--comment=a\nrm x"]}, "", {}, "printable"),
         ({"account": "a\x1b[2J"}, "", {}, "printable"),
+        ({"sbatch": ["--comment=it's"]}, "", {}, "it's: No closing"),
         ({"run_root": "runs\nrm x"}, "", {}, "printable"),
     ],
 )
@@ -117,6 +118,7 @@ def test_refused_before_it_is_queued(
         ({}, "--partition cpu --gpus_per_node 2", ""),
         ({}, "--qos big", "unless --qos"),
         ({"sbatch": ["--time-min=1:00:00"]}, "", "unless --qos"),
+        ({"sbatch": ["--part cpu"], "gpus_per_node": 2}, "", ""),
     ],
 )
 def test_time_limit_that_another_partition_or_qos_may_allow_is_submitted(
@@ -125,6 +127,12 @@ def test_time_limit_that_another_partition_or_qos_may_allow_is_submitted(
     assert call("--time", "2-0", *options.split(), site=site) == 0
     assert note in capsys.readouterr().out
     assert len(slurm.lines("calls")) == 1
+
+
+def test_partition_of_the_environment_counts(call: Call, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "cpu")
+    assert call("--time", "2-0", "--gpus_per_node", "2") == 0
+    assert not any(line.startswith("#SBATCH --gres") for line in slurm.lines("tested"))
 
 
 def test_options_of_sbatch_override_the_profiles_and_a_dependency_counts_once(
