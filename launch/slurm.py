@@ -118,8 +118,10 @@ def seconds_of(text: str) -> int:
 
 
 def minutes_of(limit: str | None) -> int:
-    """Return a time limit in minutes, rounded up as by SLURM; a very large number for no limit."""
-    return -(-seconds_of(limit) // 60) if limit else sys.maxsize
+    """Return a time limit in minutes, rounded up as by SLURM; a very large number for no limit. Else UserError."""
+    if limit is None or limit.upper() in ("INFINITE", "UNLIMITED"):
+        return sys.maxsize
+    return -(-seconds_of(limit) // 60)
 
 
 # --- jobs, from a login node

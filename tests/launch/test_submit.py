@@ -79,6 +79,8 @@ def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(call: Call
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "Invalid qos"),
         ({}, "--nodes 5 --spare_nodes 2", {}, "7 nodes, but the partition has 6"),
         ({}, "--time 1-00:00:01", {}, "allows at most 1-00:00:00"),
+        ({}, "--time unlimited", {}, "allows at most 1-00:00:00"),
+        ({}, "--time soon", {}, "expected a SLURM time"),
         ({"walltimes": {"8": "2-0"}}, "", {}, "allows at most 1-00:00:00"),
         ({"sbatch": ["--exclusive -t 2-0"]}, "", {}, "allows at most 1-00:00:00"),
         (
@@ -131,7 +133,7 @@ def test_time_limit_that_another_partition_or_qos_may_allow_is_submitted(
 
 def test_partition_of_the_environment_counts(call: Call, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
-    assert call("--time", "2-0", "--gpus_per_node", "2") == 0
+    assert call("--time", "UNLIMITED", "--gpus_per_node", "2") == 0
     assert not any(line.startswith("#SBATCH --gres") for line in slurm.lines("tested"))
 
 
