@@ -13,6 +13,7 @@ from pathlib import Path
 
 from clap_ds.config.arguments import CommandParser, add_checkpoint_choices, one_line, whole_number
 from clap_ds.config.errors import UserError, printable
+from clap_ds.config.files import read_bytes
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
@@ -98,8 +99,8 @@ def parse_options(lines: Sequence[str]) -> dict[str, str]:
 
 def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
     """Check a script with more options of sbatch, and yield what may keep its job waiting. UserError if it can't start."""
+    lines = re.findall("^#SBATCH (.*)", read_bytes(path).decode(), re.MULTILINE)
     yield from slurm.check_script(path, *options)
-    lines = re.findall("^#SBATCH (.*)", path.read_text(), re.MULTILINE)
     asked = parse_options([*lines, shlex.join(options)])
     time = asked.get("time")
     limits = [partition.limit for partition in slurm.partitions(asked.get("partition"))]
