@@ -98,8 +98,13 @@ def _one_of(values: Collection[Any], *, ignore_case: bool = False) -> Any:
 
 ExactPositiveInt = Annotated[int, Field(gt=0, json_schema_extra={"strict": True})]
 """For readers that reject 1e3."""
-Rate = NonNegativeFloat | list[NonNegativeFloat]
+Rate = NonNegativeFloat | Annotated[list[NonNegativeFloat], Field(min_length=1)]
 """A value, or one per parameter group."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+Momentum = Fraction | Annotated[list[Fraction], Field(min_length=1)]
+NewSchedule = Annotated[int, Field(ge=-1, le=-1)]
+"""torch's schedulers continue from another step only if the optimizer's groups have their initial rates."""
 Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 DTYPE = _one_of(ds_config.DtypeEnum._value2member_map_)
 COMMUNICATION_DTYPE = _one_of(("fp16", "bf16", "fp32"), ignore_case=True) | None
@@ -143,20 +148,41 @@ TYPES: dict[str, Any] = {
 """Types of fields whose default is null, or that DeepSpeed checks elsewhere."""
 PARAM_TYPES: dict[str, Any] = {
     **dict.fromkeys(("adam_lr", "eps", "initial_accumulator_value", "lr", "lr_decay", "momentum"), NonNegativeFloat),
-    **dict.fromkeys(("momentum_decay", "muon_lr", "rho", "weight_decay"), NonNegativeFloat),
+    **dict.fromkeys(("momentum_decay", "muon_lr", "weight_decay"), NonNegativeFloat),
     **dict.fromkeys(("cos_min_ratio", "min_ratio", "warmup_min_ratio"), NonNegativeFloat),
-    **dict.fromkeys(("cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom"), Rate),
-    **dict.fromkeys(("lr_range_test_min_lr", "warmup_min_lr"), Rate),
+    **dict.fromkeys(
+        ("decay_lr_rate", "eta_min", "gamma", "lr_range_test_step_rate", "power", "threshold"), NonNegativeFloat
+    ),
+    **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), NonNegativeFloat),
+    **dict.fromkeys(("base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom"), Rate),
+    **dict.fromkeys(("lr_range_test_min_lr", "max_lr", "min_lr", "warmup_min_lr"), Rate),
+    **dict.fromkeys(("base_momentum", "max_momentum"), Momentum),
+    **dict.fromkeys(("pct_start", "rho"), Fraction),
+    **dict.fromkeys(("div_factor", "final_div_factor"), PositiveFloat),
+    **dict.fromkeys(("cooldown", "patience", "total_iters"), NonNegativeInt),
     **dict.fromkeys(("cycle_first_step_size", "decay_power"), PositiveFloat),
     **dict.fromkeys(("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None),
     **dict.fromkeys(("T_max", "decay_num_steps", "step_size", "step_size_up", "total_num_steps"), PositiveInt),
+    "step_size_down": PositiveInt | None,
     **dict.fromkeys(("T_0", "T_mult", "lr_range_test_step_size", "warmup_num_steps"), ExactPositiveInt),
     **dict.fromkeys(("epochs", "steps_per_epoch", "total_steps"), ExactPositiveInt | None),
-    "Adafactor.eps": Annotated[list[float | None], Field(min_length=2, max_length=2)],
+    "Adafactor.beta2_decay": Annotated[float, Field(le=0)],
+    "Adafactor.d": Annotated[float, Field(ge=1)],
+    "Adafactor.eps": Annotated[list[NonNegativeFloat | None], Field(min_length=2, max_length=2)],
+    "ConstantLR.factor": PositiveFraction,
+    "LinearLR.end_factor": Fraction,
+    "LinearLR.start_factor": PositiveFraction,
+    "MultiStepLR.milestones": list[NonNegativeInt],
+    "RMSprop.alpha": Fraction,
+    "ReduceLROnPlateau.factor": Annotated[float, Field(ge=0, lt=1)],
+    "Rprop.etas": Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)],
+    "Rprop.step_sizes": Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)],
+    "WarmupStableDecayLR.min_ratio": Fraction,
     "WarmupStableDecayLR.warmup_num_steps": NonNegativeInt,
     "adam_w_mode": bool,
     "betas": Betas,
     "fp32_optimizer_states": bool,
+    "last_epoch": NewSchedule,
     "ns_method": Literal["gram", "standard"],
     "torch_adam": bool,
     "warmup_max_lr": Rate | None,

@@ -150,19 +150,22 @@ def _wrong_values(profile: ClusterProfile) -> Iterator[str]:
             yield f"walltimes.{bound}: {error}"
 
 
-def check_environment(profile: ClusterProfile, files: Iterable[str] = (), *, train: bool = False) -> str:
-    """Run the profile's shell lines and check runs' JSONs with its Python; UserError has a line for each problem.
-    Return the versions, or why Python wasn't run."""
+def check_environment(profile: ClusterProfile, options: Iterable[str] = ()) -> str:
+    """Run the profile's shell lines, and `clap_ds.check_runs` with its Python and these options, as a job does. UserError has a
+    line for each problem. Return the versions and notes, or why Python wasn't run."""
     python = shlex.join([*profile.wrapper, profile.interpreter()])
     if profile.container() and not (profile.wrapper and shutil.which(profile.wrapper[0])):
         return f"{python}: not checked: it is in a container that is not available here"
-    check = f"{python} -m clap_ds.check_runs {shlex.join([*['--train'] * train, *files])}"
+    check = f"{python} -m clap_ds.check_runs {shlex.join(options)}"
     command = ["bash", "-c", "\n".join(["set -euo pipefail", *profile.setup_lines(), check])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL, cwd=work_folder()
+    )
     answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
     if done.returncode or not answer:
         said = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
         failed = "" if answer else f"setup or {python} failed with exit code {done.returncode}: "
         raise UserError(failed + "\n".join(said))
     versions = json.loads(answer[1])
-    return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
+    shown = f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
+    return "\n".join([shown, *dict.fromkeys(re.findall(r"^note: clap\..*", done.stdout, re.MULTILINE))])

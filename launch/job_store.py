@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, SUBMISSION, check_environment, job_file, typed
-from clap_ds.launch.sbatch import Request, script
+from clap_ds.launch.sbatch import Request, check_script, script
 
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
@@ -113,15 +113,23 @@ class Jobs:
                 name = f"clap-{self.folder.name}" + f"-{first.name}" * (len(self.jobs) > 1 and not others)
                 folders = [self.folder / job.folder for job in (first, *others)]
                 write_atomically(self.script(first), script(request, first.nodes, name, log, folders))
-            by_nodes = {job.nodes: self.script(job) for job in self.jobs}
-            for note in filter(None, dict.fromkeys(map(slurm.check_script, by_nodes.values()))):
-                print(f"note: sbatch: {note}")
-            runs = [str(self.folder / job.folder / "run.json") for job in self.jobs]
-            print(f"python: {check_environment(request.profile, runs, train=request.train)}")
+            self.check_scripts(self.jobs, request.once)
+            options = [str(self.folder / job.folder / "run.json") for job in self.jobs]
+            if request.train:
+                options.append("--train")
+            if request.once:  # other jobs may make its files
+                options.append("--may_appear")
+            print(f"python: {check_environment(request.profile, options)}")
             self.save()
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
+
+    def check_scripts(self, jobs: list[Job], options: Sequence[str]) -> None:
+        """Check the script of each number of nodes with more options of sbatch, and print what may keep jobs waiting."""
+        scripts = {job.nodes: self.script(job) for job in jobs}.values()
+        for note in dict.fromkeys(note for path in scripts for note in check_script(path, options)):
+            print(f"note: {note}")
 
     def submit(self, jobs: list[Job], *options: str) -> Iterator[Job]:
         """Submit jobs with more options of sbatch, and yield each after SLURM accepted it."""

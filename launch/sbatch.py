@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clap_ds.config.arguments import CommandParser, add_checkpoint_choices, whole_number
-from clap_ds.config.errors import UserError
+from clap_ds.config.arguments import CommandParser, add_checkpoint_choices, one_line, whole_number
+from clap_ds.config.errors import UserError, printable
+from clap_ds.config.files import read_bytes
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 
 TRAINING_TIME = "1-00:00:00"
+_OPTIONS = {
+    "-t --time TIME": "set SLURM's time limit (default: the cluster profile's; for training a day)",
+    "-x --exclude HOSTS": "avoid these hosts, in SLURM's notation",
+    "-A --account NAME": "charge this account (default: the cluster profile's)",
+    "-p --partition NAME": "use this partition, or one of several with commas (default: the cluster profile's)",
+    "-q --qos NAME": "request this quality of service",
+    "-C --constraint LIST": "use nodes with these features",
+    "--reservation NAME": "use nodes of this reservation",
+    "-d --dependency LIST": "start after other jobs, such as afterok:123; of this submission only",
+}
+"""sbatch's options on the command line, and their help."""
 GUARD = """\
 # With --no-kill, a job that loses its first host would go on without its script. Ended jobs and later starts are left alone.
 srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
@@ -39,14 +52,15 @@ class Request:
     spare_nodes: int = 0
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
+    options: dict[str, str] = field(default_factory=dict)  # more options of sbatch, instead of the profile's
+    once: list[str] = field(default_factory=list)  # options that aren't in the script, which may be submitted again
 
     def time_limit(self, nodes: int) -> str:
         return self.time or self.profile.walltime(nodes)
 
     def warning_s(self, nodes: int) -> int:
         """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
-        minutes = -(-slurm.seconds_of(self.time_limit(nodes)) // 60)  # SLURM rounds up
-        return min(300 if self.train else 60, minutes * 30)
+        return min(300 if self.train else 60, slurm.minutes_of(self.time_limit(nodes)) * 30)
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
@@ -63,36 +77,72 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that a later submission of the same jobs may change."""
-    time_help = "set SLURM's time limit (default: the cluster profile's; for training a day)"
-    parser.add_argument("--time", metavar="TIME", help=time_help)
-    parser.add_argument("--exclude", metavar="HOSTS", help="avoid these hosts, in SLURM's notation")
+    """Add sbatch's options that a later submission of the same jobs may change. `options` has their names and values."""
+    for usage, text in _OPTIONS.items():
+        *names, metavar = usage.split()
+        with_name = lambda value, name=names[-1]: (name.removeprefix("--"), one_line(value))  # noqa: E731
+        parser.add_argument(
+            *names, dest="options", action="append", default=[], type=with_name, metavar=metavar, help=text
+        )
+
+
+def parse_options(lines: Sequence[str]) -> dict[str, str]:
+    """Return values of these options in lines of options of sbatch; the last of each counts."""
+    parser = CommandParser("sbatch", add_help=False)  # sbatch takes abbreviations, too
+    add_limits(parser)
+    try:
+        words = [word for line in lines for word in shlex.split(line, comments=True)]
+    except ValueError as error:
+        raise UserError(f"options of sbatch: {' '.join(lines)}: {error}") from None
+    return dict(parser.parse_known_args(words)[0].options)
+
+
+def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
+    """Check a script with more options of sbatch, and yield what may keep its job waiting. UserError if it can't start."""
+    lines = re.findall("^#SBATCH (.*)", read_bytes(path).decode(), re.MULTILINE)
+    yield from slurm.check_script(path, *options)
+    asked = parse_options([*lines, shlex.join(options)])
+    time = asked.get("time")
+    limits = [partition.limit for partition in slurm.partitions(asked.get("partition"))]
+    longest = max(limits, key=slurm.minutes_of, default=None)
+    if time and slurm.minutes_of(time) > slurm.minutes_of(longest):
+        problem = f"time limit {time}: partition {asked.get('partition', '(default)')} allows at most {longest}"
+        if not ("qos" in asked or "SBATCH_QOS" in os.environ or "--time-min" in " ".join(lines)):
+            raise UserError(f"{problem}; pass --time, or --qos if a QOS allows more")
+        yield f"{problem}; unless --qos or --time-min allows it, the job never starts"
 
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
     profile = load_profile(arguments.cluster)
-    partitions = slurm.partitions(profile.partition)
+    listed = parse_options(profile.sbatch)
+    options = dict(arguments.options)
+    partition = options.get("partition") or profile.partition or listed.get("partition")
+    partitions = slurm.partitions(partition)
     shown = max((each.gpus for each in partitions), default=0)
     gpus = arguments.gpus_per_node or profile.gpus_per_node or shown
+    if partition and not (gpus or partitions):
+        raise UserError(f"no partition {partition}{slurm.nearest_partition(partition)}")
     if not gpus:
         raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node")
     there, wanted = max((each.nodes for each in partitions), default=0), most + arguments.spare_nodes
     if partitions and wanted > there:
-        where = profile.partition or "the default"
-        raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({where})")
+        raise UserError(
+            f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({partition or 'the default'})"
+        )
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
     parser = CommandParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
     parser.parse_args(arguments.train_options)
-    time = arguments.time
+    time = options.pop("time", listed.get("time"))
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
     gres = f"gpu:{gpus}" if shown or not partitions else None
+    dependency = options.pop("dependency", None)
     return Request(
-        profile, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
-        arguments.train_options,
+        profile, gpus, gres, arguments.train, time, None, arguments.spare_nodes, arguments.auto_requeue,
+        arguments.train_options, options, [f"--dependency={dependency}"] if dependency else [],
     )  # fmt: skip
 
 
@@ -145,9 +195,13 @@ def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
         "exclude": request.exclude,
         "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
+        **request.options,
     }
     flags = [*profile.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
+    for flag in flags:
+        if not flag.isprintable():  # a line end would begin a line of the shell
+            raise UserError(f"{printable(flag)}: expected printable characters only in options of sbatch")
     return [f"#SBATCH {flag}" for flag in flags]
 
 

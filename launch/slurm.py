@@ -6,14 +6,16 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
 OVER = (
@@ -23,6 +25,7 @@ OVER = (
 """States of jobs that have ended; the list of other states is longer."""
 TRIES, PAUSE_S = 3, 3.0
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
+_UNREACHABLE = re.compile(r"contact slurm controller|munge|authentication|configuration (file|source)", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -37,7 +40,18 @@ def ask(command: Sequence[str], tries: int = TRIES) -> str:
         if done.returncode == 0:
             return done.stdout
         time.sleep(PAUSE_S if left else 0)
-    raise UserError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
+    problem = f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}"
+    if _UNREACHABLE.search(done.stderr):
+        problem = f"SLURM's controller can't be reached from {os.uname().nodename}; `scontrol ping` tests it. {problem}"
+    raise UserError(problem)
+
+
+def require_commands() -> None:
+    """Raise a UserError if this host lacks commands that a job needs."""
+    missing = [name for name in ("srun", "sinfo", "squeue", "scontrol", "scancel") if shutil.which(name) is None]
+    if missing:
+        where = f"not in PATH on {os.uname().nodename} after `setup` of the cluster profile"
+        raise UserError(f"{', '.join(missing)}: {where}; load SLURM's module there, or extend PATH")
 
 
 # --- partitions and nodes
@@ -51,6 +65,7 @@ class Partition(NamedTuple):
 
 def partitions(names: str | None) -> list[Partition]:
     """Return one or more partitions (`a,b`), or the default."""
+    names = names or os.environ.get("SBATCH_PARTITION")
     found: dict[str, Partition] = {}
     of = ["-p", names] if names else []
     for line in ask(["sinfo", "-h", "-e", *of, "-o", "%P|%G|%l|%D"]).splitlines():
@@ -60,6 +75,11 @@ def partitions(names: str | None) -> list[Partition]:
             gpus, nodes = max(gpus, sum(map(int, _GPUS.findall(gres)))), nodes + int(count)
             found[name] = Partition(gpus, nodes, limit if _TIME.fullmatch(limit) else None)
     return [*found.values()]
+
+
+def nearest_partition(name: str) -> str:
+    """Return a hint about an unknown partition."""
+    return did_you_mean(name, ask(["sinfo", "-h", "-o", "%R"]).split())
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
@@ -97,24 +117,37 @@ def seconds_of(text: str) -> int:
     return total
 
 
+def minutes_of(limit: str | None) -> int:
+    """Return a time limit in minutes, rounded up as by SLURM; a very large number for no limit. Else UserError."""
+    if limit is None or limit.upper() in ("INFINITE", "UNLIMITED"):
+        return sys.maxsize
+    return -(-seconds_of(limit) // 60)
+
+
 # --- jobs, from a login node
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submit a script and return the job's id."""
-    return ask(["sbatch", "--parsable", *options, str(script)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
-
-
-def check_script(path: Path) -> str:
-    """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
+    """Submit a script and return the job's id. UserError, with what to do next, if sbatch rejects it."""
     try:
-        ask(["sbatch", "--test-only", str(path)], tries=1)
+        shown = ask(["sbatch", "--parsable", *options, str(script)], tries=1)
     except UserError as error:
+        retry = shlex.join(["clap-ds", "sweep", "resume", str(script.parent)])
+        raise UserError(f"{error}\nThe job's folder is kept: submit it again with `{retry}`, or delete it") from None
+    return shown.strip().rpartition("\n")[2].partition(";")[0]
+
+
+def check_script(path: Path, *options: str) -> Iterator[str]:
+    """Check a script with `sbatch --test-only` and yield notes. UserError if sbatch rejects the script."""
+    try:
+        ask(["sbatch", "--test-only", *options, str(path)], tries=1)
+    except UserError as error:
+        if unknown := re.search(r"invalid partition specified: (\S+)", str(error)):
+            raise UserError(f"{error}{nearest_partition(unknown[1])}") from None
         if "node configuration is not available" not in str(error):
             raise
         # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
-        return f"{error}, counting only nodes in service"
-    return ""
+        yield f"sbatch: {error}, counting only nodes in service"
 
 
 def states_of(ids: Iterable[str]) -> dict[str, tuple[str, str]]:

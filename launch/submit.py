@@ -7,6 +7,7 @@ Examples:
 """
 
 import argparse
+import contextlib
 import re
 import shlex
 import sys
@@ -37,7 +38,8 @@ def start(arguments: argparse.Namespace) -> None:
     job = Job(name, arguments.nodes, str(config), changes)
     jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
     try:
-        jobs.prepare(request)
+        with contextlib.redirect_stdout(sys.stderr if arguments.parsable else sys.stdout):
+            jobs.prepare(request)
     except UserError as error:
         # Problems of the job's copy, which no longer exists, are those of the configuration or of --set.
         copy = f"{jobs.folder / 'run.json'}: "
@@ -46,7 +48,9 @@ def start(arguments: argparse.Namespace) -> None:
             for line in str(error).splitlines()
         ]
         raise UserError("\n".join(lines)) from None
-    (job,) = jobs.submit([job])
+    (job,) = jobs.submit([job], *request.once)
+    if arguments.parsable:
+        return print(job.slurm_id)
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"
@@ -62,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
     name_help = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
     add("--job_name", metavar="NAME", help=name_help)
+    add("--parsable", action="store_true", help="print only the job's id to standard output")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

@@ -229,7 +229,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
     arguments = parser.parse_args(argv)
-    return exit_code_of(lambda: RunningJob(**vars(arguments)).run())
+
+    def start() -> int:
+        slurm.require_commands()
+        return RunningJob(**vars(arguments)).run()
+
+    return exit_code_of(start)
 
 
 if __name__ == "__main__":

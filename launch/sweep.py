@@ -61,7 +61,7 @@ def start(arguments: argparse.Namespace) -> None:
     sweep.prepare(request)
     print(f"sweep: {folder}")
     if not arguments.dry_run:
-        return submit(sweep, sweep.jobs)
+        return submit(sweep, sweep.jobs, *request.once)
     for path in dict.fromkeys(map(sweep.script, sweep.jobs)):
         print(f"\n# {path}\n{path.read_text()}", end="")
 
@@ -86,13 +86,14 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     """Resubmit jobs that are neither done nor queued nor running."""
     standings = sweep.standings()
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
+    options = [f"--{name}={value}" for name, value in dict(arguments.options).items()]
+    sweep.check_scripts(missing, options)
     names = ", ".join(job.name for job in missing)
     print(f"resubmitting {len(missing)} of {len(sweep.jobs)} jobs{': ' if missing else ''}{names}")
     for name, status in standings.items():
         if status.state == "held":
             print(f"{name} is held; {status.note}")
-    limits = {"time": arguments.time, "exclude": arguments.exclude}
-    submit(sweep, missing, *(f"--{name}={value}" for name, value in limits.items() if value))
+    submit(sweep, missing, *options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

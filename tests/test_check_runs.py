@@ -5,13 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clap_ds import check_runs
 from clap_ds.check_runs import PACKAGES
 from clap_ds.config.errors import UserError
+from clap_ds.config.overrides import with_field
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +46,47 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
         "enable.json: torch_autocast.enable: no such ",
         "zwei.json: train_micro_batch_size_per_gpu: e",
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_missing"),
+    [
+        ("data.shards", "x-{0..3}.tar", True),
+        ("data.shards", {"here.tar": 1.0, "none/../x.tar": 2.0, "x.tar": 1.0}, True),
+        ("data.shards", ["*.tar", "file:///proc/none-*.tar"], True),
+        ("data.shards", ["*.tar", "s3://bucket/x.tar"], False),
+        ("data.shards", "folder.tar", True),
+        ("data.tokenizer", "./none", True),
+        ("data.tokenizer", "roberta-base", False),
+        ("data.tokenizer", "open_clip:none", False),
+        ("evaluation.tokenizer", "/proc/none", True),
+        ("evaluation.retrieval", {"shards": "x.tar"}, True),
+        ("evaluation.zero_shot", {"shards": "x.tar"}, True),
+        ("train.pretrained", "none.pt", True),
+        ("train.pretrained", "laion/clap-htsat-unfused", False),
+        ("train.resume", "auto", False),
+        ("train.resume", "/proc/none", True),
+    ],
+)
+def test_path_that_is_missing_in_a_folder_that_exists_is_a_problem(
+    field: str, value: Any, is_missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.tar").touch()
+    (tmp_path / "folder.tar").mkdir()
+    data = {"source": "webdataset", "shards": "here.tar", "tokenizer": "roberta-base"}
+    run = micro_run(clap={"data": data, "train": {"max_samples": 64}})
+    (tmp_path / "run.json").write_text(json.dumps(with_field(run, f"clap.{field}", value)))
+    with pytest.raises(UserError, match=f"run.json: clap.{field}.* no such file") if is_missing else nullcontext():
+        check_runs.check([tmp_path / "run.json"], train=True)
+
+
+def test_path_that_only_this_host_may_lack_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for shards, options in (("/none/x.tar", {}), ("/x.tar", {}), (f"{tmp_path}/x.tar", {"may_appear": True})):
+        data = {"source": "webdataset", "shards": shards, "tokenizer": "roberta-base"}
+        (tmp_path / "run.json").write_text(json.dumps(micro_run(clap={"data": data})))
+        check_runs.check([tmp_path / "run.json"], train=False, **options)
+        assert f"no such file: {shards}" in capsys.readouterr().out
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig
 from list_deepspeed_fields import TORCH_SCHEDULERS, list_fields, record_parser
+from pydantic import ValidationError
 
-from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE
+from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE, make_deepspeed_model
 from clap_ds.engine.schedule import WarmupStableDecayLR
 
 BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
@@ -75,3 +77,35 @@ def test_torch_rejects_what_is_below_a_bound(kind: str) -> None:
         if "minimum" in schema:
             with pytest.raises(ValueError, match="-1"):
                 optimizer(parameters, **{name: -1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("Adadelta", {"rho": 2}),
+        ("Adafactor", {"beta2_decay": 0.5}),
+        ("Adafactor", {"d": 0.5}),
+        ("Adafactor", {"eps": [-1, 0.1]}),
+        ("RMSprop", {"alpha": -1}),
+        ("ConstantLR", {"factor": 2}),
+        ("CosineAnnealingLR", {"T_max": 9, "last_epoch": 5}),
+        ("LinearLR", {"start_factor": 0}),
+        ("LinearLR", {"end_factor": 1.5}),
+        ("OneCycleLR", {"max_lr": 1, "total_steps": 9, "pct_start": 1.5}),
+        ("ReduceLROnPlateau", {"factor": 1.5}),
+        ("StepLR", {"step_size": 9, "last_epoch": 5}),
+    ],
+)
+def test_argument_that_torch_rejects_is_rejected_without_torch(kind: str, params: dict[str, Any]) -> None:
+    parameters: list[Any] = [torch.nn.Parameter(torch.ones(1))]
+    section = "optimizer" if kind in PARAMS["optimizer"] else "scheduler"
+    if section == "optimizer":
+        build = partial(getattr(torch.optim, kind), parameters)
+    else:
+        build = partial(getattr(torch.optim.lr_scheduler, kind), torch.optim.SGD(parameters))
+    with pytest.raises((ValueError, KeyError)):
+        build(**params)
+    chosen = {"optimizer": None, "scheduler": None, section: kind}
+    model: Any = make_deepspeed_model(**chosen)
+    with pytest.raises(ValidationError):
+        model.model_validate({section: {"type": kind, "params": params}})

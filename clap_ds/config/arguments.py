@@ -119,6 +119,10 @@ positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a num
 """An argparse `type=` for numbers above 0."""
 
 
+one_line = partial(_parse, str, str.isprintable, "printable characters only")
+"""An argparse `type=` for texts without line ends and other control characters."""
+
+
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     """Add training's options for existing checkpoints."""
     group = parser.add_argument_group("if checkpoints exist (default: resume from the newest valid one)")

@@ -141,7 +141,7 @@ class SlurmCluster:
         self.wait_until(self._all_idle, 60, "nodes to become idle")
 
     def _all_idle(self) -> bool:
-        states = self.run("ctl", "sinfo", "-h", "-N", "-o", "%T", check=False).stdout.split()
+        states = self.run("ctl", "sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", check=False).stdout.split()
         return states == ["idle"] * len(self.nodes)
 
     # --- start
@@ -190,8 +190,9 @@ class SlurmCluster:
             JobRequeue=1 GresTypes=gpu SlurmdParameters=config_overrides"""
         nodes = [f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN"]
         nodes += [f"NodeName={host} NodeAddr={address}" for host, address in hosts]
-        partition = "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
-        return ";".join([*settings.split(), *nodes, partition])
+        partitions = ["PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"]
+        partitions += ["PartitionName=short Nodes=ALL MaxTime=5 State=UP OverSubscribe=NO"]
+        return ";".join([*settings.split(), *nodes, *partitions])
 
     def _start_host(self, host: str) -> None:
         """Start a host: namespaces with a name, private run-time folders, and a link to the controller's bridge."""

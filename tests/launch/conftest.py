@@ -10,14 +10,16 @@ import pytest
 SCRIPTS = {
     "sbatch": """
         if [ "$1" = --test-only ]; then
-            grep '^#SBATCH' "$2" >> tested
+            grep '^#SBATCH' "${@: -1}" >> tested
             if [ -e refuse_test ]; then cat refuse_test >&2; exit 1; fi
             exit 0
         fi
+        if [ -e refuse ]; then cat refuse >&2; exit 1; fi
         echo "$*" >> calls
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
-    "sinfo": """[ "$3" != -p ] || names="${4//,/|}"; grep -E "^(${names-.*})[*]?[| ]" partitions || :""",
+    "sinfo": """[ "$3" != %R ] || exec sed 's/[*]*|.*//' partitions
+        [ "$3" != -p ] || names="${4//,/|}"; grep -E "^(${names-.*})[*]?[| ]" partitions || :""",
     "scontrol": 'if [ "$2" = show ]; then cat job; else echo "$*" >> asked; fi',
     "sacct": "cat accounting",
 }
@@ -26,7 +28,7 @@ SCRIPTS = {
 @dataclass
 class FakeSlurm:
     """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), `job` (scontrol).
-    `refuse_test` is the error of `sbatch --test-only`."""
+    `refuse_test` is the error of `sbatch --test-only`, `refuse` that of sbatch."""
 
     folder: Path
 

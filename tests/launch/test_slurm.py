@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import Partition, ask, partitions, requeue, seconds_of, states_of
+from clap_ds.launch.slurm import Partition, ask, partitions, requeue, require_commands, seconds_of, states_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -42,6 +42,19 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo '7|RUNNING|None'\n")
     assert states_of([]) == {"7": ("RUNNING", "None")}, "one of three tries must succeed"
+
+
+def test_controller_that_is_down_is_named(slurm: FakeSlurm) -> None:
+    problem = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
+    slurm.write("sinfo", f"#!/bin/sh\necho '{problem}' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="scontrol ping"):
+        partitions(None)
+
+
+def test_commands_that_setup_has_hidden_are_named(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(slurm.folder))  # without srun and scancel
+    with pytest.raises(UserError, match=r"^srun, scancel: not in PATH on .* after `setup`"):
+        require_commands()
 
 
 def test_commands_of_slurm_that_are_not_there_say_where_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clap_ds.launch.submit import main
+from clap_ds.launch.sweep import main as resume_sweep
 from tests.conftest import ROOT, micro_run
 from tests.launch.conftest import FakeSlurm
 
@@ -77,6 +78,28 @@ def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(call: Call
         ({"partition": "cpu"}, "", {}, "pass --gpus_per_node"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "Invalid qos"),
         ({}, "--nodes 5 --spare_nodes 2", {}, "7 nodes, but the partition has 6"),
+        ({}, "--time 1-00:00:01", {}, "allows at most 1-00:00:00"),
+        ({}, "--time unlimited", {}, "allows at most 1-00:00:00"),
+        ({}, "--time soon", {}, "expected a SLURM time"),
+        ({"walltimes": {"8": "2-0"}}, "", {}, "allows at most 1-00:00:00"),
+        ({"sbatch": ["--exclusive -t 2-0"]}, "", {}, "allows at most 1-00:00:00"),
+        (
+            {"sbatch": ["--partition=short", "--gres=gpu:4"]},
+            "",
+            {"partitions": "short|gpu:4|10:00|9"},
+            "partition short allows",
+        ),
+        ({}, "-p gpuu", {}, "did you mean 'gpu'"),
+        (
+            {"partition": "gpuu", "gpus_per_node": 4},
+            "",
+            {"refuse_test": "invalid partition specified: gpuu"},
+            "did you mean 'gpu'",
+        ),
+        ({"sbatch": ["--comment=a\nrm x"]}, "", {}, "printable"),
+        ({"account": "a\x1b[2J"}, "", {}, "printable"),
+        ({"sbatch": ["--comment=it's"]}, "", {}, "it's: No closing"),
+        ({"run_root": "runs\nrm x"}, "", {}, "printable"),
     ],
 )
 def test_refused_before_it_is_queued(
@@ -88,6 +111,78 @@ def test_refused_before_it_is_queued(
     assert call(*options.split(), site=site) == 2
     assert message in capsys.readouterr().err
     assert (_jobs(folder), slurm.lines("calls")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("site", "options", "note"),
+    [
+        ({}, "--partition gpu,cpu", ""),
+        ({}, "--partition cpu --gpus_per_node 2", ""),
+        ({}, "--qos big", "unless --qos"),
+        ({"sbatch": ["--time-min=1:00:00"]}, "", "unless --qos"),
+        ({"sbatch": ["--part cpu"], "gpus_per_node": 2}, "", ""),
+    ],
+)
+def test_time_limit_that_another_partition_or_qos_may_allow_is_submitted(
+    call: Call, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], site: dict[str, Any], options: str, note: str
+) -> None:
+    assert call("--time", "2-0", *options.split(), site=site) == 0
+    assert note in capsys.readouterr().out
+    assert len(slurm.lines("calls")) == 1
+
+
+def test_partition_of_the_environment_counts(call: Call, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "cpu")
+    assert call("--time", "UNLIMITED", "--gpus_per_node", "2") == 0
+    assert not any(line.startswith("#SBATCH --gres") for line in slurm.lines("tested"))
+
+
+def test_options_of_sbatch_override_the_profiles_and_a_dependency_counts_once(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = {"partition": "gpu", "gpus_per_node": 2, "sbatch": ["--qos=small", "--constraint=a", "--exclusive"]}
+    options = "--qos=big -A theirs -p cpu -C b --reservation r --dependency afterok:7 --parsable"
+    assert call(*options.split(), site=site) == 0
+    assert capsys.readouterr().out == "101\n"
+    (job,) = _jobs(folder)
+    assert slurm.lines("calls") == [f"--parsable --dependency=afterok:7 {job}/tiny.sbatch"]
+    # The last value counts.
+    values = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in slurm.lines("tested"))
+    expected = {"qos": "big", "account": "theirs", "partition": "cpu", "constraint": "b", "reservation": "r"}
+    assert expected.items() <= values.items()
+    assert not {"gres", "dependency"} & values.keys(), "partition cpu has no GPUs"
+
+
+def test_option_with_a_line_end_is_rejected(call: Call, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        call("--qos", "a\nrm x")
+    assert "printable" in capsys.readouterr().err
+    assert slurm.lines("calls") == []
+
+
+def test_job_that_sbatch_rejects_can_be_submitted_again(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("refuse", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
+    assert call() == 2
+    (job,) = _jobs(folder)
+    assert f"clap-ds sweep resume '{job}'" in capsys.readouterr().err
+    (slurm.folder / "refuse").unlink()
+    assert resume_sweep(["resume", str(job)]) == 0
+    assert slurm.lines("calls") == [f"--parsable {job}/tiny.sbatch"]
+
+
+def test_paths_that_are_missing_where_their_folder_exists_are_rejected(
+    call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = {"source": "webdataset", "shards": f"{folder}/x-{{0..3}}.tar", "tokenizer": f"{folder}/tokenizer"}
+    assert call(clap={"data": shards}) == 2
+    shown = capsys.readouterr().err
+    assert f"{folder / 'tiny.json'}: clap.data.shards: " in shown
+    assert f"no such file: {folder}/x-0.tar" in shown
+    assert "clap.data.tokenizer: " in shown
+    assert call("--dependency", "afterok:7", clap={"data": shards}) == 0, "job 7 may make them"
+    assert "note: clap.data.shards: " in capsys.readouterr().out
 
 
 def test_name_that_is_null_is_the_files(call: Call, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Planning, submission, status and resubmission of sweeps, with a fake SLURM."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,11 @@ def test_an_array_is_one_submission(tmp_path: Path, slurm: FakeSlurm, capsys: py
     rows = [row.split()[:4] for row in capsys.readouterr().out.splitlines() if row.startswith("n002")]
     states = ("running", "failed", "pending")
     assert rows == [[names[task], "2", f"101_{task}", state] for task, state in enumerate(states)]
-    assert main(["resume", str(folder), "--time", "9"]) == 0
-    assert slurm.lines("calls")[1:] == [f"--parsable --array=1 --time=9 {folder}/array.sbatch"]
+    assert main(["resume", str(folder), "--partition", "gpu", "--time", "2-0"]) == 2
+    assert "partition gpu allows at most" in capsys.readouterr().err
+    assert main(["resume", str(folder), "--time", "9", "-q", "big", "--dependency=afterany:7"]) == 0
+    options = "--array=1 --time=9 --qos=big --dependency=afterany:7"
+    assert slurm.lines("calls")[1:] == [f"--parsable {options} {folder}/array.sbatch"]
     assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "102_1", "101_2"]
 
 
@@ -187,3 +191,15 @@ def test_a_sweep_whose_files_have_former_names_is_resumed(
     assert "resubmitting 1 of 2 jobs: n002" in capsys.readouterr().out
     assert json.loads((folder / "submission.json").read_text())["jobs"][1]["slurm_id"] == "103"
     assert not (folder / "n002" / "job.json").exists()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_script_that_is_a_pipe_is_an_error(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("refuse", "busy")
+    folder = _start(tmp_path, code=2)
+    (folder / "n001.sbatch").unlink()
+    os.mkfifo(folder / "n001.sbatch")
+    assert main(["resume", str(folder)]) == 2
+    assert "expected a regular file" in capsys.readouterr().err
