@@ -1,0 +1,187 @@
+"""Transfer files from and to folders that others can write, and from servers that may never stop sending.
+
+No other module calls fsspec's transfers; a test holds that. Only regular files are transferred. No link below the folder that
+the user named is followed. No more bytes are received than the caller allows and the disk has room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import NoOpCallback
+from fsspec.implementations.cached import CachingFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from clap_ds.config.files import MOST_BYTES, RefusedFileError, open_regular, own_path, replacing
+
+
+class RemoteFiles:
+    """Files by their names in the folder at a URL or path. The name `""` is the file at the URL itself, which may be a link.
+
+    Methods raise RefusedFileError for links and for files that are too large, and any errors of the file system's package.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.fs, root = fsspec.url_to_fs(url)
+        while isinstance(self.fs, CachingFileSystem):  # fsspec's caches have no limit
+            self.fs = self.fs.fs
+        self.root = root.rstrip("/")
+        self._is_local = isinstance(self.fs, LocalFileSystem)
+        self._links = cache(self._list_links)
+
+    def list(self, folder: str = "") -> dict[str, dict[str, Any]]:
+        """Return fsspec's descriptions of a folder's files and folders by name; of a missing folder, none."""
+        self.fs.invalidate_cache()
+        try:
+            entries = self.fs.ls(self._join(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {posixpath.basename(entry["name"].rstrip("/")): entry for entry in entries}
+
+    def info(self, name: str = "") -> dict[str, Any]:
+        """Return fsspec's description of a file or folder."""
+        self.fs.invalidate_cache(self._join(name))
+        return dict(self.fs.info(self._join(name)))
+
+    def read_start(self, name: str, size: int) -> bytes:
+        """Return up to `size` bytes of a file."""
+        content = b""
+        with self._source(name) as (path, _), self.fs.open(path, "rb") as file:
+            while block := file.read(size - len(content)):
+                content += block
+        return content
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the content of a file of at most `most` bytes."""
+        content = self.read_start(name, most + 1)
+        if len(content) > most:
+            raise self._too_large(name, most)
+        return content
+
+    def download(self, name: str, to: Path, most: float) -> None:
+        """Copy a file of at most `most` bytes to a local path in a folder that only this user can write.
+        Raises OSError if the download is incomplete or the disk has no room for it."""
+        to.unlink(missing_ok=True)
+        with to.open("xb") as file, self._source(name) as (path, size):
+            disk = os.fstatvfs(file.fileno())
+            free_bytes = disk.f_bavail * disk.f_frsize
+            expected = size or 0
+            if expected > most:
+                raise self._too_large(name, most)
+            if expected > free_bytes:
+                reason = f"has {expected:,} bytes, but the disk has room for {free_bytes:,}"
+                raise OSError(errno.ENOSPC, reason, self._join(name))
+            limit = min(most if size is None else size, free_bytes)
+            self.fs.get_file(path, str(to), callback=_Limit(limit, self._too_large(name, limit)))
+        received = to.stat().st_size
+        if received > most:  # not every package reports progress
+            raise self._too_large(name, most)
+        if size not in (None, received):
+            raise OSError(errno.EIO, f"download stopped after {received:,} bytes, expected {size:,}", self._join(name))
+
+    def upload(self, folder: Path, source: str, name: str) -> None:
+        """Create or replace a file by the one named `source` in a local folder."""
+        with ExitStack() as stack:
+            local_path = stack.enter_context(own_path(folder, source))
+            file = stack.enter_context(open_regular(local_path, os.O_NOFOLLOW))
+            target = stack.enter_context(self._own(name, creates=True))
+            if self._is_local:
+                target = f"/proc/self/fd/{stack.enter_context(replacing(Path(target))).fileno()}"
+            self.fs.put_file(f"/proc/self/fd/{file.fileno()}", target)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, or a folder with its contents."""
+        with self._own(name) as path:
+            self.fs.rm(path, recursive=True)
+
+    def _join(self, name: str) -> str:
+        return f"{self.root}/{name}".rstrip("/")
+
+    def _too_large(self, name: str, most: float) -> RefusedFileError:
+        return RefusedFileError(errno.EFBIG, f"has more than {most:,.0f} bytes", self._join(name))
+
+    @contextmanager
+    def _source(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """Yield a regular file's path, and its size if the file system tells it."""
+        with self._own(name) as path:
+            if self._is_local:
+                with open_regular(path, os.O_NOFOLLOW if name else os.O_RDONLY) as file:
+                    yield f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
+                return
+            info = self.fs.info(path)
+            if info.get("type", "file") != "file":
+                raise RefusedFileError(errno.EINVAL, "expected a regular file", path)
+            yield path, info.get("size")
+
+    @contextmanager
+    def _own(self, name: str, *, creates: bool = False) -> Iterator[str]:
+        """Yield a path that isn't reached through a link below the root; `creates` makes missing folders."""
+        if self._is_local and name:
+            with own_path(Path(self.root), name, creates=creates) as local_path:
+                yield str(local_path)
+            return
+        folder = ""
+        for part in name.split("/"):
+            if part and part in self._links(folder):
+                raise RefusedFileError(errno.ELOOP, "expected no link", self._join(name))
+            folder = posixpath.join(folder, part)
+        path = self._join(name)
+        if creates:
+            self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        yield path
+
+    def _list_links(self, folder: str) -> set[str]:
+        if "http" in self.fs.protocol:  # has none, and may refuse to list
+            return set()
+        return {name for name, entry in self.list(folder).items() if is_link(entry)}
+
+
+def is_link(entry: dict[str, Any]) -> bool:
+    """Return whether fsspec describes a link."""
+    return bool(entry.get("islink")) or entry.get("type") == "link"
+
+
+class _Limit(NoOpCallback):
+    """End a transfer with an error after `most` bytes. With other classes than `NoOpCallback`, `hf://` is slow."""
+
+    def __init__(self, most: float, error: OSError) -> None:
+        super().__init__()
+        self._left, self._error = most, error
+
+    def relative_update(self, inc: int = 1, **kwargs: Any) -> None:
+        self._left -= inc
+        if self._left < 0:
+            raise self._error
+
+
+async def _open_http_client(**options: Any) -> Any:
+    """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads listings and ranges whole."""
+    import aiohttp  # only needed for these URLs
+
+    class LimitedResponse(aiohttp.ClientResponse):
+        _body: bytes | None
+
+        async def read(self) -> bytes:
+            if self._body is None:
+                try:
+                    await self.content.readexactly(MOST_BYTES + 1)
+                except asyncio.IncompleteReadError as answer:
+                    self._body = answer.partial
+                else:
+                    self.close()
+                    raise RefusedFileError(errno.EFBIG, f"answers with more than {MOST_BYTES:,} bytes", str(self.url))
+            return self._body
+
+    return aiohttp.ClientSession(response_class=LimitedResponse, **options)
+
+
+fsspec.config.conf.setdefault("http", {}).setdefault("get_client", _open_http_client)
