@@ -148,6 +148,8 @@ def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path
     """Yield the path of a file by its name in a folder. No folder in `name` is a link, also if one is planted meanwhile;
     `creates` makes missing ones. Raises RefusedFileError for links, also if the caller opens one with `O_NOFOLLOW`."""
     path = folder
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise RefusedFileError(errno.EINVAL, "expected a path in this folder", f"{folder}/{name}")
     try:
         with contextlib.ExitStack() as stack:
             for part in Path(name).parent.parts:

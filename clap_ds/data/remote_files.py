@@ -11,7 +11,7 @@ import errno
 import os
 import posixpath
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,18 +90,21 @@ class RemoteFiles:
 
     def upload(self, folder: Path, source: str, name: str) -> None:
         """Create or replace a file by the one named `source` in a local folder."""
-        with ExitStack() as stack:
-            local_path = stack.enter_context(own_path(folder, source))
-            file = stack.enter_context(open_regular(local_path, os.O_NOFOLLOW))
-            target = stack.enter_context(self._own(name, creates=True))
-            if self._is_local:
-                target = f"/proc/self/fd/{stack.enter_context(replacing(Path(target))).fileno()}"
+        with own_path(folder, source) as path, open_regular(path, os.O_NOFOLLOW) as file, self._target(name) as target:
             self.fs.put_file(f"/proc/self/fd/{file.fileno()}", target)
 
-    def remove(self, name: str) -> None:
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace a file."""
+        with self._target(name) as target:
+            self.fs.pipe_file(target, content)
+
+    def remove(self, name: str, *, recursive: bool = False) -> None:
         """Delete a file, or a folder with its contents."""
         with self._own(name) as path:
-            self.fs.rm(path, recursive=True)
+            if recursive:
+                self.fs.rm(path, recursive=True)
+            else:
+                self.fs.rm_file(path)
 
     def _join(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -123,8 +126,21 @@ class RemoteFiles:
             yield path, info.get("size")
 
     @contextmanager
+    def _target(self, name: str) -> Iterator[str]:
+        """Yield the path to write a file to. On a local disk, it becomes the file when the context ends without an error."""
+        if self._is_local:
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+        with self._own(name, creates=True) as path:
+            if self._is_local:
+                with replacing(Path(path)) as file:
+                    yield f"/proc/self/fd/{file.fileno()}"
+            else:
+                self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                yield path
+
+    @contextmanager
     def _own(self, name: str, *, creates: bool = False) -> Iterator[str]:
-        """Yield a path that isn't reached through a link below the root; `creates` makes missing folders."""
+        """Yield a path that isn't reached through a link below the root. Locally, `creates` makes missing folders."""
         if self._is_local and name:
             with own_path(Path(self.root), name, creates=creates) as local_path:
                 yield str(local_path)
@@ -134,10 +150,7 @@ class RemoteFiles:
             if part and part in self._links(folder):
                 raise RefusedFileError(errno.ELOOP, "expected no link", self._join(name))
             folder = posixpath.join(folder, part)
-        path = self._join(name)
-        if creates:
-            self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
-        yield path
+        yield self._join(name)
 
     def _list_links(self, folder: str) -> set[str]:
         if "http" in self.fs.protocol:  # has none, and may refuse to list
