@@ -21,7 +21,7 @@ from fsspec.callbacks import NoOpCallback
 from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clap_ds.config.files import MOST_BYTES, RefusedFileError, open_regular, own_path, replacing
+from clap_ds.config.files import MOST_BYTES, RefusedFileError, open_regular, own_path
 
 
 class RemoteFiles:
@@ -31,34 +31,39 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        self.fs, root = fsspec.url_to_fs(url)
-        while isinstance(self.fs, CachingFileSystem):  # fsspec's caches have no limit
-            self.fs = self.fs.fs
+        fs, root = fsspec.url_to_fs(url)
+        while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
+            fs = fs.fs
+        self._fs = fs
         self.root = root.rstrip("/")
-        self._is_local = isinstance(self.fs, LocalFileSystem)
+        self._is_local = isinstance(self._fs, LocalFileSystem)
         self._links = cache(self._list_links)
 
-    def list(self, folder: str = "") -> dict[str, dict[str, Any]]:
+    def ls(self, folder: str = "") -> dict[str, dict[str, Any]]:
         """Return fsspec's descriptions of a folder's files and folders by name; of a missing folder, none."""
-        self.fs.invalidate_cache()
+        self._fs.invalidate_cache()
         try:
-            entries = self.fs.ls(self._join(folder), detail=True)
+            entries = self._fs.ls(self._join(folder), detail=True)
         except FileNotFoundError:
             return {}
         return {posixpath.basename(entry["name"].rstrip("/")): entry for entry in entries}
 
+    def glob(self) -> list[str]:
+        """Return the URLs that match the URL's wildcards, in order."""
+        return sorted(str(self._fs.unstrip_protocol(path)) for path in self._fs.glob(self.root))
+
     def info(self, name: str = "") -> dict[str, Any]:
         """Return fsspec's description of a file or folder."""
-        self.fs.invalidate_cache(self._join(name))
-        return dict(self.fs.info(self._join(name)))
+        self._fs.invalidate_cache(self._join(name))
+        return dict(self._fs.info(self._join(name)))
 
     def read_start(self, name: str, size: int) -> bytes:
         """Return up to `size` bytes of a file."""
-        content = b""
-        with self._source(name) as (path, _), self.fs.open(path, "rb") as file:
+        content = bytearray()
+        with self._source(name) as (path, _), self._fs.open(path, "rb") as file:
             while block := file.read(size - len(content)):
                 content += block
-        return content
+        return bytes(content)
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a file of at most `most` bytes."""
@@ -69,42 +74,51 @@ class RemoteFiles:
 
     def download(self, name: str, to: Path, most: float) -> None:
         """Copy a file of at most `most` bytes to a local path in a folder that only this user can write.
-        Raises OSError if the download is incomplete or the disk has no room for it."""
+        Raises OSError if the download is incomplete or the disk has no room for it; then there is no file."""
         to.unlink(missing_ok=True)
-        with to.open("xb") as file, self._source(name) as (path, size):
-            disk = os.fstatvfs(file.fileno())
-            free_bytes = disk.f_bavail * disk.f_frsize
-            expected = size or 0
-            if expected > most:
+        try:
+            with self._source(name) as (path, size):
+                self._download(name, path, size, to, most)
+        except BaseException:
+            to.unlink(missing_ok=True)
+            raise
+
+    def _download(self, name: str, path: str, size: int | None, to: Path, most: float) -> None:
+        disk = os.statvfs(to.parent)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        limit = min(most, free_bytes)
+        if size is not None:
+            if size > most:
                 raise self._too_large(name, most)
-            if expected > free_bytes:
-                reason = f"has {expected:,} bytes, but the disk has room for {free_bytes:,}"
+            if size > free_bytes:
+                reason = f"has {size:,} bytes, but the disk has room for {free_bytes:,}"
                 raise OSError(errno.ENOSPC, reason, self._join(name))
-            limit = min(most if size is None else size, free_bytes)
-            self.fs.get_file(path, str(to), callback=_Limit(limit, self._too_large(name, limit)))
+            limit = size
+        self._fs.get_file(path, str(to), callback=_Limit(limit, self._too_large(name, limit)))
         received = to.stat().st_size
         if received > most:  # not every package reports progress
             raise self._too_large(name, most)
         if size not in (None, received):
-            raise OSError(errno.EIO, f"download stopped after {received:,} bytes, expected {size:,}", self._join(name))
+            reason = f"download stopped after {received:,} bytes, expected {size:,}"
+            raise OSError(errno.EIO, reason, self._join(name))
 
     def upload(self, folder: Path, source: str, name: str) -> None:
         """Create or replace a file by the one named `source` in a local folder."""
         with own_path(folder, source) as path, open_regular(path, os.O_NOFOLLOW) as file, self._target(name) as target:
-            self.fs.put_file(f"/proc/self/fd/{file.fileno()}", target)
+            self._fs.put_file(f"/proc/self/fd/{file.fileno()}", target)
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace a file."""
         with self._target(name) as target:
-            self.fs.pipe_file(target, content)
+            self._fs.pipe_file(target, content)
 
     def remove(self, name: str, *, recursive: bool = False) -> None:
         """Delete a file, or a folder with its contents."""
         with self._own(name) as path:
             if recursive:
-                self.fs.rm(path, recursive=True)
+                self._fs.rm(path, recursive=True)
             else:
-                self.fs.rm_file(path)
+                self._fs.rm_file(path)
 
     def _join(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -120,7 +134,7 @@ class RemoteFiles:
                 with open_regular(path, os.O_NOFOLLOW if name else os.O_RDONLY) as file:
                     yield f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
                 return
-            info = self.fs.info(path)
+            info = self._fs.info(path)
             if info.get("type", "file") != "file":
                 raise RefusedFileError(errno.EINVAL, "expected a regular file", path)
             yield path, info.get("size")
@@ -132,10 +146,14 @@ class RemoteFiles:
             Path(self.root).mkdir(parents=True, exist_ok=True)
         with self._own(name, creates=True) as path:
             if self._is_local:
-                with replacing(Path(path)) as file:
-                    yield f"/proc/self/fd/{file.fileno()}"
+                partial = Path(path).with_name(f".{os.urandom(8).hex()}")  # no one can put a link at this name
+                try:
+                    yield str(partial)
+                    partial.replace(path)
+                finally:
+                    partial.unlink(missing_ok=True)
             else:
-                self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
                 yield path
 
     @contextmanager
@@ -147,15 +165,15 @@ class RemoteFiles:
             return
         folder = ""
         for part in name.split("/"):
-            if part and part in self._links(folder):
+            if part == ".." or (part and part in self._links(folder)):
                 raise RefusedFileError(errno.ELOOP, "expected no link", self._join(name))
             folder = posixpath.join(folder, part)
         yield self._join(name)
 
     def _list_links(self, folder: str) -> set[str]:
-        if "http" in self.fs.protocol:  # has none, and may refuse to list
+        if "http" in self._fs.protocol:  # has none, and may refuse to list
             return set()
-        return {name for name, entry in self.list(folder).items() if is_link(entry)}
+        return {name for name, entry in self.ls(folder).items() if is_link(entry)}
 
 
 def is_link(entry: dict[str, Any]) -> bool:

@@ -82,9 +82,8 @@ def _matches(name: str) -> list[str]:
     if is_remote(name):
         check_url(name)
         if "*" in name or "[" in name:  # not ?, which starts a URL's query
-            remote = RemoteFiles(name)
             try:
-                found = sorted(str(remote.fs.unstrip_protocol(path)) for path in remote.fs.glob(remote.root))
+                found = RemoteFiles(name).glob()
             except Exception as error:  # any error of the file system package
                 raise ValueError(f"{name!r} can't be listed: {type(error).__name__}: {error}") from None
     elif glob.has_magic(name) and not Path(name).exists():

@@ -82,7 +82,7 @@ class RemoteFolder:
     def _clear_interrupted(self, marker: str) -> None:
         """Delete uploads with this marker. Warn of other folders without a manifest, such as other runs' uploads under way."""
         for name in self._names():
-            contents = self._remote.list(name)
+            contents = self._remote.ls(name)
             if MANIFEST in contents:
                 continue
             if [file for file in contents if file.endswith(PARTIAL)] == [marker]:
@@ -92,11 +92,11 @@ class RemoteFolder:
 
     def _begin(self, manifest: Manifest, marker: str) -> str:
         """Mark a new folder as an upload under way, and return its name."""
-        taken = {*self._remote.list()}
+        taken = {*self._remote.ls()}
         while True:
             name = files.free_name(manifest.step, taken)
             self._remote.write(f"{name}/{marker}", manifest.run.encode())
-            if [*self._remote.list(name)] == [marker]:
+            if [*self._remote.ls(name)] == [marker]:
                 return name
             self._remote.remove(f"{name}/{marker}")  # another run has taken the name meanwhile
             taken.add(name)
@@ -155,12 +155,10 @@ class RemoteFolder:
             pass
         except RefusedFileError as error:
             warn(f"{self.url}/{HISTORY} isn't copied: {error}")
-        finally:
-            draft.unlink(missing_ok=True)
 
     def _names(self) -> list[str]:
         """Return the names of complete and partial checkpoints that aren't links."""
-        entries = self._remote.list()
+        entries = self._remote.ls()
         return sorted(name for name, entry in entries.items() if files.NAME.fullmatch(name) and not is_link(entry))
 
 
