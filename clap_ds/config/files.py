@@ -148,16 +148,17 @@ def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path
     """Yield the path of a file by its name in a folder. No folder in `name` is a link, also if one is planted meanwhile;
     `creates` makes missing ones. Raises RefusedFileError for links, also if the caller opens one with `O_NOFOLLOW`."""
     path = folder
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise RefusedFileError(errno.EINVAL, "expected a path in this folder", f"{folder}/{name}")
     try:
         with contextlib.ExitStack() as stack:
             for part in Path(name).parent.parts:
                 path = stack.enter_context(own_folder(path / part, creates=creates))
             yield path / Path(name).name
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise RefusedFileError(errno.ELOOP, "expected no link", str(folder / name)) from None
+        if not str(error.filename).startswith(("/proc/self/fd/", str(folder))):  # of another file system
+            raise
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EINVAL):
+            raise RefusedFileError(f"{folder / name}: expected a regular file and no link") from None
+        error.filename = str(folder / name)
         raise
 
 

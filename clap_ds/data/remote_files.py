@@ -7,7 +7,6 @@ the user named is followed. No more bytes are received than the caller allows an
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import posixpath
 from collections.abc import Iterator
@@ -35,72 +34,57 @@ class RemoteFiles:
         while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
             fs = fs.fs
         self._fs = fs
-        self.root = root.rstrip("/")
-        self._is_local = isinstance(self._fs, LocalFileSystem)
-        self._links = cache(self._list_links)
+        self._root = root.rstrip("/")
+        self._is_local = isinstance(fs, LocalFileSystem)
+        self._has_links = "http" not in fs.protocol  # whose servers may refuse to list folders
+        self._listing = cache(self.ls)
 
-    def ls(self, folder: str = "") -> dict[str, dict[str, Any]]:
-        """Return fsspec's descriptions of a folder's files and folders by name; of a missing folder, none."""
+    def ls(self, folder: str = "") -> dict[str, bool]:
+        """Return the names in a folder, and whether each is a link. A missing folder has none."""
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(self._join(folder), detail=True)
         except FileNotFoundError:
             return {}
-        return {posixpath.basename(entry["name"].rstrip("/")): entry for entry in entries}
+        return {
+            posixpath.basename(entry["name"].rstrip("/")): bool(entry.get("islink", entry.get("type") == "link"))
+            for entry in entries
+        }
 
     def glob(self) -> list[str]:
         """Return the URLs that match the URL's wildcards, in order."""
-        return sorted(str(self._fs.unstrip_protocol(path)) for path in self._fs.glob(self.root))
+        return sorted(str(self._fs.unstrip_protocol(path)) for path in self._fs.glob(self._root))
 
-    def info(self, name: str = "") -> dict[str, Any]:
-        """Return fsspec's description of a file or folder."""
-        self._fs.invalidate_cache(self._join(name))
-        return dict(self._fs.info(self._join(name)))
+    def info(self) -> dict[str, Any]:
+        """Return fsspec's description of what is at the URL."""
+        self._fs.invalidate_cache(self._root)
+        return self._fs.info(self._root)
 
     def read_start(self, name: str, size: int) -> bytes:
-        """Return up to `size` bytes of a file."""
+        """Return the first `size` bytes of a file, or all if it has fewer."""
         content = bytearray()
         with self._source(name) as (path, _), self._fs.open(path, "rb") as file:
             while block := file.read(size - len(content)):
                 content += block
         return bytes(content)
 
-    def read(self, name: str, most: int) -> bytes:
-        """Return the content of a file of at most `most` bytes."""
-        content = self.read_start(name, most + 1)
-        if len(content) > most:
-            raise self._too_large(name, most)
-        return content
-
     def download(self, name: str, to: Path, most: float) -> None:
-        """Copy a file of at most `most` bytes to a local path in a folder that only this user can write.
-        Raises OSError if the download is incomplete or the disk has no room for it; then there is no file."""
+        """Copy a file of at most `most` bytes to a local path in a folder that only this user can write. Raises OSError if the
+        download is incomplete."""
+        disk = os.statvfs(to.parent)
+        limit = _Limit(self._join(name), min(most, disk.f_bavail * disk.f_frsize))
         to.unlink(missing_ok=True)
         try:
             with self._source(name) as (path, size):
-                self._download(name, path, size, to, most)
+                limit.check(size or 0)
+                self._fs.get_file(path, str(to), callback=limit)
+            received = to.stat().st_size
+            limit.check(received)  # not every package reports progress
+            if size not in (None, received):
+                raise OSError(f"{self._join(name)}: download stopped after {received:,} bytes")
         except BaseException:
             to.unlink(missing_ok=True)
             raise
-
-    def _download(self, name: str, path: str, size: int | None, to: Path, most: float) -> None:
-        disk = os.statvfs(to.parent)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        limit = min(most, free_bytes)
-        if size is not None:
-            if size > most:
-                raise self._too_large(name, most)
-            if size > free_bytes:
-                reason = f"has {size:,} bytes, but the disk has room for {free_bytes:,}"
-                raise OSError(errno.ENOSPC, reason, self._join(name))
-            limit = size
-        self._fs.get_file(path, str(to), callback=_Limit(limit, self._too_large(name, limit)))
-        received = to.stat().st_size
-        if received > most:  # not every package reports progress
-            raise self._too_large(name, most)
-        if size not in (None, received):
-            reason = f"download stopped after {received:,} bytes, expected {size:,}"
-            raise OSError(errno.EIO, reason, self._join(name))
 
     def upload(self, folder: Path, source: str, name: str) -> None:
         """Create or replace a file by the one named `source` in a local folder."""
@@ -115,16 +99,10 @@ class RemoteFiles:
     def remove(self, name: str, *, recursive: bool = False) -> None:
         """Delete a file, or a folder with its contents."""
         with self._own(name) as path:
-            if recursive:
-                self._fs.rm(path, recursive=True)
-            else:
-                self._fs.rm_file(path)
+            self._fs.rm(path, recursive=recursive)
 
     def _join(self, name: str) -> str:
-        return f"{self.root}/{name}".rstrip("/")
-
-    def _too_large(self, name: str, most: float) -> RefusedFileError:
-        return RefusedFileError(errno.EFBIG, f"has more than {most:,.0f} bytes", self._join(name))
+        return f"{self._root}/{name}".rstrip("/")
 
     @contextmanager
     def _source(self, name: str) -> Iterator[tuple[str, int | None]]:
@@ -136,62 +114,57 @@ class RemoteFiles:
                 return
             info = self._fs.info(path)
             if info.get("type", "file") != "file":
-                raise RefusedFileError(errno.EINVAL, "expected a regular file", path)
+                raise RefusedFileError(f"{path}: expected a regular file")
             yield path, info.get("size")
 
     @contextmanager
     def _target(self, name: str) -> Iterator[str]:
         """Yield the path to write a file to. On a local disk, it becomes the file when the context ends without an error."""
         if self._is_local:
-            Path(self.root).mkdir(parents=True, exist_ok=True)
+            self._fs.makedirs(self._root, exist_ok=True)
         with self._own(name, creates=True) as path:
-            if self._is_local:
-                partial = Path(path).with_name(f".{os.urandom(8).hex()}")  # no one can put a link at this name
-                try:
-                    yield str(partial)
-                    partial.replace(path)
-                finally:
-                    partial.unlink(missing_ok=True)
-            else:
+            if not self._is_local:
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
                 yield path
+                return
+            partial = Path(f"{path}.{os.urandom(8).hex()}")  # no one can put a link at this name
+            try:
+                yield str(partial)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
 
     @contextmanager
     def _own(self, name: str, *, creates: bool = False) -> Iterator[str]:
         """Yield a path that isn't reached through a link below the root. Locally, `creates` makes missing folders."""
         if self._is_local and name:
-            with own_path(Path(self.root), name, creates=creates) as local_path:
+            with own_path(Path(self._root), name, creates=creates) as local_path:
                 yield str(local_path)
             return
         folder = ""
         for part in name.split("/"):
-            if part == ".." or (part and part in self._links(folder)):
-                raise RefusedFileError(errno.ELOOP, "expected no link", self._join(name))
+            if part and self._has_links and self._listing(folder).get(part):
+                raise RefusedFileError(f"{self._join(name)}: expected no link")
             folder = posixpath.join(folder, part)
         yield self._join(name)
-
-    def _list_links(self, folder: str) -> set[str]:
-        if "http" in self._fs.protocol:  # has none, and may refuse to list
-            return set()
-        return {name for name, entry in self.ls(folder).items() if is_link(entry)}
-
-
-def is_link(entry: dict[str, Any]) -> bool:
-    """Return whether fsspec describes a link."""
-    return bool(entry.get("islink")) or entry.get("type") == "link"
 
 
 class _Limit(NoOpCallback):
     """End a transfer with an error after `most` bytes. With other classes than `NoOpCallback`, `hf://` is slow."""
 
-    def __init__(self, most: float, error: OSError) -> None:
+    def __init__(self, path: str, most: float) -> None:
         super().__init__()
-        self._left, self._error = most, error
+        self._path, self._most = path, most
 
     def relative_update(self, inc: int = 1, **kwargs: Any) -> None:
-        self._left -= inc
-        if self._left < 0:
-            raise self._error
+        self.value += inc
+        self.check(self.value)
+
+    def check(self, size: int) -> None:
+        if size > self._most:
+            raise RefusedFileError(
+                f"{self._path} has more than {self._most:,.0f} bytes, the limit or the room on the disk"
+            )
 
 
 async def _open_http_client(**options: Any) -> Any:
@@ -209,7 +182,7 @@ async def _open_http_client(**options: Any) -> Any:
                     self._body = answer.partial
                 else:
                     self.close()
-                    raise RefusedFileError(errno.EFBIG, f"answers with more than {MOST_BYTES:,} bytes", str(self.url))
+                    raise RefusedFileError(f"{self.url} answers with more than {MOST_BYTES:,} bytes")
             return self._body
 
     return aiohttp.ClientSession(response_class=LimitedResponse, **options)

@@ -105,7 +105,7 @@ def read_manifest(folder: str) -> ShardManifest:
     """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
     path = f"{folder}/{MANIFEST}"
     try:
-        content = parse_json(again(partial(_read_remote, path)) if is_remote(path) else read_bytes(path))
+        content = parse_json(again(partial(_read_start, path, MOST_BYTES)) if is_remote(path) else read_bytes(path))
         is_own = isinstance(content, dict) and "shards" in content  # else another program's
         return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
@@ -115,8 +115,8 @@ def read_manifest(folder: str) -> ShardManifest:
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
-def _read_remote(url: str) -> bytes:
-    return RemoteFiles(url).read("", MOST_BYTES)
+def _read_start(url: str, size: int) -> bytes:
+    return RemoteFiles(url).read_start("", size)
 
 
 def describe_contents(paths: Sequence[str]) -> str:
@@ -126,7 +126,7 @@ def describe_contents(paths: Sequence[str]) -> str:
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
     for path in by_name[:FILES_READ]:
         try:
-            digest.update(again(partial(RemoteFiles(path).read_start, "", BYTES_READ)))
+            digest.update(again(partial(_read_start, path, BYTES_READ)))
         except Exception as error:  # any error of the file system package
             raise ValueError(f"{path} can't be read: {error!r}") from None
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"

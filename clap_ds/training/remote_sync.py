@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clap_ds.config.files import MOST_BYTES, RefusedFileError
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.data.remote_files import RemoteFiles, is_link
+from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.training.train_state import HISTORY
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
@@ -54,10 +54,7 @@ class RemoteFolder:
         """Return the manifests by name, newest first; `damaged` receives why others can't be read."""
 
         def read(name: str) -> Manifest:
-            try:
-                content = self._remote.read(f"{name}/{MANIFEST}", MOST_BYTES)
-            except RefusedFileError as error:
-                raise DamagedError(f"{self.url}/{name}: {MANIFEST}: {error.strerror}") from error
+            content = self._remote.read_start(f"{name}/{MANIFEST}", MOST_BYTES)
             return Manifest.from_json(content, f"{self.url}/{name}")
 
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
@@ -69,7 +66,10 @@ class RemoteFolder:
         self._clear_interrupted(marker)
         there = self.read_all()
         if manifest not in there.values():
-            name = self._begin(manifest, marker)
+            name = files.free_name(manifest.step, self._remote.ls())
+            self._remote.write(f"{name}/{marker}", manifest.run.encode())
+            if [*self._remote.ls(name)] != [marker]:
+                raise FileExistsError(f"another run has just begun {name}")
             for file in (*manifest.files, MANIFEST):
                 self._remote.upload(checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}")
             self._remote.remove(f"{name}/{marker}")
@@ -89,17 +89,6 @@ class RemoteFolder:
                 self._remote.remove(name, recursive=True)
             else:
                 _warn_once(f"{self.url}/{name} has no {MANIFEST}; it isn't from this run and stays as it is")
-
-    def _begin(self, manifest: Manifest, marker: str) -> str:
-        """Mark a new folder as an upload under way, and return its name."""
-        taken = {*self._remote.ls()}
-        while True:
-            name = files.free_name(manifest.step, taken)
-            self._remote.write(f"{name}/{marker}", manifest.run.encode())
-            if [*self._remote.ls(name)] == [marker]:
-                return name
-            self._remote.remove(f"{name}/{marker}")  # another run has taken the name meanwhile
-            taken.add(name)
 
     def upload_logs(self, sources: Iterable[Path]) -> None:
         """Upload files, and folders with all their regular files, under their names. Warn of links, which aren't followed."""
@@ -126,8 +115,6 @@ class RemoteFolder:
                 with files.begin(folder, manifest.step) as draft:
                     files.write_file(draft / MANIFEST, manifest.to_json().encode())
                     for file, record in manifest.files.items():
-                        self._check_size(f"{name}/{file}", record.bytes)
-                    for file, record in manifest.files.items():
                         (draft / file).parent.mkdir(exist_ok=True)
                         self._remote.download(f"{name}/{file}", draft / file, record.bytes)
                     files.verify(draft)
@@ -138,11 +125,6 @@ class RemoteFolder:
                 files.warn_of(damaged)
                 return folder / draft.name
         return None
-
-    def _check_size(self, name: str, size: int) -> None:
-        """Raise DamagedError if a file has another size, before anything is downloaded."""
-        if self._remote.info(name).get("size") not in (None, size):
-            raise DamagedError(f"{name} doesn't have the {size:,} bytes that were written")
 
     def _download_history(self, draft: Path, to: Path) -> None:
         """Download the history by way of a private folder, unless it is there; warn if it is a link or too large."""
@@ -158,8 +140,8 @@ class RemoteFolder:
 
     def _names(self) -> list[str]:
         """Return the names of complete and partial checkpoints that aren't links."""
-        entries = self._remote.ls()
-        return sorted(name for name, entry in entries.items() if files.NAME.fullmatch(name) and not is_link(entry))
+        listing = self._remote.ls()
+        return sorted(name for name, is_link in listing.items() if files.NAME.fullmatch(name) and not is_link)
 
 
 class BackgroundSync:
