@@ -23,7 +23,7 @@ from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
 PARTIAL = ".partial"
-"""Suffix of the file that marks an upload under way. Its name is a hash of the run's id, its content the id."""
+"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the run's id."""
 MOST_HISTORY_BYTES = 2**30
 _warn_once = cache(warn)
 
@@ -67,7 +67,7 @@ class RemoteFolder:
         there = self.read_all()
         if manifest not in there.values():
             name = files.free_name(manifest.step, self._remote.ls())
-            self._remote.write(f"{name}/{marker}", manifest.run.encode())
+            self._remote.write(f"{name}/{marker}", b"")
             if [*self._remote.ls(name)] != [marker]:
                 raise FileExistsError(f"another run has just begun {name}")
             for file in (*manifest.files, MANIFEST):
@@ -76,6 +76,7 @@ class RemoteFolder:
             there = {name: manifest, **there}
         own = {name: other for name, other in there.items() if other.run == manifest.run}
         for name in files.superfluous(own, rule):
+            self._remote.write(f"{name}/{marker}", b"")  # so that an interrupted deletion is continued
             self._remote.remove(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
             self._remote.remove(name, recursive=True)
 
@@ -88,7 +89,9 @@ class RemoteFolder:
             if [file for file in contents if file.endswith(PARTIAL)] == [marker]:
                 self._remote.remove(name, recursive=True)
             else:
-                _warn_once(f"{self.url}/{name} has no {MANIFEST}; it isn't from this run and stays as it is")
+                _warn_once(
+                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another program's folder. It stays"
+                )
 
     def upload_logs(self, sources: Iterable[Path]) -> None:
         """Upload files, and folders with all their regular files, under their names. Warn of links, which aren't followed."""
