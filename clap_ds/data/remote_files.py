@@ -30,7 +30,8 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        fs, root = fsspec.url_to_fs(url)
+        schemes = [scheme for scheme in ("http", "https") if f"{scheme}://" in url]
+        fs, root = fsspec.url_to_fs(url, **{scheme: {"get_client": _open_http_client} for scheme in schemes})
         while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
             fs = fs.fs
         self._fs = fs
@@ -186,6 +187,3 @@ async def _open_http_client(**options: Any) -> Any:
             return self._body
 
     return aiohttp.ClientSession(response_class=LimitedResponse, **options)
-
-
-fsspec.config.conf.setdefault("http", {}).setdefault("get_client", _open_http_client)
