@@ -13,6 +13,7 @@ import pytest
 
 from clap_ds.analysis.read_run import read_record
 from clap_ds.config.errors import UserError
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_samples import list_items
@@ -21,7 +22,7 @@ from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
-from clap_ds.training.remote_sync import try_target
+from clap_ds.training.remote_sync import RemoteFolder, try_target
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -41,6 +42,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tokenizer/tokenizer.json": lambda folder: load_tokenizer(str(folder / "tokenizer"), vocab_size=512),
     "step-00000001/manifest.json": newest_good,
     "step-00000001/weights.safetensors": lambda folder: (newest_good(folder), load_weights(folder / "step-00000001")),
+    "step-00000001/state.safetensors": lambda folder: RemoteFolder(str(folder)).download_newest(folder / "new", {}),
 }
 
 
@@ -66,7 +68,26 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "tensorboard": lambda run: Scalars(_engine(), run),
     ".probe": lambda folder: try_target(str(folder)),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
+    "history.jsonl": lambda folder: _remote_folder(folder).download_newest(folder, {}),
+    "logs": lambda folder: RemoteFolder(str(folder)).upload_logs([_logs(folder.parent / "logs")]),
+    "step-00000002": lambda folder: RemoteFolder(str(folder)).upload(_checkpoint(folder), CheckpointSettings()),
 }
+
+
+def _remote_folder(folder: Path) -> RemoteFolder:
+    remote = _checkpoint(folder).parent
+    (remote / "history.jsonl").touch()
+    return RemoteFolder(f"file://{remote}")
+
+
+def _checkpoint(folder: Path) -> Path:
+    return make_checkpoint(folder.with_name("there"), 2)
+
+
+def _logs(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "file").write_text("log")
+    return folder
 
 
 def _engine() -> Any:

@@ -24,12 +24,16 @@ MOST_BYTES = 64 * 2**20
 LONGEST_LINE = 2**20
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+class RefusedFileError(OSError):
+    """Raised for a file of others that is reached through a link, isn't regular or is too large."""
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> BufferedReader:
     """Open a regular file for reading. Raises OSError for other kinds, which might block forever."""
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+        raise RefusedFileError(errno.EINVAL, "expected a regular file", str(path))
     return os.fdopen(number, "rb")
 
 
@@ -127,15 +131,35 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 
 @contextlib.contextmanager
-def own_folder(path: Path) -> Iterator[Path]:
+def own_folder(path: Path, *, creates: bool = True) -> Iterator[Path]:
     """Create a folder inside a run's folder and yield a path that stays valid if it is replaced. Raises OSError."""
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(parents=True)
+    if creates:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
     number = open_own(path, os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{number}")
     finally:
         os.close(number)
+
+
+@contextlib.contextmanager
+def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path]:
+    """Yield the path of a file by its name in a folder. No folder in `name` is a link, also if one is planted meanwhile;
+    `creates` makes missing ones. Raises RefusedFileError for links, also if the caller opens one with `O_NOFOLLOW`."""
+    path = folder
+    try:
+        with contextlib.ExitStack() as stack:
+            for part in Path(name).parent.parts:
+                path = stack.enter_context(own_folder(path / part, creates=creates))
+            yield path / Path(name).name
+    except OSError as error:
+        if not str(error.filename).startswith(("/proc/self/fd/", str(folder))):  # of another file system
+            raise
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EINVAL):
+            raise RefusedFileError(f"{folder / name}: expected a regular file and no link") from None
+        error.filename = str(folder / name)
+        raise
 
 
 @contextlib.contextmanager

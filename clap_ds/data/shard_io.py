@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from clap_ds.config.files import open_regular
+from clap_ds.config.files import RefusedFileError, open_regular
 from clap_ds.config.paths import cache_folder
 from clap_ds.config.schema import ShardData
+from clap_ds.data.remote_files import RemoteFiles
 
 FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
@@ -73,7 +74,7 @@ def again(attempt: Callable[[], T]) -> T:
     for number in range(4):
         try:
             return attempt()
-        except (PermissionError, IsADirectoryError, NotADirectoryError):
+        except (PermissionError, IsADirectoryError, NotADirectoryError, RefusedFileError):
             raise
         except Exception as error:  # each file system package has its own types
             if is_absent(error):
@@ -122,9 +123,8 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     """Open a shard's copy, named by a hash of the remote file's info so that changed shards are fetched again."""
     from webdataset.cache import LRUCleanup  # imported here because it imports torch
 
-    fs, path = fsspec.url_to_fs(url)
-    fs.invalidate_cache(path)
-    info = again(lambda: fs.info(path))
+    remote = RemoteFiles(url)
+    info = again(remote.info)
     name, folder = hashlib.sha256(repr((url, info)).encode()).hexdigest()[:32], cache_folder() / "shards"
     for each in (folder, locks := cache_folder() / "shard_locks"):
         each.mkdir(parents=True, exist_ok=True)
@@ -135,9 +135,8 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's clock is coarser
                 return OpenFile(copy)
-            again(lambda: fs.get_file(path, str(part)))
-            if info.get("size") not in (None, part.stat().st_size):
-                raise OSError(f"download stopped after {part.stat().st_size:,} bytes")
+            # A larger shard is possible if its size is known; then it is deleted once read.
+            again(lambda: remote.download("", part, most=info.get("size") or cache_bytes))
             file = OpenFile(part)  # before the rename, because other processes may delete the copy at once
             part.replace(copy)
         finally:

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from braceexpand import braceexpand
 from pydantic import TypeAdapter
 
@@ -21,6 +20,7 @@ from clap_ds.config.errors import printable
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import AudioConfig, ClapConfig
 from clap_ds.data.decoding import RESAMPLING_FILTER
+from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
 from clap_ds.data.tar_samples import is_sample, list_items
 
@@ -82,9 +82,8 @@ def _matches(name: str) -> list[str]:
     if is_remote(name):
         check_url(name)
         if "*" in name or "[" in name:  # not ?, which starts a URL's query
-            fs, path = fsspec.url_to_fs(name)
             try:
-                found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
+                found = RemoteFiles(name).glob()
             except Exception as error:  # any error of the file system package
                 raise ValueError(f"{name!r} can't be listed: {type(error).__name__}: {error}") from None
     elif glob.has_magic(name) and not Path(name).exists():
@@ -116,9 +115,8 @@ def read_manifest(folder: str) -> ShardManifest:
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
-def _read_start(path: str, size: int) -> bytes:
-    with fsspec.open(path, "rb", expand=False) as file:
-        return bytes(file.read(size))
+def _read_start(url: str, size: int) -> bytes:
+    return RemoteFiles(url).read_start("", size)
 
 
 def describe_contents(paths: Sequence[str]) -> str:

@@ -1,35 +1,40 @@
 """Copy checkpoints in the background to a folder or URL that fsspec can write.
 
-The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Failures cause warnings and never stop
+The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Until then, a file tells whose
+upload it is. Complete ones aren't moved, because object stores would copy every byte. Failures cause warnings and never stop
 training. Credentials come from the environment, because URLs are logged.
 """
 
 import math
 import os
-import posixpath
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 
-import fsspec
-from fsspec.implementations.dirfs import DirFileSystem
-
-from clap_ds.config.files import MOST_BYTES
+from clap_ds.config.files import MOST_BYTES, RefusedFileError
 from clap_ds.config.schema import CheckpointSettings
+from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.training.train_state import HISTORY
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
+
+PARTIAL = ".partial"
+"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the run's id."""
+MOST_HISTORY_BYTES = 2**30
+_warn_once = cache(warn)
 
 
 def try_target(url: str) -> None:
     """Write and delete a small file at `url`; ValueError if that fails."""
     try:
-        fs = RemoteFolder(url).fs
-        fs.makedirs("", exist_ok=True)
-        fs.pipe_file(name := f".probe-{os.urandom(8).hex()}", b"clap")
-        fs.rm_file(name)
+        remote = RemoteFiles(url)
+        name = f".probe-{os.urandom(8).hex()}"
+        remote.write(name, b"clap")
+        remote.remove(name)
     except Exception as error:  # its type depends on the file system's package
         problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
         raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
@@ -43,44 +48,61 @@ class RemoteFolder:
         folder, _, name = url.rstrip("/").rpartition("/")
         self._only = name if files.NAME.fullmatch(name) else None
         self.url = folder if self._only else url
-        fs, root = fsspec.url_to_fs(self.url)
-        self.fs = DirFileSystem(root.rstrip("/"), fs)
+        self._remote = RemoteFiles(self.url)
 
     def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
         """Return the manifests by name, newest first; `damaged` receives why others can't be read."""
 
         def read(name: str) -> Manifest:
-            self._check_file(f"{name}/{MANIFEST}", range(MOST_BYTES))
-            return Manifest.from_json(self.fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
+            content = self._remote.read_start(f"{name}/{MANIFEST}", MOST_BYTES)
+            return Manifest.from_json(content, f"{self.url}/{name}")
 
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
 
     def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
-        """Upload a checkpoint, and delete its run's superfluous ones by `rule` and interrupted uploads."""
-        manifest, there = Manifest.read(checkpoint), self.read_all()
-        for name in self._names():
-            if not self.fs.exists(f"{name}/{MANIFEST}"):
-                self.fs.rm(name, recursive=True)
+        """Upload a checkpoint, and delete its run's interrupted uploads and, by `rule`, superfluous checkpoints."""
+        manifest = Manifest.read(checkpoint)
+        marker = blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL  # ids may be paths
+        self._clear_interrupted(marker)
+        there = self.read_all()
         if manifest not in there.values():
-            to = files.free_name(manifest.step, self._names(links=True))
-            self.fs.makedirs(to, exist_ok=False)  # a folder of others may contain links
+            name = files.free_name(manifest.step, self._remote.ls())
+            self._remote.write(f"{name}/{marker}", b"")
+            if [*self._remote.ls(name)] != [marker]:
+                raise FileExistsError(f"another run has just begun {name}")
             for file in (*manifest.files, MANIFEST):
-                self.fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
-                self.fs.put_file(str(checkpoint / file), f"{to}/{file}")
-            there = {to: manifest, **there}
+                self._remote.upload(checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}")
+            self._remote.remove(f"{name}/{marker}")
+            there = {name: manifest, **there}
         own = {name: other for name, other in there.items() if other.run == manifest.run}
         for name in files.superfluous(own, rule):
-            self.fs.rm(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
-            self.fs.rm(name, recursive=True)
+            self._remote.write(f"{name}/{marker}", b"")  # so that an interrupted deletion is continued
+            self._remote.remove(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
+            self._remote.remove(name, recursive=True)
+
+    def _clear_interrupted(self, marker: str) -> None:
+        """Delete uploads with this marker. Warn of other folders without a manifest, such as other runs' uploads under way."""
+        for name in self._names():
+            contents = self._remote.ls(name)
+            if MANIFEST in contents:
+                continue
+            if [file for file in contents if file.endswith(PARTIAL)] == [marker]:
+                self._remote.remove(name, recursive=True)
+            else:
+                _warn_once(
+                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another program's folder. It stays"
+                )
 
     def upload_logs(self, sources: Iterable[Path]) -> None:
-        """Upload files, and folders with all their regular files, under their names."""
+        """Upload files, and folders with all their regular files, under their names. Warn of links, which aren't followed."""
         for source in sources:
             for path in [source, *source.rglob("*")]:
                 if path.is_file() and not path.is_symlink():
                     name = str(path.relative_to(source.parent))
-                    self.fs.makedirs(posixpath.dirname(name), exist_ok=True)
-                    self.fs.put_file(str(path), name)
+                    try:
+                        self._remote.upload(source.parent, name, name)
+                    except RefusedFileError as error:
+                        _warn_once(f"{path} isn't copied to {self.url}: {error}")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Download the newest good checkpoint into a local folder unless it is there, and return it or None. `damaged` receives
@@ -96,32 +118,33 @@ class RemoteFolder:
                 with files.begin(folder, manifest.step) as draft:
                     files.write_file(draft / MANIFEST, manifest.to_json().encode())
                     for file, record in manifest.files.items():
-                        self._check_file(f"{name}/{file}", (record.bytes,))
                         (draft / file).parent.mkdir(exist_ok=True)
-                        self.fs.get_file(f"{name}/{file}", str(draft / file))
+                        self._remote.download(f"{name}/{file}", draft / file, record.bytes)
                     files.verify(draft)
-            except (DamagedError, FileNotFoundError) as error:
+                    self._download_history(draft / HISTORY, folder / HISTORY)
+            except (DamagedError, FileNotFoundError, RefusedFileError) as error:
                 damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
             else:
                 files.warn_of(damaged)
-                if self.fs.isfile(HISTORY) and not (folder / HISTORY).exists():
-                    self.fs.get_file(HISTORY, str(folder / HISTORY))
                 return folder / draft.name
         return None
 
-    def _check_file(self, path: str, sizes: Container[int]) -> None:
-        """Raise DamagedError unless this is a regular file of one of these sizes."""
-        info = self.fs.info(path)
-        if info["type"] != "file" or (info["size"] is not None and info["size"] not in sizes):
-            raise DamagedError(f"{self.url}/{path}: not a regular file of the size that was written")
+    def _download_history(self, draft: Path, to: Path) -> None:
+        """Download the history by way of a private folder, unless it is there; warn if it is a link or too large."""
+        if to.exists():
+            return
+        try:
+            self._remote.download(HISTORY, draft, MOST_HISTORY_BYTES)
+            draft.replace(to)
+        except FileNotFoundError:
+            pass
+        except RefusedFileError as error:
+            warn(f"{self.url}/{HISTORY} isn't copied: {error}")
 
-    def _names(self, *, links: bool = False) -> list[str]:
-        """Return names of complete and partial checkpoints, by default without links."""
-        self.fs.invalidate_cache()
-        if not self.fs.exists(""):
-            return []
-        kept = [each for each in self.fs.ls("") if links or not (each.get("islink") or each["type"] == "link")]
-        return sorted(filter(files.NAME.fullmatch, (posixpath.basename(each["name"].rstrip("/")) for each in kept)))
+    def _names(self) -> list[str]:
+        """Return the names of complete and partial checkpoints that aren't links."""
+        listing = self._remote.ls()
+        return sorted(name for name, is_link in listing.items() if files.NAME.fullmatch(name) and not is_link)
 
 
 class BackgroundSync:

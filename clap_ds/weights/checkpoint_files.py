@@ -21,7 +21,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from clap_ds.config.errors import printable
-from clap_ds.config.files import drafted, open_regular, parse_json, read_bytes
+from clap_ds.config.files import RefusedFileError, drafted, open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import score
 from clap_ds.config.schema import CheckpointSettings
 
@@ -184,7 +184,7 @@ def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged:
         try:
             with suppress(FileNotFoundError):
                 manifests[name] = read(name)
-        except DamagedError as error:
+        except (DamagedError, RefusedFileError) as error:
             damaged[name] = str(error)
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
 

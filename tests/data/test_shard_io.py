@@ -20,7 +20,7 @@ def urls(shard_cache: Path) -> list[str]:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return a mock that is called with each remote file that is copied."""
     noted, get_file = Mock(), MemoryFileSystem.get_file
-    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *to: (noted(to[1]), get_file(*to)))
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *to, **options: (noted(to[1]), get_file(*to)))
     return noted
 
 
@@ -47,7 +47,9 @@ def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
 
 def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "get_file", lambda self, path, local: Path(local).write_bytes(b"begun"))
+        patch.setattr(
+            MemoryFileSystem, "get_file", lambda self, path, local, **options: Path(local).write_bytes(b"begun")
+        )
         with pytest.raises(OSError, match="stopped after 5 bytes"):
             open_shard(urls[1])
     assert not list(shard_cache.glob("*.tar"))

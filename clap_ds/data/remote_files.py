@@ -1,0 +1,186 @@
+"""Transfer files from and to folders that others can write, and from servers that may never stop sending.
+
+No other module calls fsspec's transfers; a test holds that. Only regular files are transferred. No link below the folder that
+the user named is followed. No more bytes are received than the caller allows and the disk has room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import NoOpCallback
+from fsspec.implementations.cached import CachingFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from clap_ds.config.files import MOST_BYTES, RefusedFileError, open_regular, own_path
+
+
+class RemoteFiles:
+    """Files by their names in the folder at a URL or path. The name `""` is the file at the URL itself, which may be a link.
+
+    Methods raise RefusedFileError for links and for files that are too large, and any errors of the file system's package.
+    """
+
+    def __init__(self, url: str) -> None:
+        schemes = [scheme for scheme in ("http", "https") if f"{scheme}://" in url]
+        fs, root = fsspec.url_to_fs(url, **{scheme: {"get_client": _open_http_client} for scheme in schemes})
+        while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
+            fs = fs.fs
+        self._fs = fs
+        self._root = root.rstrip("/")
+        self._is_local = isinstance(fs, LocalFileSystem)
+        self._has_links = "http" not in fs.protocol  # whose servers may refuse to list folders
+        self._listing = cache(self.ls)
+        self._info = cache(fs.info)
+
+    def ls(self, folder: str = "") -> dict[str, bool]:
+        """Return the names in a folder, and whether each is a link. A missing folder has none."""
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(self._join(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {
+            posixpath.basename(entry["name"].rstrip("/")): bool(entry.get("islink", entry.get("type") == "link"))
+            for entry in entries
+        }
+
+    def glob(self) -> list[str]:
+        """Return the URLs that match the URL's wildcards, in order."""
+        return sorted(str(self._fs.unstrip_protocol(path)) for path in self._fs.glob(self._root))
+
+    def info(self) -> dict[str, Any]:
+        """Return fsspec's description of what is at the URL."""
+        self._fs.invalidate_cache(self._root)
+        return self._info(self._root)
+
+    def read_start(self, name: str, size: int) -> bytes:
+        """Return the first `size` bytes of a file, or all if it has fewer."""
+        content = bytearray()
+        with self._source(name) as (path, _), self._fs.open(path, "rb") as file:
+            while block := file.read(size - len(content)):
+                content += block
+        return bytes(content)
+
+    def download(self, name: str, to: Path, most: float) -> None:
+        """Copy a file of at most `most` bytes to a local path in a folder that only this user can write. Raises OSError if the
+        download is incomplete."""
+        disk = os.statvfs(to.parent)
+        limit = _Limit(self._join(name), min(most, disk.f_bavail * disk.f_frsize))
+        to.unlink(missing_ok=True)
+        try:
+            with self._source(name) as (path, size):
+                limit.set_size(size)
+                self._fs.get_file(path, str(to), callback=limit)
+            received = to.stat().st_size
+            limit.absolute_update(received)  # not every package does
+            if size not in (None, received):
+                raise OSError(f"{self._join(name)}: download stopped after {received:,} bytes")
+        except BaseException:
+            to.unlink(missing_ok=True)
+            raise
+
+    def upload(self, folder: Path, source: str, name: str) -> None:
+        """Create or replace a file by the one named `source` in a local folder."""
+        with own_path(folder, source) as path, open_regular(path, os.O_NOFOLLOW) as file, self._target(name) as target:
+            self._fs.put_file(f"/proc/self/fd/{file.fileno()}", target)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace a file."""
+        with self._target(name) as target:
+            self._fs.pipe_file(target, content)
+
+    def remove(self, name: str, *, recursive: bool = False) -> None:
+        """Delete a file, or a folder with its contents."""
+        with self._own(name) as path:
+            self._fs.rm(path, recursive=recursive)
+
+    def _join(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    @contextmanager
+    def _source(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """Yield a regular file's path, and its size if the file system tells it."""
+        with self._own(name) as path:
+            if self._is_local:
+                with open_regular(path, os.O_NOFOLLOW if name else os.O_RDONLY) as file:
+                    yield f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
+                return
+            info = self._info(path)
+            if info.get("type", "file") != "file":
+                raise RefusedFileError(f"{path}: expected a regular file")
+            yield path, info.get("size")
+
+    @contextmanager
+    def _target(self, name: str) -> Iterator[str]:
+        """Yield the path to write a file to. On a local disk, it becomes the file when the context ends without an error."""
+        if self._is_local:
+            self._fs.makedirs(self._root, exist_ok=True)
+        with self._own(name, creates=True) as path:
+            if not self._is_local:
+                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                yield path
+                return
+            partial = Path(f"{path}.{os.urandom(8).hex()}")  # no one can put a link at this name
+            try:
+                yield str(partial)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _own(self, name: str, *, creates: bool = False) -> Iterator[str]:
+        """Yield a path that isn't reached through a link below the root. Locally, `creates` makes missing folders."""
+        if self._is_local and name:
+            with own_path(Path(self._root), name, creates=creates) as local_path:
+                yield str(local_path)
+            return
+        folder = ""
+        for part in name.split("/"):
+            if part and self._has_links and self._listing(folder).get(part):
+                raise RefusedFileError(f"{self._join(name)}: expected no link")
+            folder = posixpath.join(folder, part)
+        yield self._join(name)
+
+
+class _Limit(NoOpCallback):
+    """End a transfer with an error after `most` bytes. With other classes than `NoOpCallback`, `hf://` is slow."""
+
+    def __init__(self, path: str, most: float) -> None:
+        super().__init__()
+        self._path, self._most = path, most
+
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        if max(self.value, self.size or 0) > self._most:
+            raise RefusedFileError(
+                f"{self._path} has more than {self._most:,.0f} bytes, the limit or the room on the disk"
+            )
+
+
+async def _open_http_client(**options: Any) -> Any:
+    """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads listings and ranges whole."""
+    import aiohttp  # only needed for these URLs
+
+    class LimitedResponse(aiohttp.ClientResponse):
+        _body: bytes | None
+
+        async def read(self) -> bytes:
+            if self._body is None:
+                try:
+                    await self.content.readexactly(MOST_BYTES + 1)
+                except asyncio.IncompleteReadError as answer:
+                    self._body = answer.partial
+                else:
+                    self.close()
+                    raise RefusedFileError(f"{self.url} answers with more than {MOST_BYTES:,} bytes")
+            return self._body
+
+    return aiohttp.ClientSession(response_class=LimitedResponse, **options)
