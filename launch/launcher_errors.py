@@ -62,13 +62,10 @@ class LauncherErrors:
             if self.first.fault == IMPORT and text.endswith(self._how) and self._how != AGENT_FAILED:
                 self.first.hosts.extend(hosts)
             return
-        kind, fault, message, rank = KILLED, KILLED, text, 0
         if task is None:
-            fault, message = HOST, f"lost {match[1]}: {text}"
-        else:
-            rank, self._how = int(task[2]), task[3]
-            if _STOPS.match(self._how):
-                kind = STOPPED
-            elif _STARTED_NOTHING.match(self._how):
-                fault = IMPORT
-        self.first = RankError(0.0, rank, hosts[0], kind, message, hosts=hosts, fault=fault)
+            self.first = RankError(0.0, 0, hosts[0], KILLED, f"lost {match[1]}: {text}", hosts=hosts, fault=HOST)
+            return
+        self._how = task[3]
+        kind = STOPPED if _STOPS.match(self._how) else KILLED
+        fault = IMPORT if _STARTED_NOTHING.match(self._how) else KILLED
+        self.first = RankError(0.0, int(task[2]), hosts[0], kind, text, hosts=hosts, fault=fault)

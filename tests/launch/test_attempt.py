@@ -80,7 +80,14 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> 
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (1, {2: LACKS, 0: STOPPED, 1: STOPPED, 3: LACKS}, "failed", 1, ["n2"], False),
         (1, {2: LACKS, 0: LACKS, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),  # no host has it
-        (1, {0: GONE, 2: STOPPED, 3: ("error", "CUDA error", HOST), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
+        (
+            1,
+            {0: GONE, 2: STOPPED, 3: ("error", "CUDA error", HOST), 1: ("error", "KeyError")},
+            "failed",
+            1,
+            ["n2"],
+            False,
+        ),
     ],
 )
 def test_what_ranks_said(
