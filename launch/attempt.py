@@ -94,7 +94,7 @@ def outcome_of(
     if cause is not None and cause.kind != STOPPED:
         # srun's exit code is the highest of all ranks, including those it killed.
         code = USER_ERROR if cause.kind == USER else code if cause.kind in (SIGNAL, KILLED) and code else 1
-        if cause.fault == IMPORT and launcher.remark:
+        if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
             cause = replace(cause, message=f"{cause.message} ({launcher.remark})")
         ended: State = "out_of_memory" if "out_of_memory" in (cause.kind, state) else "failed"
         return AttemptOutcome(ended, cause.message, code, cause.hosts, cause.fault or cause.kind)

@@ -9,16 +9,25 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 
-from clap_ds.distributed.error_file import HOST, IMPORT, KILLED, STOPPED, RankError
+from clap_ds.distributed.error_file import HOST, IMPORT, KILLED, PROGRAM, STOPPED, RankError
 from clap_ds.distributed.hostfile import expand
 
 MOST_BYTES = 1000  # of a line
-_ERROR = re.compile(r"(?:\d+: )?(?:srun|slurmstepd\S*): error: (.+)")  # labeled by `srun --label`
-_TASKS = re.compile(r"(\S+): tasks? (\d+)\S*: (.+)")
-_LOST_NODE = re.compile(r"(?:Node failure|Task launch for .+ failed) on (?:node )?([^\s:]+)")
-_STOPS = re.compile("Terminated|Interrupt|Hangup|User defined signal 1|Exited with exit code (129|130|138|143)")
-_STARTED_NOTHING = re.compile(r"Exited with exit code (?!137)\d+")
-AGENT_FAILED = "Exited with exit code 1"
+# With `srun --label`, lines begin with their task.
+_TASK = re.compile(r"(?:\d+: )?srun: error: ((?P<hosts>\S+): tasks? \d\S*: (?P<end>.+))")
+_NODE = re.compile(
+    r"(?:\d+: )?srun: error: (?P<end>(?:Node failure|Task launch for .+ failed) on (?:node )?(?P<hosts>[^\s:]+).*)"
+)
+_REMARK = re.compile(r"(?:\d+: )?(?:srun|slurmstepd\S*): error: (?!.*CANCELLED)(.+)")  # steps that a task's end cancels
+_STOPS = "Terminated|Interrupt|Hangup|User defined signal 1|Exited with exit code (129|130|138|143)"
+_ENDS = (
+    (_STOPS, STOPPED, PROGRAM),
+    ("Exited with exit code (?!137)", KILLED, IMPORT),
+    ("Node failure|Task launch", KILLED, HOST),
+    ("", KILLED, KILLED),
+)
+"""Kind and fault of the ends of a task: by signals that ask it to stop, by itself, by losing its host, by other signals."""
+AGENT_FAILED = "Exited with exit code 1"  # of torchrun, also if another host's agent fails
 
 
 class LauncherErrors:
@@ -33,7 +42,7 @@ class LauncherErrors:
         self.first: RankError | None = None
         self.remark = ""
         self._hosts = hosts
-        self._how = ""  # the first task ended
+        self._end = ""  # of the first task
         self._line = b""
 
     def read(self, output: bytes) -> None:
@@ -41,31 +50,23 @@ class LauncherErrors:
         *lines, self._line = (self._line + output).split(b"\n")
         self._line = self._line[:MOST_BYTES]
         for line in lines:
-            match = _ERROR.match(line[:MOST_BYTES].decode(errors="replace"))
-            if match is not None:
-                with suppress(ValueError):  # a malformed list of hosts
-                    self._read_error(match[1])
+            with suppress(ValueError):  # a malformed list of hosts
+                self._read_line(line[:MOST_BYTES].decode(errors="replace"))
 
-    def _read_error(self, text: str) -> None:
-        task = _TASKS.match(text)
-        match = task or _LOST_NODE.match(text)
+    def _read_line(self, line: str) -> None:
+        match = _TASK.match(line) or _NODE.match(line)
         if match is None:
-            if not self.remark and "CANCELLED" not in text:  # a consequence of another task's end
-                self.remark = text
+            remark = _REMARK.match(line)
+            if remark is not None and not self.remark:
+                self.remark = remark[1]
             return
-        known_hosts = self.first.hosts if self.first else []
-        hosts = [host for host in expand(match[1]) if host in self._hosts and host not in known_hosts]
-        if not hosts:
-            return
+        end = match["end"]
+        hosts = [host for host in expand(match["hosts"]) if host in self._hosts]
         if self.first is not None:
-            # All hosts may lack what the program needs. Agents of torchrun also exit with 1 if another one fails.
-            if self.first.fault == IMPORT and text.endswith(self._how) and self._how != AGENT_FAILED:
-                self.first.hosts.extend(hosts)
-            return
-        if task is None:
-            self.first = RankError(0.0, 0, hosts[0], KILLED, f"lost {match[1]}: {text}", hosts=hosts, fault=HOST)
-            return
-        self._how = task[3]
-        kind = STOPPED if _STOPS.match(self._how) else KILLED
-        fault = IMPORT if _STARTED_NOTHING.match(self._how) else KILLED
-        self.first = RankError(0.0, int(task[2]), hosts[0], kind, text, hosts=hosts, fault=fault)
+            if self.first.fault == IMPORT and end == self._end != AGENT_FAILED:  # all hosts may lack the program
+                self.first.hosts[:] = dict.fromkeys([*self.first.hosts, *hosts])
+        elif hosts:
+            self._end = end
+            kind, fault = next((kind, fault) for pattern, kind, fault in _ENDS if re.match(pattern, end))
+            message = f"lost {hosts[0]}: {end}" if fault == HOST else match[1]
+            self.first = RankError(0.0, 0, hosts[0], kind, message, hosts=hosts, fault=fault)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from clap_ds.distributed.error_file import KILLED, PROGRAM
+from clap_ds.distributed.error_file import KILLED
 from clap_ds.distributed.init import keep_freed_memory
 
 _LIKELY_CAUSES = {
@@ -26,13 +26,10 @@ _LIKELY_CAUSES = {
 T = TypeVar("T")
 
 
-class WorkerDiedError(ValueError):
-    """A data worker ended. A host that has too little memory, or a broken one, kills it by a signal."""
+class WorkerKilledError(ValueError):
+    """A signal ended a data worker: the host has too little memory, or is broken."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        by_host = code in (-signal.SIGKILL, -signal.SIGBUS, -signal.SIGSEGV)
-        self.fault = KILLED if by_host else PROGRAM
+    fault = KILLED
 
 
 class Loader(Iterator[T], Generic[T]):
@@ -61,7 +58,9 @@ class Loader(Iterator[T], Generic[T]):
                     self.close()
                     how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
                     death = f"a data worker (process {worker.pid}) was ended by {how}"
-                    raise WorkerDiedError(f"{self._section}.num_workers: {death}", code) from error
+                    is_hosts = -code in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)
+                    error_type = WorkerKilledError if is_hosts else ValueError
+                    raise error_type(f"{self._section}.num_workers: {death}") from error
             raise
 
     def close(self) -> None:

@@ -30,19 +30,12 @@ ERRORS = "errors"  # folder of error files in the run directory or the job's
 PROGRAM, HOST, IMPORT, LINK, ALL_RANKS = "", "host", "import", "link", "all_ranks"
 """Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a connection, of which either
 host may be broken; of what all ranks share, such as settings."""
-_HOST_ERRNOS = (
-    errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN,
-)  # fmt: skip
-"""Errors of disks and mounts."""
-_KERNEL_CODES = (1, 2, 9, 98, 700, 701, 710, 716, 717)
-"""CUDA's error codes that a kernel or call causes on any host: cudaErrorInvalidValue, MemoryAllocation, InvalidConfiguration,
+_HOST_ERRNOS = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN)  # of disks and mounts
+_CALL_CODES = (1, 2, 9, 98, 700, 701, 710, 716, 717)
+"""CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue, MemoryAllocation, InvalidConfiguration,
 InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources, Assert, MisalignedAddress, InvalidAddressSpace."""
-# cuBLAS, gloo, NCCL and parts of torch tell their errors apart by text only.
-_CUDA = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b")
-_CALL = re.compile(
-    "illegal memory access|misaligned address|device-side assert|invalid configuration|out of memory|ncclInvalid"
-)
-"""Errors of a kernel or call."""
+_CALL = re.compile("illegal memory access|misaligned address|device-side assert|out of memory|ncclInvalid")
+"""The same in texts of cuBLAS and NCCL, which have no codes."""
 _LOST_CONNECTION = re.compile(
     r"gloo/|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout"
@@ -106,7 +99,6 @@ def read_errors(folder: Path) -> list[RankError]:
 
 def fault_of(error: BaseException) -> str:
     """Return whose fault an exception may be: its attribute `fault` or, for those of libraries, by type and error code."""
-    torch = sys.modules.get("torch")  # may be half imported
     text = str(error)
     if hasattr(error, "fault"):
         return str(error.fault)
@@ -118,12 +110,11 @@ def fault_of(error: BaseException) -> str:
         # torch raises a data worker's error again without its number. Clients of remote files use EIO with texts of their own.
         is_hosts = any(f"[Errno {number}] {os.strerror(number)}" in text for number in _HOST_ERRNOS)
         return HOST if is_hosts else PROGRAM
-    if isinstance(error, getattr(torch, "AcceleratorError", ())) and hasattr(error, "error_code"):
-        return PROGRAM if error.error_code in _KERNEL_CODES else HOST
-    if isinstance(error, RuntimeError) and not _CALL.search(text):
-        if "NCCL error" in text:
+    if isinstance(error, RuntimeError):
+        is_programs = getattr(error, "error_code", None) in _CALL_CODES or _CALL.search(text)
+        if "NCCL error" in text and not is_programs:
             return LINK
-        if _CUDA.search(text):
+        if "CUDA error" in text and not is_programs:
             return HOST
     return fault_of(error.__cause__) if error.__cause__ else PROGRAM
 

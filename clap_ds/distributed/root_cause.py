@@ -105,40 +105,35 @@ def find_root_cause(
     causes += [_crash(file) for file in files if _FATAL.search(file.stacks)]
     if any(file.responds for file in files):
         causes.append(_hang(files))
+    host_of_rank = {source.rank: source.host for source in (*files, *errors)}
     recorded = {error.rank for error in errors}
     # Ranks that end in order remove their file.
-    killed = [(file.rank, file.host) for file in files if not file.stacks and file.rank not in recorded]
+    killed = {file.rank: file.host for file in files if not file.stacks and file.rank not in recorded}
     if causes and killed:
         causes.append(_killed(killed))
-    if hosts:
-        host_of_rank = {source.rank: source.host for source in (*files, *errors)}
-        causes += _unreported(host_of_rank, hosts, launcher_error)
+    # A rank that is killed while it imports torch leaves no file at all, nor does one that is stopped a moment earlier.
+    num_silent = Counter(hosts)
+    num_silent.subtract(host_of_rank.values())
+    silent_hosts = [host for host, number in num_silent.items() if number > 0]
+    if launcher_error is not None and {*silent_hosts}.intersection(launcher_error.hosts):
+        is_everywhere = _is_everywhere(launcher_error.fault, launcher_error.hosts, hosts)
+        causes.append(replace(launcher_error, hosts=[]) if is_everywhere else launcher_error)
+    elif launcher_error is None and causes and len(silent_hosts) == 1:
+        missing = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
+        causes.append(replace(_killed(dict.fromkeys(missing, silent_hosts[0])), at=math.inf))
     return min(causes, key=lambda error: (_order(error), error.at, error.rank), default=None)
 
 
-def _killed(ranks_and_hosts: Sequence[tuple[int, str]], at: float = 0.0) -> RankError:
-    ranks = [rank for rank, _ in ranks_and_hosts]
-    hosts = list(dict.fromkeys(host for _, host in ranks_and_hosts))
+def _killed(host_of_rank: dict[int, str]) -> RankError:
+    ranks, hosts = list(host_of_rank), list(dict.fromkeys(host_of_rank.values()))
     who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
     message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
-    return RankError(at, ranks[0], hosts[0], KILLED, message, ranks=ranks, hosts=hosts)
+    return RankError(0.0, ranks[0], hosts[0], KILLED, message, ranks=ranks, hosts=hosts)
 
 
-def _unreported(
-    host_of_rank: dict[int, str], hosts: Sequence[str], launcher_error: RankError | None
-) -> list[RankError]:
-    """Return the error of ranks that left no file, such as those killed while they imported torch."""
-    reported = Counter(host_of_rank.values())
-    silent = {host for host, num_ranks in Counter(hosts).items() if reported[host] < num_ranks}
-    if launcher_error is not None:
-        if not silent.intersection(launcher_error.hosts):
-            return []
-        is_everywhere = {*launcher_error.hosts} == {*hosts}
-        return [replace(launcher_error, hosts=[]) if is_everywhere else launcher_error]
-    if not reported or len(silent) != 1:
-        return []  # several are silent: a signal ends ranks that have just started without a file
-    missing = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
-    return [_killed([(rank, *silent) for rank in missing], at=math.inf)]
+def _is_everywhere(fault: str, their_hosts: Sequence[str], hosts: Sequence[str]) -> bool:
+    """Return whether all hosts have the same error. On a single host, only a package that is missing isn't the host's fault."""
+    return len({*their_hosts}) == len({*hosts}) >= (1 if fault == IMPORT else 2)
 
 
 def _order(error: RankError) -> int:
@@ -158,10 +153,9 @@ def _blamed(error: RankError, errors: Sequence[RankError], hosts: Sequence[str])
         return error
     same = [other for other in errors if (other.kind, other.message) == (error.kind, error.message)]
     their_hosts = list(dict.fromkeys(other.host for other in same))
-    is_everywhere = len(same) > 1 and {*their_hosts} >= {*hosts} != set()
-    # Rank 0 reports a mistake that all find, and ends before others have found it.
+    # Rank 0 reports a user's mistake that all find, and ends before others have found it.
     is_users = error.kind == USER and any(other.rank == 0 for other in same)
-    if error.fault == ALL_RANKS or is_users or is_everywhere:
+    if error.fault == ALL_RANKS or is_users or _is_everywhere(error.fault, their_hosts, hosts):
         return error
     is_hosts = error.kind == ERROR and error.fault in _BLAMES_HOSTS
     message = f"rank {error.rank} on {error.host}: {error.message}"
