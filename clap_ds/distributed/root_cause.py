@@ -19,6 +19,7 @@ from clap_ds.config.errors import some
 from clap_ds.config.files import parse_json, read_bytes
 from clap_ds.distributed.error_file import (
     ALL_RANKS,
+    CONSEQUENCES,
     ERROR,
     HOST,
     IMPORT,
@@ -105,7 +106,7 @@ def find_root_cause(
     causes += [_crash(file) for file in files if _FATAL.search(file.stacks)]
     if any(file.responds for file in files):
         causes.append(_hang(files))
-    host_of_rank = {source.rank: source.host for source in (*files, *errors)}
+    host_of_rank = {file.rank: file.host for file in files} | {error.rank: error.host for error in errors}
     recorded = {error.rank for error in errors}
     # Ranks that end in order remove their file.
     killed = {file.rank: file.host for file in files if not file.stacks and file.rank not in recorded}
@@ -155,7 +156,8 @@ def _blamed(error: RankError, errors: Sequence[RankError], hosts: Sequence[str])
     their_hosts = list(dict.fromkeys(other.host for other in same))
     # Rank 0 reports a user's mistake that all find, and ends before others have found it.
     is_users = error.kind == USER and any(other.rank == 0 for other in same)
-    if error.fault == ALL_RANKS or is_users or _is_everywhere(error.fault, their_hosts, hosts):
+    is_everywhere = error.kind not in CONSEQUENCES and _is_everywhere(error.fault, their_hosts, hosts)
+    if error.fault == ALL_RANKS or is_users or is_everywhere:
         return error
     is_hosts = error.kind == ERROR and error.fault in _BLAMES_HOSTS
     message = f"rank {error.rank} on {error.host}: {error.message}"

@@ -90,7 +90,7 @@ def test_host_without_python_is_replaced_and_named(submit: Submit, cluster: Slur
 
 
 def test_host_of_a_killed_data_worker_is_replaced(submit: Submit, cluster: SlurmCluster) -> None:
-    job = submit(2, clap={**ENDLESS, "data": {"kind": "synthetic", "num_workers": 1}}, asks={"spare_nodes": 1})
+    job = submit(2, clap={**ENDLESS, "data": {"source": "synthetic", "num_workers": 1}}, asks={"spare_nodes": 1})
     job.wait_for_steps()
     rank = min(job.ranks("node2"))
     cluster.run("node2", "pkill", "-KILL", "-P", rank)

@@ -201,7 +201,7 @@ NOWHERE = RankError(0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", h
         ({0: STOPPED, 1: STOPPED}, CANCELLED, [], "it broke"),
         ({0: STOPPED, 1: ERROR, 3: STOPPED}, SEGV, [], "rank 1 on n1: it broke"),  # an error of its own
         ({0: STOPPED, 1: STOPPED, 2: ERROR, 3: STOPPED}, SEGV, [], "rank 2 on n2: it broke"),
-        (dict.fromkeys(range(4), STOPPED), None, [], "it broke"),
+        (dict.fromkeys(range(4), STOPPED), None, [], "rank 0 on n1: it broke"),
     ],
 )
 def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
