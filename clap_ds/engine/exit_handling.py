@@ -106,7 +106,8 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
         of_all = isinstance(error, StopSignal | NonFiniteError)  # raised on all ranks
         if ranks.is_main_process or not of_all:
             record.finish(state, message if of_all else f"rank {ranks.rank}: {message}")
-            print(printable(f"{word}rank {ranks.rank}: {said}", "\n"), file=sys.stderr, flush=True)
+            speaker = "" if of_all else f"rank {ranks.rank}: "
+            print(printable(f"{word}{speaker}{said}", "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed
         init.leave(code)

@@ -54,7 +54,7 @@ ENDS: list[tuple[Any, ...]] = [
     (TooLittleMemoryError("needs 9 GB"), None, "out_of_memory", "needs 9 GB", None, ""),
     (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
     (StopSignal(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
-    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: rank 0: NaN at step 2"),
+    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: NaN at step 2"),
     (ValueError("no shard"), 1, "failed", "rank 0: no shard", error_file.ERROR, "error: rank 0: no shard"),
     (
         torch.OutOfMemoryError("20 MiB\nmore"),
