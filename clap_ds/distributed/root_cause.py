@@ -113,15 +113,15 @@ def find_root_cause(
     if causes and killed:
         causes.append(_killed(killed))
     # A rank that is killed while it imports torch leaves no file at all, nor does one that is stopped a moment earlier.
+    silent_ranks = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
     num_silent = Counter(hosts)
     num_silent.subtract(host_of_rank.values())
-    silent_hosts = [host for host, number in num_silent.items() if number > 0]
+    silent_hosts = [host for host, number in num_silent.items() if number > 0 and silent_ranks]
     if launcher_error is not None and {*silent_hosts}.intersection(launcher_error.hosts):
         is_everywhere = _is_everywhere(launcher_error.fault, launcher_error.hosts, hosts)
         causes.append(replace(launcher_error, hosts=[]) if is_everywhere else launcher_error)
     elif launcher_error is None and causes and len(silent_hosts) == 1:
-        missing = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
-        causes.append(replace(_killed(dict.fromkeys(missing, silent_hosts[0])), at=math.inf))
+        causes.append(replace(_killed(dict.fromkeys(silent_ranks, silent_hosts[0])), at=math.inf))
     return min(causes, key=lambda error: (_order(error), error.at, error.rank), default=None)
 
 

@@ -215,6 +215,13 @@ def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
     assert (cause.hosts if cause.kind != STOPPED else []) == hosts
 
 
+def test_hosts_may_have_other_names_than_in_slurm(left: Left) -> None:
+    left.word(0, STOPPED)
+    cause = find_root_cause(left.run, left.job, ["n1.cluster"])
+    assert cause is not None
+    assert cause.kind == STOPPED
+
+
 @pytest.mark.parametrize(
     ("kind", "fault", "ranks", "named", "hosts"),
     [
