@@ -103,6 +103,29 @@ def test_what_ranks_said(
     )
 
 
+@pytest.mark.parametrize(
+    ("output", "state", "error", "hosts"),
+    [
+        ("srun: error: Task launch for StepId=7.1 failed on node n2: Unable to contact slurmd", "failed", "lost n2: ", ["n2"]),
+        ("slurmstepd: error: execve(): python: No such file or directory\nsrun: error: n2: task 2: Exited with exit code 2",
+         "failed", "n2: task 2: Exited with exit code 2 (execve(): python: No such file or directory)", ["n2"]),
+        ("srun: error: n1: task 0: Exited with exit code 143", "terminated", "rank 0 on n1: stopped by SIGTERM", []),
+    ],
+)  # fmt: skip
+def test_what_the_launcher_said_first_while_ranks_were_stopped(
+    tmp_path: Path, output: str, state: str, error: str, hosts: list[str]
+) -> None:
+    (tmp_path / "errors").mkdir()
+    for rank in (0, 1):
+        stopped = RankError(rank, rank, "n1", *STOPPED)
+        (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(stopped)))
+    launcher = LauncherErrors(RANKS)
+    launcher.read(f"{output}\n".encode())
+    outcome = outcome_of(143, tmp_path, RANKS, None, {}, launcher)
+    assert (outcome.state, outcome.at_fault) == (state, hosts)
+    assert error in outcome.error
+
+
 def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
     number, full = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.open("/dev/full", os.O_WRONLY)
