@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
-from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE, read_errors
+from clap_ds.distributed.error_file import IMPORT, KILLED, LOST_PEER, SIGNAL, STALL, STOPPED, UNREACHABLE, USER
 from clap_ds.distributed.root_cause import find_root_cause
+from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.run_records.metrics_schema import State
 from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
-
-IMPORT = "import"  # kind of an outcome: a package is missing
-_IMPORT_ERROR = re.compile(r"ModuleNotFoundError|ImportError")
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class AttemptOutcome:
     error: str
     exit_code: int
     at_fault: list[str] = field(default_factory=list)
-    kind: str = ""  # of the root cause, if any
+    kind: str = ""  # fault or kind of the root cause, if any
 
     @property
     def is_a_hosts(self) -> bool:
@@ -61,12 +58,18 @@ def lost(hosts: dict[str, str], code: int) -> AttemptOutcome:
 
 
 def outcome_of(
-    code: int, folder: Path, hosts: Collection[str], stopped: signal.Signals | None, down: dict[str, str]
+    code: int,
+    folder: Path,
+    hosts: Sequence[str],
+    stopped: signal.Signals | None,
+    down: dict[str, str],
+    launcher: LauncherErrors | None = None,
 ) -> AttemptOutcome:
     """Determine how an attempt ended.
 
     Args:
         code: the launcher's exit code; DeepSpeed's may be 0 if its srun was killed or lost all hosts.
+        hosts: host of each rank.
         stopped: the signal that this job received.
         down: hosts that SLURM considers down, with their SLURM states.
     """
@@ -82,19 +85,23 @@ def outcome_of(
         return AttemptOutcome("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
     if stopped is not None:
         return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
-    found = find_root_cause(run.path if run else None, folder)
-    if found is not None and found.kind != "stopped":
+    launcher = launcher or LauncherErrors(hosts)
+    # Ranks of a completed run end without files.
+    is_complete = state == "completed"
+    cause = find_root_cause(run.path if run else None, folder, () if is_complete else hosts, launcher.first)
+    if cause is not None and cause.kind == STOPPED and state != "failed":
+        return AttemptOutcome("terminated", error or cause.message, code or 128 + signal.SIGTERM)
+    if cause is not None and cause.kind != STOPPED:
         # srun's exit code is the highest of all ranks, including those it killed.
-        code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
-        if _IMPORT_ERROR.search(found.message):  # a host's fault unless all have it
-            lacking = {each.host for each in read_errors(folder) if _IMPORT_ERROR.search(each.message)}
-            return AttemptOutcome("failed", found.message, code, sorted(lacking) if {*hosts} - lacking else [], IMPORT)
-        ended: State = "out_of_memory" if "out_of_memory" in (found.kind, state) else "failed"
-        return AttemptOutcome(ended, found.message, code, found.hosts, found.kind)
+        code = USER_ERROR if cause.kind == USER else code if cause.kind in (SIGNAL, KILLED) and code else 1
+        if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
+            cause = replace(cause, message=f"{cause.message} ({launcher.remark})")
+        ended: State = "out_of_memory" if "out_of_memory" in (cause.kind, state) else "failed"
+        return AttemptOutcome(ended, cause.message, code, cause.hosts, cause.fault or cause.kind)
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unexplained = (
         f"the launcher exited with code {code}, and no rank reported an error (killed, out of memory?);"
-        " see the launcher's output above"
+        f" see the launcher's output above{': ' if launcher.remark else ''}{launcher.remark}"
     )
     return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unexplained, code or 1)

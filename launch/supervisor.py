@@ -28,11 +28,12 @@ from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of, printable
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.redaction import redacted_all
+from clap_ds.distributed.error_file import IMPORT, KILLED, SIGNAL
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
-from clap_ds.distributed.root_cause import KILLED, SIGNAL
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import IMPORT, AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
+from clap_ds.launch.attempt import AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, ClusterProfile, job_file
+from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.launch.launchers import environment, launch_command
 from clap_ds.run_records.jsonl import warn_on_disk_full
 
@@ -59,6 +60,7 @@ class RunningJob:
         earlier = read_object(path) if path.exists() else {}
         self.attempts: list[dict[str, Any]] = earlier["attempts"] if earlier.get("job") == self.job else []
         self.stopped: signal.Signals | None = None
+        self.launcher: LauncherErrors | None = None  # of the last attempt, if this process started it
         self.record: dict[str, Any] = {
             "job": self.job, "command": self.command, "hosts": self.slots, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
@@ -113,7 +115,8 @@ class RunningJob:
         child = subprocess.Popen(
             command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-        copying = threading.Thread(target=copy, args=(child.stdout, sys.stdout.fileno()), daemon=True)
+        self.launcher = LauncherErrors(hosts)
+        copying = threading.Thread(target=copy, args=(child.stdout, sys.stdout.fileno(), self.launcher), daemon=True)
         copying.start()
         code = self._wait(child, copying, step)
         outcome = self._outcome(code)
@@ -141,7 +144,8 @@ class RunningJob:
     def _outcome(self, code: int) -> AttemptOutcome:
         hosts = self.attempts[-1]["hosts"]
         down = slurm.lost_nodes(hosts) if self.stopped != signal.SIGUSR1 else {}
-        return outcome_of(code, self._folder(), hosts, self.stopped, down)
+        hosts_of_ranks = [host for host in hosts for _ in range(self.slots.get(host, 1))]
+        return outcome_of(code, self._folder(), hosts_of_ranks, self.stopped, down, self.launcher)
 
     def begin(self, hosts: dict[str, int]) -> None:
         """Record an attempt as running."""
@@ -205,9 +209,10 @@ class RunningJob:
             write_object(path, redacted_all(self.record))
 
 
-def copy(source: IO[bytes], log: int) -> None:
+def copy(source: IO[bytes], log: int, errors: LauncherErrors) -> None:
     """Copy the launcher's output to the log. If the disk is full, some is lost; srun would never write to the log again."""
     while text := os.read(source.fileno(), 2**16):
+        errors.read(text)
         with contextlib.suppress(OSError):
             os.write(log, text)
 

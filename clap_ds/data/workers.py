@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from clap_ds.distributed.error_file import KILLED
 from clap_ds.distributed.init import keep_freed_memory
 
 _LIKELY_CAUSES = {
@@ -23,6 +24,12 @@ _LIKELY_CAUSES = {
 }
 
 T = TypeVar("T")
+
+
+class WorkerKilledError(ValueError):
+    """A signal ended a data worker: the host has too little memory, or is broken."""
+
+    fault = KILLED
 
 
 class Loader(Iterator[T], Generic[T]):
@@ -51,7 +58,9 @@ class Loader(Iterator[T], Generic[T]):
                     self.close()
                     how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
                     death = f"a data worker (process {worker.pid}) was ended by {how}"
-                    raise ValueError(f"{self._section}.num_workers: {death}") from error
+                    is_hosts = -code in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)
+                    error_type = WorkerKilledError if is_hosts else ValueError
+                    raise error_type(f"{self._section}.num_workers: {death}") from error
             raise
 
     def close(self) -> None:

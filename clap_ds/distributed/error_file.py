@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import sys
 import threading
 import time
 import traceback
@@ -11,19 +15,36 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.files import own_folder, read_json, write_atomically
 from clap_ds.config.redaction import redacted_all
 
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
+SIGNAL, KILLED = "signal", "killed"
+"""Kinds of error that ranks can't record themselves. `KILLED` is also the fault of an error if a data worker was killed."""
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """Consequences of other failures; these never replace an error file."""
 ERRORS = "errors"  # folder of error files in the run directory or the job's
 
+PROGRAM, HOST, IMPORT, LINK, ALL_RANKS = "", "host", "import", "link", "all_ranks"
+"""Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a connection, of which either
+host may be broken; of what all ranks share, such as settings."""
+_HOST_ERRNOS = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN)  # of disks and mounts
+_CALL_CODES = (1, 2, 9, 98, 700, 701, 710, 716, 717)
+"""CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue, MemoryAllocation, InvalidConfiguration,
+InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources, Assert, MisalignedAddress, InvalidAddressSpace."""
+_CALL = re.compile("illegal memory access|misaligned address|device-side assert|out of memory|ncclInvalid")
+"""The same in texts of cuBLAS and NCCL, which have no codes."""
+_LOST_CONNECTION = re.compile(
+    r"gloo/|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
+    "|collective operation timeout"
+)
+
 
 @dataclass(frozen=True)
 class RankError:
-    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault."""
+    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault. `fault` tells whose an ERROR may be."""
 
     at: float
     rank: int
@@ -34,6 +55,7 @@ class RankError:
     stack: str = ""
     ranks: list[int] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
+    fault: str = PROGRAM
 
 
 class ThisRank:
@@ -48,14 +70,16 @@ class ThisRank:
         self.folder, self.rank, self.host = folder / ERRORS, rank, host
 
     def write(
-        self, kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()
-    ) -> None:
+        self, kind: str, message: str, code: int, *,
+        ranks: Sequence[int] = (), hosts: Sequence[str] = (), fault: str = PROGRAM,
+    ) -> None:  # fmt: skip
         """Write why this rank ends, with the current exception's stack; ignore failures to write."""
         name, line = f"rank{self.rank}.json", "; ".join(message.strip().splitlines())
         if self.folder is None or (kind in CONSEQUENCES and (self.folder / name).exists()):
             return
-        stack = traceback.format_exc()
-        error = RankError(time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts])
+        # A signal may have interrupted an import.
+        stack = "" if kind == STOPPED else traceback.format_exc()
+        error = RankError(time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts], fault)
         with suppress(OSError), own_folder(self.folder) as there:
             write_atomically(there / name, json.dumps(redacted_all(asdict(error))) + "\n")
 
@@ -71,3 +95,34 @@ def read_errors(folder: Path) -> list[RankError]:
         with suppress(OSError, ValueError, TypeError):
             errors.append(RankError(**read_json(path)))
     return errors
+
+
+def fault_of(error: BaseException) -> str:
+    """Return whose fault an exception may be: its attribute `fault` or, for those of libraries, by type and error code."""
+    text = str(error)
+    if hasattr(error, "fault"):
+        return str(error.fault)
+    if isinstance(error, CollectiveUserError):
+        return ALL_RANKS
+    if isinstance(error, ImportError):
+        return IMPORT
+    if isinstance(error, OSError):
+        # torch raises a data worker's error again without its number. Clients of remote files use EIO with texts of their own.
+        is_hosts = any(f"[Errno {number}] {os.strerror(number)}" in text for number in _HOST_ERRNOS)
+        return HOST if is_hosts else PROGRAM
+    if isinstance(error, RuntimeError):
+        is_programs = getattr(error, "error_code", None) in _CALL_CODES or _CALL.search(text)
+        if "NCCL error" in text and not is_programs:
+            return LINK
+        if "CUDA error" in text and not is_programs:
+            return HOST
+    return fault_of(error.__cause__) if error.__cause__ else PROGRAM
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Return whether another process ended or doesn't respond, by the messages of gloo, NCCL and torch's store."""
+    distributed = sys.modules.get("torch.distributed")
+    for name in ("DistNetworkError", "DistStoreError"):
+        if isinstance(error, getattr(distributed, name, ())):
+            return True
+    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None

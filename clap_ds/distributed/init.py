@@ -9,12 +9,14 @@ import argparse
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +36,7 @@ from clap_ds.config.errors import (
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
-from clap_ds.distributed.error_file import write_error_file
+from clap_ds.distributed.error_file import fault_of, is_connection_lost, write_error_file
 from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
 from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
 
@@ -51,6 +53,7 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SI
 RANK_VARIABLES = (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK",
 )  # fmt: skip
+CORE_LIMITS = resource.getrlimit(resource.RLIMIT_CORE)  # with which this process was started
 SPECIAL_STEPS = 2**32 - 16
 """SLURM's lowest number of batch shells and interactive steps, whose SLURM_NTASKS is the job's."""
 
@@ -200,9 +203,10 @@ def announce_accelerator(ranks: Ranks) -> None:
 
 
 def prepare_debugging(settings: DebugSettings) -> None:
-    """Apply `clap.debug`: verbose libraries, and Python stacks printed on crashes.
+    """Apply `clap.debug`: verbose libraries, core dumps if the shell allows them, and Python stacks printed on crashes.
     Call before CUDA lists GPUs. Keeps variables that are set."""
     if settings.enabled:
+        resource.setrlimit(resource.RLIMIT_CORE, CORE_LIMITS)
         faulthandler.enable(all_threads=True)
         verbose = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
         os.environ.update({**verbose, **os.environ})
@@ -216,8 +220,11 @@ def keep_freed_memory() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    write_error_file(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
-    leave(128 + number)
+    """Record a signal and exit. Imports and raises nothing, as the signal may have interrupted an import, even of torch."""
+    signal.signal(number, signal.SIG_IGN)
+    with suppress(Exception):
+        write_error_file(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+    exit_now(128 + number)
 
 
 def _say(problem: str) -> None:
@@ -227,16 +234,18 @@ def _say(problem: str) -> None:
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function and record what ends it.
     User errors exit with code 2 and one message, printed by rank 0 if it can."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, CORE_LIMITS[1]))  # hundreds of ranks would fill a home directory
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
             error_file.set_error_dir(ranks.job_folder, ranks.rank, ranks.host)
-            signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
+            for number in watchdog.SIGNALS:
+                signal.signal(number, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
         give_up(error)
     except UserError as error:
-        write_error_file(error_file.USER, str(error), USER_ERROR)
+        write_error_file(error_file.USER, str(error), USER_ERROR, fault=fault_of(error))
         rank = next(filter(None, map(os.environ.get, RANK_VARIABLES)), "0")
         if rank == "0":
             _say(str(error))
@@ -248,7 +257,8 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except Exception as error:
-        write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
+        kind = error_file.LOST_PEER if is_connection_lost(error) else error_file.ERROR
+        write_error_file(kind, f"{type(error).__name__}: {error}", FAILED, fault=fault_of(error))
         if hint := how_to_install(error):
             _say(f"{error}{hint}")
         else:
@@ -260,11 +270,15 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Flush output and exit at once, even if torch's or a loader's threads still run."""
     watchdog.stop()
-    if "torch" in sys.modules:
-        import torch.distributed as dist
+    dist = sys.modules.get("torch.distributed") if code == 0 else None  # after an error it may be half imported
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    exit_now(code)
 
-        if dist.is_initialized() and code == 0:
-            dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+
+def exit_now(code: int) -> NoReturn:
+    """Flush output and exit, also within a signal handler, which may have interrupted a write."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
     os._exit(code)

@@ -7,29 +7,37 @@ library only.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clap_ds.config.errors import some
 from clap_ds.config.files import parse_json, read_bytes
-from clap_ds.distributed.error_file import ERROR, LOST_PEER, STALL, STOPPED, UNREACHABLE, RankError, read_errors
+from clap_ds.distributed.error_file import (
+    ALL_RANKS,
+    CONSEQUENCES,
+    ERROR,
+    HOST,
+    IMPORT,
+    KILLED,
+    LINK,
+    LOST_PEER,
+    SIGNAL,
+    STALL,
+    STOPPED,
+    UNREACHABLE,
+    USER,
+    RankError,
+    read_errors,
+)
 from clap_ds.distributed.flight_recorder import Progress, dumped_progress
 
-SIGNAL, KILLED = "signal", "killed"
-"""Kinds of error that ranks can't record themselves."""
 STACKS = "stacks"  # folder of progress files in the run directory
-_OF_THE_HOST = re.compile(
-    r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Input/output error|Bus error|Stale file handle"
-    r"|was ended by SIG(KILL|BUS|SEGV)"
-)
-"""Errors that may be a host's fault."""
-_OF_THE_PROGRAM = re.compile(
-    "illegal memory access|misaligned address|device-side assert|invalid configuration|out of memory"
-)
-"""Variants of these errors caused by a kernel, which would fail on any host."""
-_OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
+_BLAMES_HOSTS = (HOST, IMPORT, KILLED, LINK)
 _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)  # faulthandler's format
 
 
@@ -75,25 +83,58 @@ def read_progress(run_directory: Path) -> list[ProgressFile]:
     return sorted(found, key=lambda each: each.rank)
 
 
-def find_root_cause(run_directory: Path | None, job_folder: Path | None) -> RankError | None:
+def find_root_cause(
+    run_directory: Path | None,
+    job_folder: Path | None,
+    hosts: Sequence[str] = (),
+    launcher_error: RankError | None = None,
+) -> RankError | None:
     """Return the error that ended a run, with the ranks and hosts at fault and a message that names them; None without any
-    files. Before a run directory exists they are in the job's folder."""
+    files.
+
+    Args:
+        job_folder: has the ranks' error files before a run directory exists.
+        hosts: host of each rank, if known.
+        launcher_error: what the launcher printed first about a rank that ended.
+    """
     errors = [error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)]
     for error in errors:
         if error.kind == STALL:
             return error  # the ranks' own verdict: stopped ones also write stacks when they are woken to be ended
     files = read_progress(run_directory) if run_directory else []
-    found = [_blamed(error) for error in errors] + [_crash(file) for file in files if _FATAL.search(file.stacks)]
+    causes = [_blamed(error, errors, hosts) for error in errors]
+    causes += [_crash(file) for file in files if _FATAL.search(file.stacks)]
     if any(file.responds for file in files):
-        found.append(_hang(files))
+        causes.append(_hang(files))
+    host_of_rank = {file.rank: file.host for file in files} | {error.rank: error.host for error in errors}
     recorded = {error.rank for error in errors}
     # Ranks that end in order remove their file.
-    if found and (killed := [file for file in files if not file.stacks and file.rank not in recorded]):
-        ranks, hosts = [file.rank for file in killed], list(dict.fromkeys(file.host for file in killed))
-        who = f"rank{'s' * (len(ranks) > 1)} {some(ranks)} on {some(hosts)}"
-        message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
-        found.append(RankError(0.0, ranks[0], hosts[0], KILLED, message, ranks=ranks, hosts=hosts))
-    return min(found, key=lambda error: (_order(error), error.at, error.rank), default=None)
+    killed = {file.rank: file.host for file in files if not file.stacks and file.rank not in recorded}
+    if causes and killed:
+        causes.append(_killed(killed))
+    # A rank that is killed while it imports torch leaves no file at all, nor does one that is stopped a moment earlier.
+    silent_ranks = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
+    num_silent = Counter(hosts)
+    num_silent.subtract(host_of_rank.values())
+    silent_hosts = [host for host, number in num_silent.items() if number > 0 and silent_ranks]
+    if launcher_error is not None and {*silent_hosts}.intersection(launcher_error.hosts):
+        is_everywhere = _is_everywhere(launcher_error.fault, launcher_error.hosts, hosts)
+        causes.append(replace(launcher_error, hosts=[]) if is_everywhere else launcher_error)
+    elif launcher_error is None and causes and len(silent_hosts) == 1:
+        causes.append(replace(_killed(dict.fromkeys(silent_ranks, silent_hosts[0])), at=math.inf))
+    return min(causes, key=lambda error: (_order(error), error.at, error.rank), default=None)
+
+
+def _killed(host_of_rank: dict[int, str]) -> RankError:
+    ranks, hosts = list(host_of_rank), list(dict.fromkeys(host_of_rank.values()))
+    who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
+    message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
+    return RankError(0.0, ranks[0], hosts[0], KILLED, message, ranks=ranks, hosts=hosts)
+
+
+def _is_everywhere(fault: str, their_hosts: Sequence[str], hosts: Sequence[str]) -> bool:
+    """Return whether all hosts have the same error. On a single host, only a package that is missing isn't the host's fault."""
+    return len({*their_hosts}) == len({*hosts}) >= (1 if fault == IMPORT else 2)
 
 
 def _order(error: RankError) -> int:
@@ -102,18 +143,25 @@ def _order(error: RankError) -> int:
     if error.kind == UNREACHABLE:
         return 3 if "can't reach" in error.message else 0  # rank 0 lists those that are missing
     aborted = error.kind == SIGNAL and not error.hosts
-    if aborted or (error.kind == ERROR and _OF_THE_LINK.search(error.message)):
+    if aborted or (error.kind == ERROR and error.fault == LINK):
         return 2
     return {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
 
 
-def _blamed(error: RankError) -> RankError:
-    """Add the ranks and hosts at fault to a rank's own error."""
+def _blamed(error: RankError, errors: Sequence[RankError], hosts: Sequence[str]) -> RankError:
+    """Add the ranks and hosts at fault to a rank's own error; none if all ranks say the same."""
     if error.kind == UNREACHABLE:  # rank 0's list of missing ranks has them
         return error
-    is_hosts = error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message)
+    same = [other for other in errors if (other.kind, other.message) == (error.kind, error.message)]
+    their_hosts = list(dict.fromkeys(other.host for other in same))
+    # Rank 0 reports a user's mistake that all find, and ends before others have found it.
+    is_users = error.kind == USER and any(other.rank == 0 for other in same)
+    is_everywhere = error.kind not in CONSEQUENCES and _is_everywhere(error.fault, their_hosts, hosts)
+    if error.fault == ALL_RANKS or is_users or is_everywhere:
+        return error
+    is_hosts = error.kind == ERROR and error.fault in _BLAMES_HOSTS
     message = f"rank {error.rank} on {error.host}: {error.message}"
-    return replace(error, message=message, ranks=[error.rank], hosts=[error.host] * bool(is_hosts))
+    return replace(error, message=message, ranks=[error.rank], hosts=their_hosts if is_hosts else [])
 
 
 def _crash(file: ProgressFile) -> RankError:

@@ -11,7 +11,6 @@ import faulthandler
 import json
 import math
 import os
-import resource
 import select
 import signal
 import sys
@@ -58,8 +57,7 @@ class Watch:
         self.activity = self.phase = ""
 
     def start(self, run_directory: Path) -> None:
-        """Start watching, if the run directory is accessible, and disable core dumps."""
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        """Start watching, if the run directory is accessible."""
         self._path = run_directory / STACKS / f"rank{this_rank.rank}.txt"
         try:
             with own_folder(self._path.parent) as folder:

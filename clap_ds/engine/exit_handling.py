@@ -15,22 +15,21 @@ import torch.distributed as dist
 
 from clap_ds.config.errors import CollectiveUserError, UserError, printable
 from clap_ds.distributed import error_file, init, watchdog
-from clap_ds.distributed.error_file import write_error_file
+from clap_ds.distributed.error_file import fault_of, is_connection_lost, write_error_file
 from clap_ds.distributed.init import Ranks
 from clap_ds.run_records.environment import peak_memory_bytes
 from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
-_LOST = re.compile(
-    r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
-    "|collective operation timeout",
-    re.DOTALL,
-)
+SWALLOWED_S = 20
+"""Time for a signal's exception to reach `record_outcome`: a library may catch it."""
 
 
 class NonFiniteError(RuntimeError):
     """The loss, its gradient or the weights became NaN or infinite; raised on all ranks."""
+
+    fault = error_file.ALL_RANKS
 
 
 class TooLittleMemoryError(CollectiveUserError):
@@ -84,6 +83,8 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
         _ignore_signals()  # the first one counts, and recording it must not be interrupted
         stop = StopSignal(number)
         record.finish(stop.state, f"stopped by {stop}")  # every rank: later ones see the others' end as a failure
+        signal.signal(signal.SIGALRM, lambda *_: init.exit_now(128 + number))
+        signal.alarm(SWALLOWED_S)
         raise stop
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
@@ -98,13 +99,15 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
+        signal.alarm(0)
         state, kind, message, said = outcome_of(error, what())
         code, word = (128 + error.number, "") if isinstance(error, StopSignal) else (1, "error: ")
-        write_error_file(kind, message, code)
+        write_error_file(kind, message, code, fault=fault_of(error))
         of_all = isinstance(error, StopSignal | NonFiniteError)  # raised on all ranks
         if ranks.is_main_process or not of_all:
             record.finish(state, message if of_all else f"rank {ranks.rank}: {message}")
-            print(printable(f"{word}rank {ranks.rank}: {said}", "\n"), file=sys.stderr, flush=True)
+            speaker = "" if of_all else f"rank {ranks.rank}: "
+            print(printable(f"{word}{speaker}{said}", "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed
         init.leave(code)
@@ -122,9 +125,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the GPU's or host's memory is exhausted. CUDA, cuBLAS and NCCL allocate without torch and raise others."""
     said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
-
-
-def is_connection_lost(error: BaseException) -> bool:
-    """Return whether another process ended or doesn't respond, by the messages of gloo, NCCL and torch's store."""
-    lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
-    return lost or isinstance(error, dist.DistNetworkError | dist.DistStoreError)

@@ -2,6 +2,7 @@
 
 import signal
 import uuid
+from contextlib import suppress
 from types import FrameType
 from typing import Self
 
@@ -43,7 +44,8 @@ class StopRequest:
         if not self._number:
             self._number = number
             write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
-            self._store.set(self._key, str(number))
+            with suppress(RuntimeError):  # rank 0 is gone, as the step finds out
+                self._store.set(self._key, str(number))
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}

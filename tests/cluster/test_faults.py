@@ -2,6 +2,8 @@
 
 import json
 import math
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,68 @@ def test_job_is_queued_again_without_the_host_of_a_killed_rank(submit: Submit, c
     assert f"rank {variables['SLURM_PROCID']} on node2" in first["error"]
     assert job.summaries[0]["error"] == first["error"]
     assert "node2" not in second["hosts"]
+
+
+HOOK = """
+import os, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        is_second = "1" in (os.environ.get("LOCAL_RANK"), os.environ.get("SLURM_LOCALID"))
+        if name == "torch.nn" and os.environ.get("SLURMD_NODENAME") == "node2" and is_second:
+            os.kill(os.getpid(), int(os.environ["CLAP_TEST_SIGNAL"]))
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [(signal.SIGKILL, "slurm"), (signal.SIGSEGV, "slurm"), (signal.SIGTERM, "slurm"), (signal.SIGKILL, "torchrun")],
+)
+def test_signal_of_a_rank_that_imports_torch(
+    submit: Submit, tmp_path: Path, number: signal.Signals, launcher: str
+) -> None:
+    """The host of a rank that was killed is replaced by a spare one; a rank that was stopped ends the job."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    variables["CLAP_TEST_SIGNAL"] = str(int(number))
+    job = submit(2, launcher, site={"environment": variables}, asks={"spare_nodes": 1})
+    if number == signal.SIGTERM:
+        job.ends("FAILED", 143)
+        assert job.record["state"] == "terminated"
+        assert "rank 3 on node2: stopped by SIGTERM" in job.record["error"]
+        return
+    job.ends("COMPLETED", 0)
+    first, second = job.record["attempts"]
+    assert (first["at_fault"], second["hosts"]) == (["node2"], ["node1", "node3"])
+    assert "node2" in first["error"]
+
+
+def test_host_without_python_is_replaced_and_named(submit: Submit, cluster: SlurmCluster) -> None:
+    folder = str(Path(sys.executable).parent)
+    cluster.run("node2", "mount", "-t", "tmpfs", "tmpfs", folder)
+    try:
+        job = submit(2, asks={"spare_nodes": 1})
+        job.ends("COMPLETED", 0)
+    finally:
+        cluster.run("node2", "umount", folder)
+    first, _ = job.record["attempts"]
+    assert first["at_fault"] == ["node2"]
+    assert "node2" in first["error"]
+    assert "No such file or directory" in first["error"]
+
+
+def test_host_of_a_killed_data_worker_is_replaced(submit: Submit, cluster: SlurmCluster) -> None:
+    job = submit(2, clap={**ENDLESS, "data": {"source": "synthetic", "num_workers": 1}}, asks={"spare_nodes": 1})
+    job.wait_for_steps()
+    rank = min(job.ranks("node2"))
+    cluster.run("node2", "pkill", "-KILL", "-P", rank)
+    job.wait_for_steps(2)
+    cluster.run("ctl", "scancel", job.number)
+    first, second = job.record["attempts"]
+    assert (first["at_fault"], second["hosts"]) == (["node2"], ["node1", "node3"])
+    assert "data worker" in first["error"]
 
 
 def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: SlurmCluster) -> None:

@@ -1,11 +1,37 @@
 """Error files."""
 
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
+from clap_ds.config.errors import CollectiveUserError
+from clap_ds.data.workers import Loader
 from clap_ds.distributed import error_file
-from clap_ds.distributed.error_file import ERROR, LOST_PEER, STOPPED, UNREACHABLE, read_errors, write_error_file
+from clap_ds.distributed.error_file import (
+    ALL_RANKS,
+    ERROR,
+    HOST,
+    IMPORT,
+    KILLED,
+    LINK,
+    LOST_PEER,
+    PROGRAM,
+    STOPPED,
+    UNREACHABLE,
+    fault_of,
+    read_errors,
+    write_error_file,
+)
+from clap_ds.engine.exit_handling import NonFiniteError
 
 
 def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +49,80 @@ def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch
     assert (word.message, word.rank, word.host, word.kind) == ("two; lines: 'caption'", 3, "n2", "unreachable")
     assert (word.ranks, word.hosts) == ([], ["n7"])
     assert "test_error_file.py" in word.stack
+
+
+def test_error_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    content = {"at": 0, "rank": 1, "host": "n1", "kind": "error", "message": "it broke", "code": 1, "stack": ""}
+    (tmp_path / "errors" / "rank1.json").write_text(json.dumps({**content, "ranks": [], "hosts": []}))
+    assert [(error.rank, error.fault) for error in read_errors(tmp_path)] == [(1, PROGRAM)]
+
+
+class _InWorkers(IterableDataset[int]):
+    """Does something in a data worker."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+
+    def __iter__(self) -> Iterator[int]:
+        self._action()
+        return iter([])
+
+
+def _in_worker(action: Callable[[], object]) -> Exception:
+    """Return the error that a rank gets if its data worker does this."""
+    loader = Loader(_InWorkers(action), num_workers=1, section="clap.data", multiprocessing_context="fork")
+    with pytest.raises(Exception, match=r".") as raised:
+        next(loader)
+    loader.close()
+    return raised.value
+
+
+def _os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "/data/1.tar")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _wrapped(cause: Exception) -> Exception:
+    error = ValueError("clap.data.shards: can't be read")
+    error.__cause__ = cause
+    return error
+
+
+def _cuda_error(code: int, text: str) -> Exception:
+    error = torch.AcceleratorError(f"CUDA error: {text}")
+    error.error_code = code  # as torch's C++ code sets it
+    return error
+
+
+def _nccl_error(text: str) -> Exception:
+    return dist.DistBackendError(f"NCCL error in: /pytorch/torch/csrc/NCCLUtils.cpp:77, {text}, NCCL version 2.27.5")
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda: _in_worker(lambda: signal.raise_signal(signal.SIGKILL)), KILLED),
+        (lambda: _in_worker(lambda: signal.raise_signal(signal.SIGBUS)), KILLED),
+        (lambda: _in_worker(lambda: os._exit(3)), PROGRAM),
+        (lambda: _in_worker(lambda: _raise(_os_error(errno.EIO))), HOST),
+        (lambda: _in_worker(lambda: _raise(_os_error(errno.ENOENT))), PROGRAM),
+        (lambda: _os_error(errno.ESTALE), HOST),
+        (lambda: _wrapped(_os_error(errno.EIO)), HOST),
+        (lambda: OSError(errno.EIO, "An error occurred (SlowDown): reduce your request rate"), PROGRAM),  # s3fs
+        (lambda: ValueError("Input/output error, Bus error, NCCL error, CUDA error"), PROGRAM),
+        (lambda: _cuda_error(719, "unspecified launch failure"), HOST),
+        (lambda: _cuda_error(700, "an illegal memory access was encountered"), PROGRAM),
+        (lambda: RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), HOST),
+        (lambda: _nccl_error("unhandled system error (run with NCCL_DEBUG=INFO for details)"), LINK),
+        (lambda: _nccl_error("invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL"), PROGRAM),
+        (lambda: ModuleNotFoundError("No module named 'deepspeed'"), IMPORT),
+        (lambda: NonFiniteError("the loss is NaN"), ALL_RANKS),
+        (lambda: CollectiveUserError("rank 3: is locked"), ALL_RANKS),
+    ],
+)
+def test_whose_fault_an_error_may_be(make: Callable[[], Any], fault: str) -> None:
+    assert fault_of(make()) == fault

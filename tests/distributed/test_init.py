@@ -1,7 +1,14 @@
-"""Ranks from launcher and SLURM variables, and agreed errors."""
+"""Ranks from launcher and SLURM variables, agreed errors, and signals at a rank's start."""
 
+import json
 import os
 import platform
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +18,7 @@ from clap_ds.distributed import init
 from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
 from tests import processes
+from tests.conftest import ROOT
 from tests.rank_pool import RankPool
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -145,3 +153,54 @@ def test_a_mistake_is_shown_once_and_never_lost(rank: int, error: str, message: 
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), **ADDRESS}
     done = processes.run(["-c", COMMAND, error], env={**os.environ, **place})
     assert (done.returncode, done.stderr) == (2, message)
+
+
+HOOK = """
+import os, resource, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["AT_IMPORT_OF"]:
+            print("core dumps:", resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+sys.meta_path.insert(0, Interrupt())
+"""
+BEFORE = "pydantic"  # `run_command` hasn't begun
+IMPORTS = (
+    "clap_ds.run_parts", "torch", "torch._C", "numpy", "torch.nn", "torch.utils.data", "torch.distributed",
+    "torch.distributed.distributed_c10d", "torch.testing", "deepspeed", "deepspeed.comm", "clap_ds.engine.open_run",
+)  # fmt: skip
+"""Moments of a start, in order; torch is half imported from the second on."""
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    ("number", "module"),
+    [
+        *((signal.SIGTERM, module) for module in (BEFORE, *IMPORTS)),
+        *((signal.SIGUSR1, module) for module in IMPORTS[3:6]),
+        *((number, module) for number in (signal.SIGKILL, signal.SIGSEGV) for module in IMPORTS[2:7:4]),
+    ],
+)
+def test_signal_during_imports_ends_the_rank_with_its_own_code_and_no_core_file(
+    tmp_path: Path, write_run: Callable[..., Path], number: signal.Signals, module: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    command = [ROOT / "clap_ds" / "bench.py", "--deepspeed_config", write_run(), "--job_folder", tmp_path]
+    environment = {
+        **os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DS_ACCELERATOR": "cpu", "AT_IMPORT_OF": module,
+        "SIGNAL": str(int(number)),
+    }  # fmt: skip
+    allowed = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    shell = ["prlimit", f"--core={allowed}:", sys.executable, *command]
+    done = subprocess.run(shell, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    files = [json.loads(path.read_text()) for path in (tmp_path / "errors").glob("*")]
+    is_recorded = module != BEFORE and number in (signal.SIGTERM, signal.SIGUSR1)
+    assert done.returncode == (128 + number if is_recorded else -number), done.stderr
+    assert [(file["kind"], file["message"]) for file in files] == [
+        ("stopped", f"stopped by {number.name}")
+    ] * is_recorded
+    assert "Traceback" not in done.stderr
+    if module != BEFORE:
+        assert done.stdout == "core dumps: 0\n"

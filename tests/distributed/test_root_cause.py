@@ -9,8 +9,23 @@ from typing import Any
 
 import pytest
 
-from clap_ds.distributed.error_file import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER, RankError
-from clap_ds.distributed.root_cause import KILLED, SIGNAL, find_root_cause
+from clap_ds.distributed.error_file import (
+    ALL_RANKS,
+    ERROR,
+    HOST,
+    IMPORT,
+    KILLED,
+    LINK,
+    LOST_PEER,
+    OUT_OF_MEMORY,
+    SIGNAL,
+    STALL,
+    STOPPED,
+    UNREACHABLE,
+    USER,
+    RankError,
+)
+from clap_ds.distributed.root_cause import find_root_cause
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0
@@ -122,16 +137,16 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
         (STALLED, {2: (ERROR, "KeyError: 'caption'", 1)}, (ERROR, [2], [], "KeyError: 'caption'")),
         ({**STALLED, 2: (CRASHED,)}, {2: (ERROR, "x", 1)}, (SIGNAL, [2], ["n2"], "Segmentation fault")),
         # The earliest error counts, and blames a host only if it may be at fault.
-        ({}, {0: (LOST_PEER, "closed", 0), 1: (ERROR, "x", 2), 3: (ERROR, EIO, 1)}, (ERROR, [3], ["n2"], EIO)),
+        ({}, {0: (LOST_PEER, "", 0), 1: (ERROR, "x", 2), 3: (ERROR, EIO, 1, [], HOST)}, (ERROR, [3], ["n2"], EIO)),
         ({}, {1: (ERROR, "ValueError: x", 0.5), 3: (ERROR, EIO, 1)}, (ERROR, [1], [], "ValueError: x")),
-        ({}, {1: (USER, "CUDA error: launch failure")}, (USER, [1], [], "CUDA error: launch failure")),
+        ({}, {1: (USER, "no GPU")}, (USER, [1], [], "rank 1 on n1: no GPU")),
         ({}, {1: (OUT_OF_MEMORY, "CUDA error: x")}, (OUT_OF_MEMORY, [1], [], "CUDA error: x")),
         # A list of missing ranks outweighs a rank that can't reach rank 0.
         ({}, {1: (UNREACHABLE, "can't reach a peer")}, (UNREACHABLE, [], [], "can't reach a peer")),
         ({}, {1: (UNREACHABLE, "can't reach rank 0", 0), 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [], ["n2"], LATE)),
         # Silent ranks were killed; a link's error points to its other end.
         (EVERYONE, {0: (LOST_PEER,), 1: (STOPPED,)}, (KILLED, [2, 3], ["n2"], LOST)),
-        (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "[gloo] broken in a new way"), 3: (STOPPED,)}, (KILLED, [2], ["n2"], LOST)),
+        (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "NCCL error", 0, [], LINK), 3: (STOPPED,)}, (KILLED, [2], ["n2"], LOST)),
         (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "KeyError: 3"), 3: (STOPPED,)}, (ERROR, [1], [], "KeyError: 3")),
         ({0: (ABORTED,), 1: (ABORTED,), 2: (), 3: (ABORTED,)}, {}, (KILLED, [2], ["n2"], LOST)),
         # Ranks that end in order remove their file.
@@ -146,7 +161,7 @@ def test_the_first_cause(
     for rank, file in stacks.items():
         left.stacks(rank, *file)
     for rank, (kind, *said) in words.items():
-        left.word(rank, kind, *said[:2], **({"hosts": said[2]} if len(said) > 2 else {}))
+        left.word(rank, kind, *said[:2], **dict(zip(("hosts", "fault"), said[2:], strict=False)))
     found = left.cause()
     assert (found.kind, found.ranks, found.hosts) == expected[:3]
     assert expected[3] in found.message
@@ -165,17 +180,67 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
     assert (cause.message, cause.kind, cause.ranks, cause.hosts) == (message, STALL, [2], ["own2"])
 
 
-def test_which_errors_are_a_hosts(left: Left) -> None:
-    messages = {
-        "RuntimeError: NCCL error: unhandled system error": True,
-        "RuntimeError: CUDA error: unspecified launch failure": True,
-        "OSError: [Errno 116] Stale file handle": True,
-        "a data worker (process 7) was ended by SIGKILL": True,
-        "RuntimeError: CUDA error: an illegal memory access was encountered": False,
-        "RuntimeError: CUDA error: misaligned address": False,
-        "KeyError: 'XidNumber'": False,
-    }
-    for message, at_fault in messages.items():
-        left.word(2, ERROR, message)
-        cause = left.cause()
-        assert (cause.message, cause.ranks, cause.hosts) == (f"rank 2 on n2: {message}", [2], ["n2"] * at_fault)
+SILENT = "exited without reporting an error"
+SEGV = RankError(0, 2, "n2", KILLED, "n2: task 2: Segmentation fault", hosts=["n2"], fault=KILLED)
+CANCELLED = RankError(0, 0, "n1", STOPPED, "n1: task 0: Terminated", hosts=["n1"])
+NO_PYTHON = RankError(0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", hosts=["n2"], fault=IMPORT)
+NOWHERE = RankError(0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", hosts=["n2", "n1"], fault=IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher_error", "hosts", "message"),
+    [
+        ({0: STOPPED, 1: STOPPED, 3: STOPPED}, None, ["n2"], f"rank 2 on n2 {SILENT}"),
+        ({0: STOPPED, 1: LOST_PEER, 3: STOPPED}, SEGV, ["n2"], "Segmentation fault"),
+        ({0: STOPPED}, SEGV, ["n2"], "Segmentation fault"),  # the others were ended before they could write
+        ({0: STOPPED}, None, [], "it broke"),  # which of them was first is unknown
+        ({}, SEGV, ["n2"], "Segmentation fault"),
+        ({}, NO_PYTHON, ["n2"], "Exited with exit code 2"),
+        ({}, NOWHERE, [], "Exited with exit code 2"),
+        ({1: STOPPED}, CANCELLED, [], "Terminated"),
+        ({0: STOPPED, 1: STOPPED}, CANCELLED, [], "it broke"),
+        ({0: STOPPED, 1: ERROR, 3: STOPPED}, SEGV, [], "rank 1 on n1: it broke"),  # an error of its own
+        ({0: STOPPED, 1: STOPPED, 2: ERROR, 3: STOPPED}, SEGV, [], "rank 2 on n2: it broke"),
+        (dict.fromkeys(range(4), STOPPED), None, [], "rank 0 on n1: it broke"),
+    ],
+)
+def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
+    left: Left, words: dict[int, str], launcher_error: RankError | None, hosts: list[str], message: str
+) -> None:
+    for rank, kind in words.items():
+        left.word(rank, kind)
+    cause = find_root_cause(None, left.run, HOSTS, launcher_error)
+    assert cause is not None
+    assert message in cause.message
+    assert (cause.hosts if cause.kind != STOPPED else []) == hosts
+
+
+def test_hosts_may_have_other_names_than_in_slurm(left: Left) -> None:
+    left.word(0, STOPPED)
+    cause = find_root_cause(left.run, left.job, ["n1.cluster"])
+    assert cause is not None
+    assert cause.kind == STOPPED
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "ranks", "named", "hosts"),
+    [
+        (ERROR, ALL_RANKS, [3], False, []),  # NaN
+        (USER, "", [0, 3], False, []),
+        (USER, "", [3], True, []),
+        (ERROR, "", range(4), False, []),
+        (ERROR, "", [2, 3], True, []),
+        (ERROR, HOST, [2, 3], True, ["n2"]),
+        (ERROR, HOST, range(4), False, []),
+        (ERROR, IMPORT, [2, 3], True, ["n2"]),
+        (ERROR, KILLED, [3], True, ["n2"]),
+    ],
+)
+def test_what_all_ranks_say_names_none(
+    left: Left, kind: str, fault: str, ranks: list[int], named: bool, hosts: list[str]
+) -> None:
+    for rank in ranks:
+        left.word(rank, kind, fault=fault)
+    cause = find_root_cause(left.run, left.job, HOSTS)
+    assert cause is not None
+    assert ("rank " in cause.message, cause.hosts) == (named, hosts)

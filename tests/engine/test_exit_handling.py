@@ -1,5 +1,6 @@
 """Check what is recorded and printed for each exception that ends a run."""
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -53,7 +54,7 @@ ENDS: list[tuple[Any, ...]] = [
     (TooLittleMemoryError("needs 9 GB"), None, "out_of_memory", "needs 9 GB", None, ""),
     (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
     (StopSignal(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
-    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: rank 0: NaN at step 2"),
+    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: NaN at step 2"),
     (ValueError("no shard"), 1, "failed", "rank 0: no shard", error_file.ERROR, "error: rank 0: no shard"),
     (
         torch.OutOfMemoryError("20 MiB\nmore"),
@@ -103,6 +104,19 @@ def test_every_end_is_recorded_once(
     words = [json.loads(path.read_text()) for path in tmp_path.glob("errors/*.json")]
     assert [(word["kind"], word["code"]) for word in words] == ([(kind, code)] if kind else [])
     assert said in capsys.readouterr().err
+
+
+def test_signal_whose_exception_a_library_catches_still_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(init, "exit_now", left.append)
+    monkeypatch.setattr("clap_ds.engine.exit_handling.SWALLOWED_S", 1)
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        signal.pause()
+    assert left == [128 + signal.SIGTERM]
 
 
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from clap_ds.distributed.error_file import RankError
+from clap_ds.distributed.error_file import HOST, IMPORT, RankError
 from clap_ds.launch.attempt import AttemptOutcome, outcome_of
+from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.launch.supervisor import copy
 
 RANKS = ["n1", "n1", "n2", "n2"]
 GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
-LACKS = ("error", "ModuleNotFoundError: No module named 'soundfile'")
+LACKS = ("error", "ModuleNotFoundError: No module named 'soundfile'", IMPORT)
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
@@ -28,7 +29,7 @@ def ended(tmp_path: Path) -> Ended:
     """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
 
     def ended(
-        code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, *,
+        code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, ...]] | None = None, *,
         stopped: signal.Signals | None = None, lost: dict[str, str] | None = None,
     ) -> AttemptOutcome:  # fmt: skip
         if summary is not None:
@@ -36,8 +37,8 @@ def ended(tmp_path: Path) -> Ended:
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
         (tmp_path / "errors").mkdir()
-        for at, (rank, (kind, text)) in enumerate((errors or {}).items()):
-            error = RankError(at, rank, RANKS[rank], kind, text, 1, "", [], [])
+        for at, (rank, (kind, text, *fault)) in enumerate((errors or {}).items()):
+            error = RankError(at, rank, RANKS[rank], kind, text, 1, "", [], [], *fault)
             (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(error)))
         return outcome_of(code, tmp_path, RANKS, stopped, lost or {})
 
@@ -79,7 +80,14 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> 
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (1, {2: LACKS, 0: STOPPED, 1: STOPPED, 3: LACKS}, "failed", 1, ["n2"], False),
         (1, {2: LACKS, 0: LACKS, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),  # no host has it
-        (1, {0: GONE, 2: STOPPED, 3: ("error", "CUDA error"), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
+        (
+            1,
+            {0: GONE, 2: STOPPED, 3: ("error", "CUDA error", HOST), 1: ("error", "KeyError")},
+            "failed",
+            1,
+            ["n2"],
+            False,
+        ),
     ],
 )
 def test_what_ranks_said(
@@ -95,12 +103,35 @@ def test_what_ranks_said(
     )
 
 
+@pytest.mark.parametrize(
+    ("output", "state", "error", "hosts"),
+    [
+        ("srun: error: Task launch for StepId=7.1 failed on node n2: Unable to contact slurmd", "failed", "lost n2: ", ["n2"]),
+        ("slurmstepd: error: execve(): python: No such file or directory\nsrun: error: n2: task 2: Exited with exit code 2",
+         "failed", "n2: task 2: Exited with exit code 2 (execve(): python: No such file or directory)", ["n2"]),
+        ("srun: error: n1: task 0: Exited with exit code 143", "terminated", "rank 0 on n1: stopped by SIGTERM", []),
+    ],
+)  # fmt: skip
+def test_what_the_launcher_said_first_while_ranks_were_stopped(
+    tmp_path: Path, output: str, state: str, error: str, hosts: list[str]
+) -> None:
+    (tmp_path / "errors").mkdir()
+    for rank in (0, 1):
+        stopped = RankError(rank, rank, "n1", *STOPPED)
+        (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(stopped)))
+    launcher = LauncherErrors(RANKS)
+    launcher.read(f"{output}\n".encode())
+    outcome = outcome_of(143, tmp_path, RANKS, None, {}, launcher)
+    assert (outcome.state, outcome.at_fault) == (state, hosts)
+    assert error in outcome.error
+
+
 def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
     number, full = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.open("/dev/full", os.O_WRONLY)
     with (tmp_path / "output").open("rb") as file:
-        copy(file, full)
+        copy(file, full, LauncherErrors([]))
         assert file.read() == b""  # nothing blocks the ranks
         file.seek(2**16)
-        copy(file, number)
+        copy(file, number, LauncherErrors([]))
     assert (tmp_path / "log").read_bytes() == b"kept"
