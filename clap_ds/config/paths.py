@@ -80,7 +80,7 @@ def digest_code() -> str:
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE)
         # A wheel contains what a checkout has as links.
-        if path.suffix in CODE_SUFFIXES and name.parts[0] not in (*CODE, "ds_configs"):
+        if path.suffix in CODE_SUFFIXES and name.parts[0] not in (*CODE, "ds_configs") and path.is_file():
             digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -168,15 +168,14 @@ def meet(
     try:
         # In a thread, since signal handlers don't run while the main thread is inside the store.
         store, differences = ThreadPoolExecutor(1).submit(connect).result()
-        if differences and not allow_mixed_code:
+        if differences:
+            problem = f"the hosts of this run have different software: {differences}"
+            if not allow_mixed_code:
+                if rank == 0:
+                    time.sleep(TELL_S)
+                raise CollectiveUserError(f"{problem}. Install the same, or set clap.debug.allow_mixed_code=true")
             if rank == 0:
-                time.sleep(TELL_S)
-            raise CollectiveUserError(
-                f"the hosts of this run have different software: {differences}. Install the same everywhere, or set"
-                " clap.debug.allow_mixed_code=true"
-            )
-        if differences and rank == 0:
-            print(f"warning: the hosts of this run have different software: {differences}", file=sys.stderr, flush=True)
+                print(f"warning: {problem}", file=sys.stderr, flush=True)
         what = "a peer"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
         joined.set()
@@ -208,7 +207,7 @@ def _check_address(address: str, port: int) -> None:
     except OSError as error:
         problems = {
             errno.EADDRINUSE: f"rendezvous port {port} of {address} is already in use:"
-            " pass a free one to the launcher with --master_port",
+            " pass a free one to the launcher with --master_port, or submit the job again",
             errno.EADDRNOTAVAIL: f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another"
             " host's: for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi",
         }
