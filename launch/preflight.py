@@ -144,7 +144,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
     profile = load_profile(arguments.cluster)
     slots = slots_from_slurm(os.environ, profile.gpus_per_node, "set gpus_per_node in the cluster profile")
-    if profile.launcher == "slurm":
+    if profile.launcher != "torchrun":
         check_tasks(os.environ, max(slots.values()))
     profile.root().mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=profile.root()))
