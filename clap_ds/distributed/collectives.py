@@ -72,7 +72,7 @@ def gather(value: T) -> list[T]:
     if world_size() == 1:
         return [_decode(content)]
     sizes = torch.empty(world_size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(content)]), group=hosts())
+    dist.all_gather([*sizes.split(1)], torch.tensor([len(content)]), group=hosts())
     padded = _buffer(sizes.max())  # gathered tensors must have one shape
     padded[: len(content)] = content
     by_rank = gather_tensor(padded)

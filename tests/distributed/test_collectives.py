@@ -46,7 +46,7 @@ def _claim(size: int) -> str:
             collectives.gather("")
         else:
             sizes = torch.empty(2, dtype=torch.int64)
-            dist.all_gather_into_tensor(sizes, torch.tensor([size]), group=collectives.hosts())
+            dist.all_gather([*sizes.split(1)], torch.tensor([size]), group=collectives.hosts())
     except RuntimeError as error:
         return str(error)
     return ""
