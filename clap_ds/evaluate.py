@@ -122,7 +122,8 @@ def evaluate_checkpoint(
     from clap_ds.run_records.environment import device_name
     from clap_ds.weights.load import load_weights
 
-    device = initialize(ranks)
+    allow_mixed_code = run is not None and run.clap.debug.allow_mixed_code
+    device = initialize(ranks, allow_mixed_code=allow_mixed_code)
     expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
     with raise_on_all_ranks():
         checkpoint = load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)

@@ -28,7 +28,10 @@ from clap_ds.run_records.timers import StepTimer
 def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     """Join the process group and yield the device. User errors begin with the run's file."""
     try:
-        device = initialize(ranks, collective_timeout_s=run.clap.debug.collective_timeout_s)
+        debug = run.clap.debug
+        device = initialize(
+            ranks, collective_timeout_s=debug.collective_timeout_s, allow_mixed_code=debug.allow_mixed_code
+        )
         yield device
     except UserError as error:
         raise type(error)(f"{run.path}: {error}") from None

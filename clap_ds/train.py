@@ -134,7 +134,7 @@ def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointe
     clap = run.clap
     with raise_on_all_ranks():
         config = run_on_rank0(lambda: describe_run(run))
-        run.checkpoint_folder = run_on_rank0(lambda: find_checkpoint_folder(run, config))
+        run.checkpoint_folder = Path(run_on_rank0(lambda: find_checkpoint_folder(run, config)))
         if (url := clap.checkpoint.remote_sync) is not None:
             run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clap_ds.config.files import write_atomically
 from clap_ds.config.paths import PACKAGE
-from clap_ds.distributed.hostfile import free_port
+from clap_ds.distributed.hostfile import format_hostfile, free_port
+from clap_ds.distributed.rendezvous import create_key
 
 if TYPE_CHECKING:
     from clap_ds.launch.cluster_profile import ClusterProfile
@@ -38,14 +40,17 @@ def launch_command(
     srun += [f"--ntasks-per-node={tasks}", f"--job-name={step}", *([f"--cpus-per-task={cores}"] if cores else [])]
     srun += profile.srun
     if by_torchrun:
+        # torchrun's other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
+        number_host = ["sh", "-c", 'PET_NODE_RANK=$SLURM_NODEID exec "$@"', "sh"]
         torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--nproc_per_node={ranks}"]
-        torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={first}:{port}", f"--rdzv_id={port}"]
+        torchrun += ["--rdzv_backend=static", f"--master_addr={first}", f"--master_port={port}"]
         torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
         return [
             "srun",
             f"--ntasks={len(slots)}",
             *srun,
             "--export=ALL",
+            *number_host,
             *profile.wrapper,
             python,
             "-u",
@@ -55,6 +60,12 @@ def launch_command(
     options = ["--hostfile", str(hostfile), "--launcher", "slurm", "--force_multi", "--no_ssh_check", "--quiet"]
     options += ["--master_addr", first, "--master_port", port, f"--launcher_args={shlex.join(srun)}"]
     return [python, "-m", "deepspeed.launcher.runner", *options, *words]
+
+
+def prepare_attempt(folder: Path, slots: Mapping[str, int]) -> None:
+    """Write an attempt's hostfile, and the key by which its ranks recognize each other."""
+    write_atomically(folder / "hostfile", format_hostfile(slots))
+    create_key(folder)
 
 
 def environment() -> dict[str, str]:

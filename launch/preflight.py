@@ -19,8 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,18 @@ if __package__ in (None, ""):
 
 from clap_ds.check_runs import PACKAGES
 from clap_ds.config.arguments import make_parser, positive
-from clap_ds.config.errors import exit_code_of, some
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
-from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import parse_tasks, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
+from clap_ds.distributed.software import Findings, merged, odd_hosts
 from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
-from clap_ds.launch.launchers import environment, launch_command
+from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
 SLOW = 0.7  # a rate below this share of the median is slow
 REPORTS = "rank-*.json"
-Findings = list[tuple[str, str]]  # where, what
 
 
 def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | None]]:
@@ -55,17 +56,6 @@ def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | 
     return found
 
 
-def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Findings:
-    """Return what a host lacks or has in another version than most hosts."""
-    found = []
-    for name in dict.fromkeys(name for values in hosts.values() for name in values):
-        ((usual, _),) = Counter(values.get(name) for values in hosts.values()).most_common(1)
-        for host, values in hosts.items():
-            if (value := values.get(name)) != usual:
-                found.append((host, f"{name}: {value or 'not installed'}, elsewhere {usual or 'not installed'}"))
-    return found
-
-
 def slow_links(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Findings:
     """Return links between hosts far below the median rate. `hosts`: host of each rank."""
     links = {f"{hosts[first]}–{hosts[second]}": rate for rank in ranks for first, second, rate in rank["links"]}
@@ -76,16 +66,13 @@ def slow_links(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Find
 
 def lines(kind: str, findings: Findings) -> list[str]:
     """Return one line per problem, with all places that have it."""
-    places: dict[str, list[str]] = defaultdict(list)
-    for where, what in dict.fromkeys(findings):
-        places[what].append(where)
-    return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
+    return [f"{kind}: {finding}" for finding in merged(findings)]
 
 
 def start_ranks(slots: dict[str, int], profile: ClusterProfile, megabytes: float, folder: Path) -> int:
     """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
     os.environ.update(profile.environment)
-    (folder / "hostfile").write_text(format_hostfile(slots))
+    prepare_attempt(folder, slots)
     script = str(PACKAGE / "benchmark" / "preflight_rank.py")
     words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     command = launch_command(profile, profile.interpreter(), slots, folder / "hostfile", words)
@@ -102,17 +89,29 @@ def start_ranks(slots: dict[str, int], profile: ClusterProfile, megabytes: float
             process.wait()
 
 
+def silent_hosts(hosts: Sequence[str], answering: Collection[str], output: str, code: int) -> Findings:
+    """Return hosts without a report, and what SLURM said of them; if no host reported or is named, why the launcher failed."""
+    errors = re.findall(r"^(?:srun: error: |slurmstepd-(?=\S+: error: )|(?=\S+: ))(.*)$", output, re.MULTILINE)
+    reasons = {
+        host: error.removeprefix(f"{host}: ").removeprefix("error: ")
+        for host, error in product(hosts, errors)
+        if re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", error)
+    }
+    if not answering and not reasons:
+        last_lines = output.splitlines()[-1:] or [f"no response, exit code {code}"]
+        return [("the launcher failed", "; ".join(dict.fromkeys(errors or last_lines)))]
+    silent = [host for host in (hosts if answering else reasons) if host not in answering]
+    # If one task fails, SLURM terminates all.
+    silent = [host for host in silent if not reasons.get(host, "").endswith("Terminated")] or silent
+    return [(host, f"unreachable, or starts no rank: {reasons.get(host, 'no response')}") for host in silent]
+
+
 def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
     """Return lines of problems and lines of other findings from the reports in the folder."""
     reports = sorted(folder.glob(REPORTS), key=lambda path: int(path.stem[5:]))  # by rank
     answers = [read_object(path) for path in reports]
     hosts = [answer["host"] for answer in answers]
-    output = (folder / "output").read_text(errors="replace")
-    said = dict(re.findall(r"^(?:srun: error: )?(\S+): (.*)$", output, re.MULTILINE))
-    silent = [host for host in slots if host not in hosts]
-    # If one task fails, SLURM terminates all.
-    silent = [host for host in silent if not said.get(host, "").endswith("Terminated")] or silent
-    problems = [(host, f"unreachable, or starts no rank: {said.get(host, 'no response')}") for host in silent]
+    problems = silent_hosts([*slots], hosts, (folder / "output").read_text(errors="replace"), code)
     problems += [(answer["host"], fault) for answer in answers for fault in answer["faults"]]
     there = hosts_of(answers)
     problems += odd_hosts(there)
@@ -130,10 +129,23 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
     return lines("problem", problems), shown
 
 
+def check_tasks(variables: Mapping[str, str], ranks: int) -> None:
+    """Raise UserError if srun would refuse to start so many ranks on a host: an allocation has a CPU or more per task."""
+    tasks = variables.get("SLURM_NTASKS_PER_NODE", str(ranks))
+    cpus = min(parse_tasks(variables.get("SLURM_JOB_CPUS_PER_NODE", str(ranks))))
+    if cpus < ranks and int(tasks) < ranks:
+        raise UserError(
+            f"the allocation has --ntasks-per-node={tasks} and {cpus} CPUs per node, but the cluster profile"
+            f" {ranks} ranks (gpus_per_node): allocate with --ntasks-per-node={ranks}"
+        )
+
+
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
     profile = load_profile(arguments.cluster)
     slots = slots_from_slurm(os.environ, profile.gpus_per_node, "set gpus_per_node in the cluster profile")
+    if profile.launcher != "torchrun":
+        check_tasks(os.environ, max(slots.values()))
     profile.root().mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=profile.root()))
     problems, shown = evaluate(slots, start_ranks(slots, profile, arguments.megabytes, folder), folder)

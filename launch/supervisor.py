@@ -26,15 +26,15 @@ from typing import IO, Any
 
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of, printable
-from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.files import own_folder, read_object, write_object
 from clap_ds.config.redaction import redacted_all
 from clap_ds.distributed.error_file import IMPORT, KILLED, SIGNAL
-from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
+from clap_ds.distributed.hostfile import read_hostfile
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, ClusterProfile, job_file
 from clap_ds.launch.launcher_errors import LauncherErrors
-from clap_ds.launch.launchers import environment, launch_command
+from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
 from clap_ds.run_records.jsonl import warn_on_disk_full
 
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -107,7 +107,7 @@ class RunningJob:
         folder, step = self._folder(), f"{self.job}.{len(self.attempts)}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
         with own_folder(folder) as there:
-            write_atomically(there / "hostfile", format_hostfile(hosts))
+            prepare_attempt(there, hosts)
         words = [*self.command, "--job_folder", str(folder)]
         python = self.profile.interpreter() if self.profile.container() else sys.executable
         command = launch_command(self.profile, python, hosts, folder / "hostfile", words, step)

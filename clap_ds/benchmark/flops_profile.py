@@ -22,7 +22,7 @@ from clap_ds.config.schema import ModelSettings
 from clap_ds.cpu_kernels.patch_model import reverted
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
-from clap_ds.distributed.collectives import gather, rank
+from clap_ds.distributed.collectives import gather_tensor, rank
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
@@ -52,8 +52,8 @@ def measure_flops(
         return _count(engine, batch.rows(0, COUNTED_CLIPS))
     lengths = padded = TextLengths.fixed(batch.input_ids.shape[1])
     if batch.packed:  # as executed, over more micro-batches of all ranks
-        own = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
-        lengths = TextLengths.of(torch.cat(gather(own.cpu())).tolist())
+        of_rank = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
+        lengths = TextLengths.of(torch.cat(gather_tensor(of_rank.cpu())).tolist())
     front_end = batch.audio.ndim == 2  # mel shards skip it
     trained = trained_towers(engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)

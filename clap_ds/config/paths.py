@@ -17,6 +17,7 @@ CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
 CONFIGS = PACKAGE / "ds_configs"
 CODE = ("clap_ds", "launch", "analysis")
 """Folders of the checkout with the package's code."""
+CODE_SUFFIXES = (".py", ".json", ".cpp", ".h")
 COMMIT_FILE = "commit.txt"
 """File in built packages with the commit they were built from."""
 
@@ -71,6 +72,22 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" + hashlib.blake2b(changes, digest_size=4).hexdigest() if changes else "")
+
+
+def digest_code() -> str:
+    """Return a digest of the files that ranks run or read from this package, with or without a repository."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(PACKAGE.rglob("*")):
+        name = path.relative_to(PACKAGE)
+        # A wheel contains what a checkout has as links.
+        if path.suffix in CODE_SUFFIXES and name.parts[0] not in (*CODE, "ds_configs") and path.is_file():
+            digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def describe_software() -> dict[str, str | None]:
+    """Return what must be the same on all hosts of a run. The commit only describes the code: git may be missing."""
+    return {"commit": commit(), "code": digest_code(), **{name: version(name) for name in ("torch", "deepspeed")}}
 
 
 def version(package: str) -> str | None:

@@ -166,6 +166,8 @@ class DebugSettings(Section):
 
     enabled: bool = False
     """Print Python stacks on crashes, make NCCL verbose, disable hang detection. Collectives time out after 5 minutes."""
+    allow_mixed_code: bool = False
+    """Run with a warning even if hosts have different code or versions of torch or DeepSpeed."""
 
     @property
     def collective_timeout_s(self) -> float:

@@ -14,6 +14,7 @@ import logging
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.paths import cache_folder, compile_cache_dir
+from clap_ds.distributed.collectives import rank
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
@@ -89,6 +91,8 @@ def _build(flags: Sequence[str]) -> Path:
     ]
     try:
         library = compile_cache_dir("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        if rank() == 0 and not library.exists():
+            print("compiling the CPU kernels (once)…", file=sys.stderr, flush=True)  # takes up to minutes
         with library.with_suffix(".lock").open("a") as lock:
             with contextlib.suppress(OSError):  # of file systems without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one rank per host compiles
@@ -100,7 +104,6 @@ def _build(flags: Sequence[str]) -> Path:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
-    log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, log_file = Path(folder) / library.name, Path(folder) / "messages"
         command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]

@@ -1,19 +1,26 @@
 """Collectives in which ranks exchange values and errors; an error on one rank blocks no other.
 
-They use gloo: NCCL would keep GPU memory for each peer.
+They use gloo: NCCL would keep GPU memory for each peer. Values are exchanged as JSON, not as torch's pickles, in which a peer
+could send code. So on any number of ranks tuples become lists and paths text, and dictionaries' keys must be text.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from clap_ds.config.errors import CollectiveUserError
 
+MOST_BYTES = 64 * 2**20
+"""Limit for a value: a peer's claim of its size is memory allocated here."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -36,13 +43,42 @@ def _hosts_of(world: object) -> Any:
     return dist.new_group(backend="gloo")
 
 
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value, default=os.fspath).encode()), dtype=torch.uint8)
+
+
+def _decode(content: Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())
+
+
+def _buffer(size: Tensor) -> Tensor:
+    if size > MOST_BYTES:
+        raise RuntimeError(f"expected at most {MOST_BYTES:,} bytes from a rank, not {int(size):,}")
+    return torch.zeros(int(size), dtype=torch.uint8)
+
+
+def gather_tensor(tensor: Tensor) -> list[Tensor]:
+    """Return every rank's CPU tensor, of the same shape on all, by rank, on rank 0, and only the own one elsewhere."""
+    if world_size() == 1:
+        return [tensor]
+    by_rank = [torch.empty_like(tensor) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(tensor, by_rank, group=hosts())
+    return by_rank or [tensor]
+
+
 def gather(value: T) -> list[T]:
     """Return every rank's value, by rank, on rank 0, and only the own value elsewhere."""
+    content = _encode(value)
     if world_size() == 1:
-        return [value]
-    everyone = [value] * (world_size() if rank() == 0 else 1)
-    dist.gather_object(value, everyone if rank() == 0 else None, group=hosts())
-    return everyone
+        return [_decode(content)]
+    sizes = torch.empty(world_size(), dtype=torch.int64)
+    dist.all_gather([*sizes.split(1)], torch.tensor([len(content)]), group=hosts())
+    padded = _buffer(sizes.max())  # gathered tensors must have one shape
+    padded[: len(content)] = content
+    by_rank = gather_tensor(padded)
+    if rank() > 0:
+        return [_decode(content)]
+    return [_decode(part[:size]) for part, size in zip(by_rank, sizes.tolist(), strict=True)]
 
 
 def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
@@ -71,14 +107,19 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 def run_on_rank0(task: Callable[[], T]) -> T:
     """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it raises that or OSError."""
-    answer: list[Any] = [None, None]  # result, problem
+    answer = _encode(None)
     if rank() == 0:
         try:
-            answer[0] = task()
+            answer = _encode({"result": task()})
         except (ValueError, OSError) as error:
-            answer[1] = str(error)
+            answer = _encode({"problem": str(error)})
     if world_size() > 1:
-        dist.broadcast_object_list(answer, group=hosts())
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]
+        size = torch.tensor(len(answer))
+        dist.broadcast(size, src=0, group=hosts())
+        if rank() > 0:
+            answer = _buffer(size)
+        dist.broadcast(answer, src=0, group=hosts())
+    outcome = _decode(answer)
+    if "problem" in outcome:
+        raise ValueError(outcome["problem"])
+    return outcome["result"]

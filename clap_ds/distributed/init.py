@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ from clap_ds.config.errors import (
     how_to_install,
     printable,
 )
+from clap_ds.config.paths import describe_software
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
@@ -163,8 +165,13 @@ def run_arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> torch.device:
-    """Choose this rank's device and join the process group. Raises UserError if there is none or the port is in use."""
+def initialize(
+    ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S, allow_mixed_code: bool = False
+) -> torch.device:
+    """Choose this rank's device and join the process group. Raises UserError if there is none, the port is in use, or hosts
+    have different software and that isn't allowed."""
+    # One rank of each host reads files and asks git, while it imports torch.
+    software = ThreadPoolExecutor(1).submit(lambda: describe_software() if ranks.local_rank == 0 else None)
     device = choose_device(ranks.rank, ranks.local_rank)
 
     import deepspeed
@@ -187,7 +194,7 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        meet(ranks, backend, bound)
+        meet(ranks, backend, bound, software.result(), allow_mixed_code=allow_mixed_code)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.

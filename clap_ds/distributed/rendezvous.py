@@ -1,22 +1,32 @@
-"""Rendezvous of ranks with a timeout that names missing ranks. Top-level imports are light."""
+"""Rendezvous of ranks with a timeout that names missing ranks. Top-level imports are light.
+
+torch's store is neither encrypted nor authenticated. What the ranks of a job say about themselves is signed with a key in the
+job's folder, so that another program that reaches the port can't take a rank's place.
+"""
 
 from __future__ import annotations
 
 import errno
+import hmac
 import itertools
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from clap_ds.config.errors import CollectiveUserError, first_line, printable, some
+from clap_ds.config.files import read_bytes
 from clap_ds.distributed.error_file import UNREACHABLE, this_rank, write_error_file
+from clap_ds.distributed.software import Versions, describe_differences
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +36,12 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 300.0
 """For all ranks to connect, and for one that no longer responds: some import from disk what others have cached."""
+RESOLVE_LIMIT_S = 20.0  # for a host to resolve rank 0's name
+TELL_S = 1.0  # for other ranks to read the store, which ends with rank 0
 SAY_S = 10.0  # between reports of missing ranks
 BEAT_S = 1.0  # between a rank's signs of life
+KEY_FILE = "rendezvous_key"  # in the folder of a job's attempt
+SIGNATURE_DIGITS = 64
 
 
 class UnreachableError(RuntimeError):
@@ -74,15 +88,56 @@ def _call_roll(store: Store, ranks: Ranks, joined: threading.Event) -> None:
             give_up(UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", hosts))
 
 
-def meet(ranks: Ranks, backend: str, device: torch.device | None) -> None:
+def create_key(folder: Path) -> None:
+    """Create the key of a job's attempt in its folder. Only this user can read it."""
+    with open(folder / KEY_FILE, "xb", opener=partial(os.open, mode=0o600)) as file:
+        file.write(os.urandom(32))
+
+
+class SignedStore:
+    """Values in torch's store that programs without the job's key can delete, but not forge. Without a job there is no key."""
+
+    def __init__(self, store: Store, job_folder: Path | None) -> None:
+        self.store = store
+        self._key = b""
+        if job_folder is not None:
+            with suppress(FileNotFoundError):
+                self._key = read_bytes(job_folder / KEY_FILE)
+
+    def _sign(self, name: str, content: str) -> str:
+        return hmac.new(self._key, f"{name}\n{content}".encode(), "sha256").hexdigest() + content
+
+    def set(self, name: str, value: Any) -> None:
+        self.store.set(name, self._sign(name, json.dumps(value)))
+
+    def get_all(self, names: list[str]) -> list[Any]:
+        """Wait for values and return them. Raises UnreachableError if one isn't signed with this job's key."""
+        values = []
+        for name, text in zip(names, self.store.multi_get(names), strict=True):
+            content = text.decode(errors="replace")[SIGNATURE_DIGITS:]
+            if not hmac.compare_digest(text, self._sign(name, content).encode()):
+                raise UnreachableError(f"{name} isn't signed with this job's key: another program uses the job's port")
+            values.append(json.loads(content))
+        return values
+
+
+def meet(
+    ranks: Ranks,
+    backend: str,
+    device: torch.device | None,
+    software: Versions | None,
+    *,
+    allow_mixed_code: bool = False,
+) -> None:
     """Create the default process group once every rank has connected; exit on rank 0 if one doesn't in time.
 
     Args:
         device: this rank's GPU, which makes NCCL connect now instead of in the first collective.
+        software: of one rank of each host, `describe_software`. It must be the same unless `allow_mixed_code`.
 
     Raises:
         UnreachableError: if this rank can't connect.
-        CollectiveUserError: on rank 0, if the address is another host's or the port is in use.
+        CollectiveUserError: on rank 0, if the address is another host's or the port is in use; on all, if software differs.
     """
     import torch.distributed as dist
 
@@ -90,7 +145,10 @@ def meet(ranks: Ranks, backend: str, device: torch.device | None) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = timedelta(seconds=1.2 * START_LIMIT_S)  # longer than rank 0's, which names who is missing
     what = f"rank 0 at {address}:{port}"
-    try:
+
+    def connect() -> tuple[Store, str]:
+        """Return the store, and how hosts' software differs, once all ranks have connected."""
+        _resolve(ranks.host, address, port)
         listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
         if listens:
             _check_address(address, port)
@@ -99,15 +157,46 @@ def meet(ranks: Ranks, backend: str, device: torch.device | None) -> None:
         task = partial(_send_beats, own, rank) if rank else partial(_call_roll, own, ranks, joined)
         threading.Thread(target=task, daemon=True, name="clap.roll_call").start()
         store = dist.PrefixStore(ranks.run, tcp)
-        if store.add("connected", 1) == world_size:
-            store.set("complete", "")
-        store.get("complete")
+        signed = SignedStore(store, ranks.job_folder)
+        signed.set(f"rank {rank}", [ranks.host, software])
+        if rank == 0:
+            everywhere = signed.get_all([f"rank {number}" for number in range(world_size)])
+            signed.set("differences", describe_differences(everywhere))
+        (differences,) = signed.get_all(["differences"])
+        return store, differences
+
+    try:
+        # In a thread, since signal handlers don't run while the main thread is inside the store.
+        store, differences = ThreadPoolExecutor(1).submit(connect).result()
+        if differences:
+            problem = f"the hosts of this run have different software: {differences}"
+            if not allow_mixed_code:
+                if rank == 0:
+                    time.sleep(TELL_S)
+                raise CollectiveUserError(f"{problem}. Install the same, or set clap.debug.allow_mixed_code=true")
+            if rank == 0:
+                print(f"warning: {problem}", file=sys.stderr, flush=True)
         what = "a peer"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
         joined.set()
+    except UnreachableError:
+        raise
     except (OSError, RuntimeError) as error:
         said = f"{socket.gethostname()}: rank {rank} can't reach {what}: {first_line(error)}"
         raise UnreachableError(said) from None
+
+
+def _resolve(host: str, address: str, port: int) -> None:
+    """Wait until this host can resolve an address. Raises UnreachableError, which torch would after minutes."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() - began >= RESOLVE_LIMIT_S:
+                raise UnreachableError(f"{host} can't resolve {address}: {error.strerror}", [host]) from None
+        time.sleep(BEAT_S)
 
 
 def _check_address(address: str, port: int) -> None:
@@ -118,7 +207,7 @@ def _check_address(address: str, port: int) -> None:
     except OSError as error:
         problems = {
             errno.EADDRINUSE: f"rendezvous port {port} of {address} is already in use:"
-            " pass a free one to the launcher with --master_port",
+            " pass a free one to the launcher with --master_port, or submit the job again",
             errno.EADDRNOTAVAIL: f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another"
             " host's: for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi",
         }

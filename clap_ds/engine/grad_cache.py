@@ -59,16 +59,16 @@ def second_pass(
     return torch.stack(terms).sum()
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the state of torch's CPU generator and, if `device` is a GPU, of the GPU's."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
+    state = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore `random_state`. A state without a GPU's leaves the GPU's generator unchanged."""
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
+    if device.type == "cuda" and state.get("cuda") is not None:  # earlier versions' is None
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from deepspeed.comm import log_summary
@@ -28,7 +29,7 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     here = environment.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with raise_on_all_ranks():
-        path = run_on_rank0(partial(create_run_dir, run, here, everywhere))
+        path = Path(run_on_rank0(partial(create_run_dir, run, here, everywhere)))
     record = RunDirectory(path)
     if ranks.is_main_process:
         if ranks.job_folder is not None:

@@ -8,11 +8,12 @@ from array import array
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import ThroughputTimer
 from torch import Tensor
 
-from clap_ds.distributed.collectives import gather
+from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.run_records.environment import energy_joules, largest_memory, peak_memory
 from clap_ds.run_records.intervals import rates
 from clap_ds.run_records.metrics_schema import StepTime, Summary
@@ -54,13 +55,16 @@ class Window(NamedTuple):
 def gather_window(times: StepTimes, figures: Tensor) -> Window:
     """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A collective."""
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
-    own = np.column_stack((times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy()))
+    by_step = np.column_stack((times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy()))
     device = figures.device
-    ranks = gather((times.window_s, own, peak_memory(device), energy_joules(device)))
-    window_s, rows, memory, joules = zip(*ranks, strict=True)
-    by_step = np.stack(rows, axis=1)
+    of_window = [times.window_s, energy_joules(device), *peak_memory(device)]
+    of_rank = torch.from_numpy(np.concatenate((of_window, by_step.ravel())))
+    by_rank = np.stack(gather_tensor(of_rank))
+    window_s, joules, *memory = by_rank[:, : len(of_window)].T
+    by_step = np.moveaxis(by_rank[:, len(of_window) :].reshape(-1, *by_step.shape), 0, 1)
     step_s, own_s, waits_s = np.moveaxis(by_step[..., :3], 2, 0)
-    return Window(np.array(window_s), step_s, own_s, waits_s, by_step[..., 3:], largest_memory(memory), sum(joules))
+    largest = largest_memory(zip(*memory, strict=True))
+    return Window(window_s, step_s, own_s, waits_s, by_step[..., 3:], largest, float(joules.sum()))
 
 
 class Throughput:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
@@ -60,7 +59,7 @@ class Evaluator:
             run_on_rank0(self._load_tokenizer)  # only one rank contacts the Hub, which may be unreachable
         with raise_on_all_ranks():
             self._prepare()
-        digest = hashlib.sha256(repr(self._clips).encode()).digest()
+        digest = hashlib.sha256(repr(self._clips).encode()).hexdigest()
         if reduce_on_rank0(digest, lambda found: len(set(found)) > 1):
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
 
@@ -144,7 +143,7 @@ class Evaluator:
                 yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
         features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
-        return features, reduce_on_rank0(failed, lambda found: dict(ChainMap(*found)))
+        return features, dict(reduce_on_rank0([*failed.items()], lambda by_rank: [*chain(*by_rank)]))
 
     def _embed_captions(self, model: ContrastiveModel, captions_of_each: list[list[str]]) -> Tensor:
         captions = [*chain(*captions_of_each)]

@@ -129,18 +129,20 @@ def describe_shortage(
     """Return what to print if the limits of all ranks, each with its host, are too low for the bound; empty if they aren't.
     Ranks with the same limit of a host share it."""
     limits = list(chain.from_iterable(by_rank))
-    num_sharing = Counter((host, limit.name) for host, limit in limits)
-    available, host, limit = min((limit.free / num_sharing[host, limit.name], host, limit) for host, limit in limits)
+    num_sharing = Counter((host, name) for host, (name, _) in limits)
+    available, host, name, free = min(
+        (free / num_sharing[host, name], host, name, free) for host, (name, free) in limits
+    )
     if least.total(micro_batch) <= available:
         return ""
 
-    num_ranks = num_sharing[host, limit.name]
+    num_ranks = num_sharing[host, name]
     largest = least.largest_micro_batch(available)
     fitting = f"at most {largest} may fit" if largest else "not even 1 fits"
     return (
         f"micro-batch {micro_batch} needs at least {least.total(micro_batch) / 1e9:.1f} GB per rank,"
         f" {least.per_sample / 1e6:.0f} MB per sample and {least.state / 1e9:.1f} GB of weights and optimizer state, but"
-        f" {host} has {limit.free / 1e9:.1f} GB for {count_of(num_ranks, 'rank')}: {limit.name}."
+        f" {host} has {free / 1e9:.1f} GB for {count_of(num_ranks, 'rank')}: {name}."
         f" Of micro-batches, {fitting}: {advise_on_memory(device_type)}"
     )
 

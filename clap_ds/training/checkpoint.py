@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data.shard_io import is_remote
-from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, run_on_rank0
+from clap_ds.distributed.collectives import gather_tensor, raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
@@ -120,13 +120,15 @@ class Checkpointer:
     def _start(self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool) -> None:
         """Hand the state to the writing thread, `copied` if training changes it meanwhile."""
         begin = self._started_s = time.time()
-        state, random = engine_state(engine), gather(random_state(engine.model.logit_scale.device))
+        state = engine_state(engine)
+        generators = random_state(engine.model.logit_scale.device)
+        random = zip(*map(gather_tensor, generators.values()), strict=True)
         if rank():
             return
         assert self._writing is None
         found = {"state": state, **_weights(engine)}
         found = self._copied(found) if copied else found
-        found["state"]["random"] = random
+        found["state"]["random"] = [dict(zip(generators, of_rank, strict=True)) for of_rank in random]
         manifest = partial(
             Manifest,
             step=progress.step,
@@ -157,12 +159,14 @@ class Checkpointer:
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError as `save` does."""
         begin = time.time()
-        found, poisoned = run_on_rank0(lambda: (self.poll(None), self._poisoned))
+        results, poisoned = run_on_rank0(lambda: ([asdict(saved) for saved in self.poll(None)], self._poisoned))
         if poisoned:
             raise NonFiniteError(poisoned)
-        if not found:
+        if not results:
             return None
-        self.last = replace(found[0], stalled_s=found[0].stalled_s + time.time() - begin)
+        saved = SavedCheckpoint(**results[0])
+        path = Path(saved.path) if saved.path else None
+        self.last = replace(saved, path=path, stalled_s=saved.stalled_s + time.time() - begin)
         return self.last
 
     @activity("looking for a checkpoint")
@@ -174,8 +178,9 @@ class Checkpointer:
         Raises ValueError if none is at the place, a URL can't be read, or all are damaged.
         """
         if place is None or is_remote(place):
-            return run_on_rank0(lambda: find_newest(self.path, place, self._rule.remote_sync))
-        return run_on_rank0(lambda: files.find_checkpoint(Path(place).absolute()))
+            newest = run_on_rank0(lambda: find_newest(self.path, place, self._rule.remote_sync))
+            return Path(newest) if newest else None
+        return Path(run_on_rank0(lambda: files.find_checkpoint(Path(place).absolute())))
 
     def was_begun_by(self, run_id: str) -> bool:
         """Return whether the newest checkpoint here is from this run. A collective."""

@@ -37,4 +37,4 @@ def test_wrong_sums_are_counted_and_rates_are_of_the_bytes_sent(
     goes there and back, by the first rank's clock."""
     found = two_ranks.run(_measured, spoil)[0]
     assert [each["wrong"] for each in found["ranks"]] == [0, wrong]
-    assert (found["bus_gb_per_s"], found["ranks"][0]["links"]) == (pytest.approx(0.002), [(0, 1, pytest.approx(0.008))])
+    assert (found["bus_gb_per_s"], found["ranks"][0]["links"]) == (pytest.approx(0.002), [[0, 1, pytest.approx(0.008)]])

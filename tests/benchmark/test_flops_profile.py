@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from clap_ds.benchmark import flops_profile
 from clap_ds.benchmark.flops_profile import measure_flops
-from clap_ds.distributed.collectives import gather
+from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.distributed.init import Ranks
 from clap_ds.flop_count.analytic import published_flops
 from clap_ds.flop_count.counters import build
@@ -57,7 +57,7 @@ def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
             each.kernel = "matmul"
         engine.step(loader)
         lengths = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(4)])
-        everywhere = torch.stack(gather(lengths)).double()
+        everywhere = torch.stack(gather_tensor(lengths)).double()
     return found, said.getvalue(), float(everywhere.mean()), len(calls) - before
 
 

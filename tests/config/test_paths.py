@@ -75,3 +75,17 @@ def test_uncommitted_code_is_told_apart(elsewhere: Path, monkeypatch: pytest.Mon
     assert len(str(clean)) == 40
     assert all(str(each).startswith(f"{clean}+") for each in found)
     assert found[0] == found[2] != found[1]
+
+
+def test_digest_of_code_depends_on_files_and_not_on_the_kind_of_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for name, launch, text in (("checkout", "", "a = 1\n"), ("wheel", "b = 1\n", "a = 1\n"), ("other", "", "a = 2\n")):
+        package = tmp_path / name
+        (package / "launch").mkdir(parents=True)
+        (package / "launch" / "b.py").write_text(launch)
+        (package / "a.py").write_text(text)
+        monkeypatch.setattr(paths, "PACKAGE", package)
+        digests.append(paths.digest_code())
+    assert digests[0] == digests[1] != digests[2]

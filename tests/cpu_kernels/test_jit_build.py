@@ -46,13 +46,15 @@ def problem() -> str:
 
 
 def test_compiled_once_while_others_wait_and_again_for_other_sources(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
     calls = tmp_path / "compiler.calls"
     with ThreadPoolExecutor(4) as pool:
         assert [each.result() for each in [pool.submit(problem) for _ in range(4)]] == [""] * 4
+    assert "compiling" in capsys.readouterr().err
     assert not problem()
+    assert not capsys.readouterr().err
     assert calls.read_text().count(" -o ") == 1
     source.write_text(SOURCE + "// changed\n")
     assert not problem()

@@ -31,4 +31,4 @@ def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
     assert command[0] == "srun"
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--nodelist=n1,n3"} <= {*command}
     assert "apptainer exec a.sif python3 -u -m" in " ".join(command)
-    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_backend=c10d"} <= {*command}
+    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_backend=static"} <= {*command}

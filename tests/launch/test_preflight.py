@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from clap_ds.config.errors import UserError
 from clap_ds.distributed.error_file import RankError
-from clap_ds.launch.preflight import evaluate, hosts_of, lines, odd_hosts, slow_links
+from clap_ds.launch.preflight import check_tasks, evaluate, hosts_of, lines, odd_hosts, slow_links
 
 SILENT = "unreachable, or starts no rank:"
+REFUSED = "Unable to create step for job 79: More processors requested than permitted"
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,15 @@ SILENT = "unreachable, or starts no rank:"
         (["n1", "n2"], "", 0, ""),
         (["n1"], "n2: ssh: No route to host", None, f"n2: {SILENT} ssh: No route to host"),
         ([], "srun: error: n2: Exited\nsrun: error: n1: task 0: Terminated", None, f"n2: {SILENT} Exited"),
+        ([], f"srun: error: {REFUSED}\n", None, f"the launcher failed: {REFUSED}"),
+        ([], "cmd = srun --nodelist=n1,n2\nno launcher", None, "the launcher failed: no launcher"),
+        ([], "", None, "the launcher failed: no response, exit code 1"),
+        (
+            [],
+            "slurmstepd-n2: error: execve(): python: No such file",
+            None,
+            f"n2: {SILENT} execve(): python: No such file",
+        ),
         (["n1", "n2"], "", 5, "n2: rank 1 has 5 wrong elements after an all-reduce"),
         (["n1", "n2"], "", None, "the ranks failed: rank 1 on n2: CUDA error: ECC"),
     ],
@@ -62,3 +73,11 @@ def test_slow_links_are_named() -> None:
         ranks[lead]["links"] = [[lead, (lead + 2) % 8, rate]]
     slow = slow_links(ranks, ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"])
     assert [where for where, _ in slow] == ["n2–n3"]
+
+
+def test_allocation_with_too_few_tasks_is_refused_before_srun_does() -> None:
+    small = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_CPUS_PER_NODE": "1(x2)"}
+    with pytest.raises(UserError, match="--ntasks-per-node=2"):
+        check_tasks(small, 2)
+    check_tasks({**small, "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}, 2)  # srun can start more tasks on whole nodes
+    check_tasks({}, 2)

@@ -21,7 +21,7 @@ from torch.distributed import get_world_size as world_size
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.distributed.collectives import gather, reduce_on_rank0
+from clap_ds.distributed.collectives import gather_tensor, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine import factory
 from clap_ds.engine.engine import ClapEngine
@@ -214,7 +214,7 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content))
         patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
-        patch.setattr(checkpoint, "gather", lambda own: (lasting(2.0), gather(own))[1])
+        patch.setattr(checkpoint, "gather_tensor", lambda own: (lasting(2.0), gather_tensor(own))[1])
         checkpoints.save(trained, progress(2), wait=False)
         uninterrupted = losses(trained, 2, 3)
         lasting(10.0)
