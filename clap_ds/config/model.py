@@ -21,6 +21,9 @@ INT16_SCALE = 32768  # int16 value of full scale, as in libsndfile: 16-bit audio
 NARROWING = 4  # channel reduction factor of feature fusion's attention
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
+MOST = 2**53  # up to which every whole number is a float
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+"""A number of things, bytes or milliseconds in a file of others."""
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
 """Bounded because each layer is built: an untrusted configuration must not request millions."""
 Activation = Literal["relu", "gelu"]

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import fsspec
 from braceexpand import braceexpand
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from clap_ds.config.errors import printable
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
-from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.config.model import AudioConfig, ClapConfig, Count
 from clap_ds.data.decoding import RESAMPLING_FILTER
 from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
 from clap_ds.data.tar_samples import is_sample, list_items
@@ -34,9 +34,9 @@ BYTES_READ = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    items: int
-    bytes: int
-    seconds: float  # of audio
+    items: Count
+    bytes: Count
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]  # of audio
     sha256: str  # of the whole file, in hex
 
 
@@ -70,9 +70,13 @@ def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
     if not names:
         raise ValueError(f"{field}: expected at least one tar file, found an empty list")
     for name in names:
-        if not (is_remote(name) or Path(name).is_file()):
-            what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
-            raise ValueError(f"{field}: {name} {what} (working folder: {Path.cwd()})")
+        path = Path(name)
+        if is_remote(name) or path.is_file():
+            continue
+        problem = "is not a regular file" if path.exists() else "does not exist"
+        if path.is_dir():
+            problem = "is a folder; expected its tars, as in 'folder/*.tar'"
+        raise ValueError(f"{field}: {name} {problem} (working folder: {Path.cwd()})")
     return names
 
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
+from clap_ds.config.model import Count
 from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
 
 HISTORY = "history.jsonl"
@@ -30,8 +31,8 @@ class TrainState:
         saved_step: step of the last checkpoint; not part of the saved state.
     """
 
-    step: int = 0
-    samples: int = 0
+    step: Count = 0
+    samples: Count = 0
     epoch: float | None = None
     data: list[dict[str, Any]] = field(default_factory=list)
     train_s: float = 0.0
