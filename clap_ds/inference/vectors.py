@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import PositiveInt, TypeAdapter
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import pinned
 
 if TYPE_CHECKING:
     from clap_ds.inference.model import EmbeddingRow
@@ -81,7 +82,8 @@ def read_table(path: Path) -> tuple[About, Iterator[Any]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+        with pinned(path) as opened:
+            table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False)
         about = TypeAdapter(About).validate_json((table.schema_arrow.metadata or {}).get(METADATA, b""))
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
         raise ValueError(f"{path}: expected a table of clap-ds embed: {error}") from None
