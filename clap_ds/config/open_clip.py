@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from clap_ds.config.errors import did_you_mean
+from clap_ds.config.errors import did_you_mean, first_line, how_to_install
 from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR
 
@@ -66,3 +69,21 @@ def _config_of(name: str) -> dict[str, Any]:
     if "audio_cfg" not in found:
         raise ValueError(f"{PREFIX}{name} is no audio–text model")
     return found
+
+
+@contextmanager
+def open_clip_for(name: str) -> Iterator[Any]:
+    """Yield open_clip to load `name`, whose errors become ValueErrors. Code that models and tokenizers bring is never run.
+    Otherwise `transformers` would ask on standard input, and run it after "y". Import torchaudio_compat before."""
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    dynamic_module_utils.get_class_in_module = _refuse_code
+    try:
+        yield importlib.import_module("open_clip")
+    except Exception as error:  # open_clip and transformers raise various errors
+        raise ValueError(f"open_clip can't load {name!r}: {first_line(error)}{how_to_install(error)}") from error
+
+
+def _refuse_code(*place: object, **options: object) -> NoReturn:
+    raise ValueError("it brings code, which is never run")

@@ -43,9 +43,11 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
 
     import transformers  # isort: skip  (after torchaudio_compat)
 
-    tokenizer, text = tokenizer or found.tokenizer, found.config.text
-    if tokenizer is None:
+    text = found.config.text
+    if tokenizer is None and found.tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
+    tokenizer = tokenizer or found.tokenizer_name
+    assert tokenizer is not None
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     length = found.longest_caption
     loaded.model_max_length = length  # what `truncation=True` keeps
