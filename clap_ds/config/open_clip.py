@@ -79,6 +79,7 @@ def open_clip_for(name: str) -> Iterator[Any]:
 
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     dynamic_module_utils.get_class_in_module = _refuse_code
+    dynamic_module_utils._raise_timeout_error = _refuse_code
     try:
         yield importlib.import_module("open_clip")
     except Exception as error:  # open_clip and transformers raise various errors

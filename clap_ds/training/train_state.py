@@ -66,9 +66,13 @@ class TrainState:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
+        """Parse `to_json`'s text. Raises ValueError."""
         content = parse_json(text)
-        content["saved_step"] = content["step"]
-        return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
+        try:
+            content["saved_step"] = content["step"]
+            return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"a checkpoint's progress can't be read: {error!r}") from error
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 `benchmarks/open_clip_training.py` compares losses with open_clip's own loop."""
 
+import json
 import sys
 import tomllib
 from collections.abc import Callable
@@ -97,6 +98,38 @@ def test_the_needed_version_is_the_same_in_message_docs_and_extra(
         text = (ROOT / "docs" / page).read_text()
         assert REQUIREMENT.partition(" @ ")[2] in text, page
         assert VERSION in text, page
+
+
+EVIL = """
+import pathlib, transformers
+pathlib.Path(__file__).with_name("ran").touch()
+class Evil(transformers.PreTrainedTokenizerFast): ...
+"""
+
+
+@pytest.mark.parametrize("options", ["", ", trust_remote_code=True"])
+def test_code_of_a_tokenizer_is_not_run_even_after_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "evil.py").write_text(EVIL.replace("__file__", repr(str(folder / "evil.py"))))
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map}))
+    loads = f"lambda name: __import__('transformers').AutoTokenizer.from_pretrained(name[10:]{options})"
+    package = tmp_path / "site" / "open_clip" / "__init__.py"
+    package.write_text(f"get_tokenizer = {loads}")
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    with pytest.raises(ValueError, match="code, which is never run"):
+        load_tokenizer(f"open_clip:local-dir:{folder}", vocab_size=9)
+    assert not (folder / "ran").exists()
+
+
+def test_a_missing_open_clip_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ValueError, match=r"pip install 'clap-ds\[open_clip\]'"):
+        load_tokenizer("open_clip:CLAP-HTSAT-tiny", vocab_size=9)
 
 
 def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dict[str, float]]:
