@@ -41,8 +41,8 @@ def check_recorded(name: str, where: object, option: str) -> str:
     """Return the name of a tokenizer or model that a file of others states. Raises ValueError, with the option that accepts any
     name, unless it is built in, one of open_clip's own models, or a Hub name that this host's cache has."""
     cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
-    is_of_open_clip = name.startswith(PREFIX) and re.fullmatch(r"[\w.-]+", name.removeprefix(PREFIX))
-    if name in BUILT_IN or is_of_open_clip or (HUB_NAME.fullmatch(name) and cached.is_dir()):
+    is_cached = HUB_NAME.fullmatch(name) and cached.is_dir()
+    if name in BUILT_IN or is_cached or re.fullmatch(PREFIX + r"[\w.-]+", name):
         return name
     raise ValueError(f"{where} names {name!r}, which could be any place: if you trust it, pass {option} {name}")
 

@@ -47,7 +47,7 @@ def test_only_regular_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
     [
         "[" * 100_000,
         "9" * 5000,
-        "9" * 41,
+        "9" * 400,
         "-1e999",
         "[NaN]",
         "Infinity",

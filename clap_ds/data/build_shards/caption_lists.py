@@ -280,8 +280,9 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     for path in audio_files_in(folder):
         text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:
-            if problem := next(filter(None, (_outside(file, folder, options) for file in (path, text, described))), ""):
-                raise ValueError(problem)
+            for file in (path, text, described):
+                if problem := _outside(file, folder, options):
+                    raise ValueError(problem)
             if text.is_file():
                 row: Row = {"caption": read_bytes(text).decode("utf-8-sig").splitlines()}
             elif described.is_file():

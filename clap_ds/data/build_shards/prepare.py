@@ -142,10 +142,8 @@ def run_prepare(options: Namespace) -> int:
     work = members, options.workers, preparation.described
     records, broken = shard_writer.write_shards(folder, tars.values(), *work)
     shard_writer.print_amount(options.kind, [*records.values()])
-    tokenizer = HUB_TOKENIZER
-    shards_folder = Path(next(iter(tars.values()))).parent
-    beside = shards_folder / "tokenizer"
-    if beside.is_dir() and not leads_outside(beside, shards_folder):
+    beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
+    if beside.is_dir() and not leads_outside(beside, beside.parent):
         outside = lambda at, names: [name for name in names if leads_outside(Path(at, name), beside)]  # noqa: E731
         tokenizer = str(shutil.copytree(beside, folder / beside.name, ignore=outside, dirs_exist_ok=True))
     shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
