@@ -18,7 +18,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
 from clap_ds.data.build_shards.caption_lists import read_entries, read_paths
-from clap_ds.data.shard_manifest import read_manifest
+from clap_ds.data.shard_manifest import describe_contents, read_manifest
 from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
@@ -52,6 +52,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_record,
     "run.json": lambda folder: load_run(folder / "run.json"),
     "manifest.json": lambda folder: read_manifest(str(folder)),
+    "initial.safetensors": lambda folder: describe_contents([str(folder / "initial.safetensors")]),
     "shard.tar": lambda folder: list(list_items(str(folder / "shard.tar"), print)),
     "tokenizer/tokenizer.json": lambda folder: load_tokenizer(str(folder / "tokenizer"), vocab_size=512),
     "step-00000001/manifest.json": newest_good,

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from braceexpand import braceexpand
 from pydantic import Field, TypeAdapter
 
 from clap_ds.config.errors import printable
-from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
+from clap_ds.config.files import MOST_BYTES, open_regular, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import AudioConfig, ClapConfig, Count
 from clap_ds.data.decoding import RESAMPLING_FILTER
 from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
@@ -110,7 +109,7 @@ def read_manifest(folder: str) -> ShardManifest:
     """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
     path = f"{folder}/{MANIFEST}"
     try:
-        content = parse_json(again(partial(_read_start, path, MOST_BYTES)) if is_remote(path) else read_bytes(path))
+        content = parse_json(_read_start(path, MOST_BYTES) if is_remote(path) else read_bytes(path))
         is_own = isinstance(content, dict) and "shards" in content  # else another program's
         return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
@@ -121,8 +120,13 @@ def read_manifest(folder: str) -> ShardManifest:
 
 
 def _read_start(path: str, size: int) -> bytes:
-    with fsspec.open(path, "rb", expand=False) as file:
-        return bytes(file.read(size))
+    """Read up to `size` bytes of a regular file or URL."""
+
+    def read() -> bytes:
+        with fsspec.open(path, "rb", expand=False) if is_remote(path) else open_regular(path) as file:
+            return bytes(file.read(size))
+
+    return again(read) if is_remote(path) else read()
 
 
 def describe_contents(paths: Sequence[str]) -> str:
@@ -132,7 +136,7 @@ def describe_contents(paths: Sequence[str]) -> str:
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
     for path in by_name[:FILES_READ]:
         try:
-            digest.update(again(partial(_read_start, path, BYTES_READ)))
+            digest.update(_read_start(path, BYTES_READ))
         except Exception as error:  # any error of the file system package
             raise ValueError(f"{path} can't be read: {error!r}") from None
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"
