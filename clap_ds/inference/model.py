@@ -56,7 +56,7 @@ class Clap:
         self.context_length = weights.longest_caption
         self.model = weights.build_for(device, dtype)
         if tokenizer is not None:
-            weights = replace(weights, tokenizer=tokenizer, carries_tokenizer=True)
+            weights = replace(weights, tokenizer=tokenizer, trusts_tokenizer=True)
         self._weights = replace(weights, state={})
 
     @cached_property

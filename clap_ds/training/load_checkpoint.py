@@ -160,8 +160,8 @@ def compare(
     found = differences(engine | manifest.engine, engine)
     others = [each for each in found if each.startswith("scheduler is")]
     to_accept = [each for each in found if each not in others]
-    is_carried = manifest.tokenizer == TOKENIZER
-    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text, is_carried=is_carried):
+    is_trusted = manifest.tokenizer == TOKENIZER
+    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text, is_trusted=is_trusted):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings and config:
         there, here = precision_of(manifest.settings), precision_of(config)
@@ -175,13 +175,13 @@ def compare(
     return to_accept, others
 
 
-def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig, *, is_carried: bool = True) -> str | None:
-    """Describe how two tokenizers differ; None if they don't, or if one is None. If the checkpoint
-    doesn't contain `theirs`, it may not name any place."""
+def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig, *, is_trusted: bool = True) -> str | None:
+    """Describe how two tokenizers differ; None if they don't, or if one is None. Unless `is_trusted`, `theirs`
+    is a name that a file of others states."""
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
-        if not is_carried:
+        if not is_trusted:
             check_recorded(theirs, "the checkpoint", "clap.data.tokenizer")
         other = load_tokenizer(ours, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         one = load_tokenizer(theirs, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)

@@ -42,17 +42,17 @@ class MismatchError(ValueError):
 @dataclass(frozen=True)
 class Checkpoint:
     """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption length and loss.
-    `path` is its origin; `reached` describes its step and `best_metric` value. `tokenizer` is a folder that it carries, or a
-    name that a file states."""
+    `path` is its origin; `reached` describes its step and `best_metric` value. `trusts_tokenizer` states whether
+    `tokenizer` is a folder inside it, or chosen by the user. A name that only a file states may not be any place."""
 
     config: ClapConfig
     state: State
     tokenizer: str | None = None
-    carries_tokenizer: bool = False
     context_length: int | None = None
     loss_kind: str = "softmax"
     path: str = ""
     reached: str = ""
+    trusts_tokenizer: bool = False
 
     @property
     def shown(self) -> str:
@@ -63,7 +63,7 @@ class Checkpoint:
         """Return its own tokenizer, or the one on the Hub for its text tower. Raises ValueError for a name that only users may
         choose."""
         name = self.tokenizer or self.config.text.hub_name or None
-        if name is None or self.carries_tokenizer:
+        if name is None or self.trusts_tokenizer:
             return name
         return check_recorded(name, self.path, "--tokenizer")
 
@@ -125,7 +125,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
         return found
     cut = files.read_object(tokenizer).get("model_max_length")  # used if below the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
-    return replace(found, tokenizer=str(folder), carries_tokenizer=True, context_length=tokens)
+    return replace(found, tokenizer=str(folder), trusts_tokenizer=True, context_length=tokens)
 
 
 def save_transformers(model: ContrastiveModel, folder: str | Path) -> None:

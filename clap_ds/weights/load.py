@@ -47,7 +47,8 @@ def load_weights(
         raise ValueError(f"{path}: NaN or infinity in {where}: use an earlier checkpoint")
     if config is not None:
         check_same_model(path, found.config, config)  # tensors alone would fit other numbers of attention heads
-        found = replace(found, config=config)
+        is_trusted = found.trusts_tokenizer or found.tokenizer in (None, config.text.hub_name)
+        found = replace(found, config=config, trusts_tokenizer=is_trusted)
     elif found.config.open_clip:
         check_recorded(found.config.name, path, "--preset")
     return replace(found, path=str(path))
@@ -64,7 +65,7 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
     if (path / OPEN_CLIP_WEIGHTS).exists():
         _, found = _read(path / OPEN_CLIP_WEIGHTS, config, best=best, raw=raw)
         if (path / "tokenizer_config.json").exists():
-            found = replace(found, tokenizer=str(path), carries_tokenizer=True)
+            found = replace(found, tokenizer=str(path), trusts_tokenizer=True)
         sizes = path / "open_clip_config.json"
         if sizes.exists():
             found = replace(found, context_length=flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length"))
@@ -101,7 +102,7 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     return replace(
         found,
         tokenizer=manifest.tokenizer_in(folder),
-        carries_tokenizer=manifest.tokenizer == TOKENIZER,
+        trusts_tokenizer=manifest.tokenizer == TOKENIZER,
         context_length=found.context_length if tokens is None else tokens,
         loss_kind=loss_kind if isinstance(loss_kind, str) else found.loss_kind,
         reached=reached,

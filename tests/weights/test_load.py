@@ -166,7 +166,9 @@ def test_a_file_names_no_place_of_its_choice(
     clap = clap_ds.load(found.path)  # which embeds audio
     with pytest.raises(ValueError, match="pass --tokenizer"):
         clap.embed_text("a dog")
-    assert "can't be compared" in str(tokenizer_problem(name, "roberta-base", MICRO.text, is_carried=False))
+    assert "can't be compared" in str(tokenizer_problem(name, "roberta-base", MICRO.text, is_trusted=False))
+    ours = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"hub_name": name})})
+    assert load_weights(checkpoint_of(model, tmp_path / "unnamed"), ours).tokenizer_name == name
     if name.startswith("open_clip:"):
         other = ClapModel(MICRO.model_copy(update={"name": name}))
         save_safetensors(other, tmp_path / "other.safetensors")
