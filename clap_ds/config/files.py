@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -36,7 +37,13 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 def leads_outside(path: Path, folder: Path) -> bool:
     """Return whether a path inside a folder of others leads out of it, by `..` or a link."""
-    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    target = Path(os.path.realpath(path)) if path.is_symlink() else _resolve(path.parent) / path.name
+    return not target.is_relative_to(_resolve(folder))
+
+
+@functools.cache  # a folder has many files
+def _resolve(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
 
 
 @contextlib.contextmanager

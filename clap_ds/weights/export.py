@@ -43,11 +43,9 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
 
     import transformers  # isort: skip  (after torchaudio_compat)
 
-    text = found.config.text
-    if tokenizer is None and found.tokenizer is None:
+    tokenizer, text = tokenizer or (found.tokenizer and found.tokenizer_name), found.config.text
+    if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
-    tokenizer = tokenizer or found.tokenizer_name
-    assert tokenizer is not None
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     length = found.longest_caption
     loaded.model_max_length = length  # what `truncation=True` keeps
