@@ -60,7 +60,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "clap.pt": lambda folder: load_weights(folder / "clap.pt"),
     "hf/config.json": lambda folder: load_weights(folder / "hf"),
     "local/open_clip_model.safetensors": lambda folder: load_weights(folder / "local"),
-    "local/open_clip_config.json": lambda folder: load_preset(f"open_clip:local-dir:{folder}/local"),
+    "preset.json": lambda folder: load_preset(str(folder / "preset.json")),
     "list.csv": lambda folder: read_entries(folder / "list.csv", BUILD),
     "list.json": lambda folder: read_paths(folder / "list.json"),
     "sounds/a.txt": lambda folder: build_from(folder / "sounds", "a.wav"),

@@ -187,7 +187,11 @@ class ClapConfig(Section):
 def load_preset(name: str) -> ClapConfig:
     """Load the sizes named by one of `PRESETS`. Raises ValueError with one line."""
     if name.startswith(PREFIX):
-        return parse_sizes(sizes_of_open_clip(name.removeprefix(PREFIX)), name)
+        try:
+            sizes = sizes_of_open_clip(name.removeprefix(PREFIX))
+        except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # fields of wrong types
+            raise ValueError(f"{name}: its configuration can't be read: {error!r}") from error
+        return parse_sizes(sizes, name, name)
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)

@@ -32,7 +32,8 @@ def sizes_of_open_clip(name: str) -> dict[str, Any]:
     audio, text, is_hf = theirs["audio_cfg"], theirs["text_cfg"], "hf_model_name" in theirs["text_cfg"]
     own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
     own["mel_bins"] = audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
-    while own["num_samples"] // own["hop_size"] >= own["image_size"] ** 2 // own["mel_bins"]:
+    most_frames = own["num_samples"] // own["hop_size"]
+    while own["image_size"] < 2**24 and most_frames >= own["image_size"] ** 2 // own["mel_bins"]:
         own["image_size"] *= 2  # or HTSAT's image could not hold the frames
     sizes["audio"] = own
     length, is_roberta = text.get("context_length", 77), "roberta" in text.get("hf_model_name", "")
