@@ -6,7 +6,6 @@ Fields missing in `summary.json` come from `config.json` and `environment.json`.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
-    found = files.read_object(file) if file.is_file() else {}
+    found = files.read_object(file, allow_nan=True) if file.is_file() else {}
     return mark_killed(path, current(found)) if name == "summary" else found
 
 
@@ -77,12 +76,14 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError):
         for text in files.read_lines(path):
             with contextlib.suppress(ValueError):
-                line = files.parse_json(text)
+                line = files.parse_json(text, allow_nan=True)
                 yield from [line] if isinstance(line, dict) else []
 
 
 def read_steps(path: Path, *phases: str, history: str | None = None) -> list[dict[str, Any]]:
-    """Return lines of these phases (`StepLine`) in the file `history` if it exists, else in `metrics.jsonl`."""
-    file = Path(history) if history and os.path.isfile(history) else path / "metrics.jsonl"
+    """Return lines of these phases (`StepLine`) in a `history.jsonl`, if there is one at this path, else in `metrics.jsonl`."""
+    file = Path(str(history))
+    if file.name != "history.jsonl" or not file.is_file():  # a summary of others could name any file
+        file = path / "metrics.jsonl"
     phases += tuple(old for old, name in FORMER_PHASES.items() if name in phases)
     return [line for line in json_lines(file) if line.get("phase") in phases and "step" in line]

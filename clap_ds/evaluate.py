@@ -127,6 +127,7 @@ def evaluate_checkpoint(
     expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
     with raise_on_all_ranks():
         checkpoint = load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)
+        tokenizer_name = settings.tokenizer or checkpoint.tokenizer_name
     if checkpoint.loss_kind not in LOSSES:
         lacks = f"trained with the loss {checkpoint.loss_kind!r}; this version has {', '.join(LOSSES)}"
         raise CollectiveUserError(f"{arguments.checkpoint}: {lacks}")
@@ -134,7 +135,7 @@ def evaluate_checkpoint(
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
+        tokenizer_name=tokenizer_name,
         context_length=said or checkpoint.longest_caption,
         micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or BATCH_SIZE,
         loss_kind=checkpoint.loss_kind,

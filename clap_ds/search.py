@@ -25,9 +25,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("expected either TEXT or --sound FILE")
     options.check_output(arguments.output)
     about, batches = read_table(arguments.table)
-    for name in ("tokenizer", "preset"):
-        setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
-    clap = options.load_model(arguments.model or about.model, arguments)  # imports torch
+    from clap_ds.weights.hub import check_recorded  # imports torch
+
+    for name in ("tokenizer", "preset", "model"):
+        recorded = getattr(about, name)
+        if recorded and not getattr(arguments, name):
+            if name != "model" or not Path(recorded).exists():
+                check_recorded(recorded, arguments.table, f"--{name}")
+            setattr(arguments, name, recorded)
+    clap = options.load_model(arguments.model, arguments)
     options.check_made_by(arguments.table, about, clap)
     pooling: Any = "center" if about.pooling == "center" else "mean"
     sound = arguments.sound

@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +14,17 @@ import pytest
 
 from clap_ds.analysis.read_run import read_record
 from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
-from clap_ds.data.shard_manifest import read_manifest
+from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
+from clap_ds.data.build_shards.caption_lists import read_entries, read_paths
+from clap_ds.data.shard_manifest import describe_contents, read_manifest
 from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
+from clap_ds.inference.vectors import read_table
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
 from clap_ds.training.remote_sync import RemoteFolder, try_target
@@ -33,14 +38,35 @@ BOMBS: dict[str, Callable[[Path], object]] = {
     "200 GB": lambda path: (path.touch(), os.truncate(path, 200 * 10**9)),
     "brackets": lambda path: path.write_text("[" * 10**6),
 }
+BUILD = Namespace(audio_column=None, caption_columns=None, multilabel_column=[], audio_root=None, follow_links=False)
+
+
+def build_from(folder: Path, other: str) -> None:
+    (folder / other).write_text("a caption")
+    (entry,) = read_entries(folder, BUILD)
+    identify_audio(9, entry)
+    list(members_of([(0, entry)], as_it_is, []))
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": read_record,
     "metrics.jsonl": read_record,
     "run.json": lambda folder: load_run(folder / "run.json"),
     "manifest.json": lambda folder: read_manifest(str(folder)),
+    "initial.safetensors": lambda folder: describe_contents([str(folder / "initial.safetensors")]),
     "shard.tar": lambda folder: list(list_items(str(folder / "shard.tar"), print)),
     "tokenizer/tokenizer.json": lambda folder: load_tokenizer(str(folder / "tokenizer"), vocab_size=512),
     "step-00000001/manifest.json": newest_good,
+    "vectors.parquet": lambda folder: read_table(folder / "vectors.parquet"),
+    "clap.pt": lambda folder: load_weights(folder / "clap.pt"),
+    "hf/config.json": lambda folder: load_weights(folder / "hf"),
+    "local/open_clip_model.safetensors": lambda folder: load_weights(folder / "local"),
+    "preset.json": lambda folder: load_preset(str(folder / "preset.json")),
+    "list.csv": lambda folder: read_entries(folder / "list.csv", BUILD),
+    "list.json": lambda folder: read_paths(folder / "list.json"),
+    "sounds/a.txt": lambda folder: build_from(folder / "sounds", "a.wav"),
+    "sounds/a.json": lambda folder: build_from(folder / "sounds", "a.wav"),
+    "sounds/a.wav": lambda folder: build_from(folder / "sounds", "a.txt"),
     "step-00000001/weights.safetensors": lambda folder: (newest_good(folder), load_weights(folder / "step-00000001")),
     "step-00000001/state.safetensors": lambda folder: RemoteFolder(str(folder)).download_newest(folder / "new", {}),
 }

@@ -29,6 +29,7 @@ UNION_TAGS = ("synthetic", "webdataset", "array", "integer", "number", "string")
 EXTRAS = {
     **dict.fromkeys(("soundfile", "webdataset", "braceexpand", "fsspec", "pynvml"), "train"), "s3fs": "s3", "gcsfs": "gcs",
     **dict.fromkeys(("matplotlib", "markdown_it", "pandas"), "analysis"), "pyarrow": "embed",
+    "open_clip": "open_clip",
 }  # fmt: skip
 """The extra that installs a package."""
 

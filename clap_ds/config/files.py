@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
+import math
 import os
 import shutil
 import stat
@@ -37,6 +39,17 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> Buff
     return os.fdopen(number, "rb")
 
 
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Return whether a path inside a folder of others leads out of it, by `..` or a link."""
+    target = Path(os.path.realpath(path)) if path.is_symlink() else _resolve(path.parent) / path.name
+    return not target.is_relative_to(_resolve(folder))
+
+
+@functools.cache  # a folder has many files
+def _resolve(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
+
+
 @contextlib.contextmanager
 def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a path to this regular file that stays valid if it is replaced, for libraries that take no open file."""
@@ -61,28 +74,47 @@ def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Ite
 
 
 def parse_json(
-    content: bytes | str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+    content: bytes | str,
+    pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
+    *,
+    allow_nan: bool = False,
 ) -> Any:
-    """Parse UTF-8 JSON. Raises ValueError if it is invalid or can't be encoded as UTF-8 again."""
+    """Parse UTF-8 JSON. Raises ValueError if it is invalid or can't be encoded as UTF-8 again, and for numbers no float can
+    hold. `allow_nan` accepts NaN and infinity, which Python's own writer produces."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+    finite = None if allow_nan else _parse_finite
     try:
-        found = json.loads(text, object_pairs_hook=pairs_hook)
+        value = json.loads(
+            text, object_pairs_hook=pairs_hook, parse_constant=finite, parse_float=finite, parse_int=_parse_int
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if "\\u" in text:  # half a surrogate pair raises ValueError
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _parse_finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"expected finite numbers, found {text[:40]}")
+    return number
+
+
+def _parse_int(text: str) -> int:
+    _parse_finite(text)
+    return int(text)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file. Raises OSError or ValueError."""
-    return parse_json(read_bytes(path))
+    """Read a JSON file of this project's, whose former versions wrote NaN. Raises OSError or ValueError."""
+    return parse_json(read_bytes(path), allow_nan=True)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
     """Read a JSON object. Raises UserError, with the place, if it is unreadable, no object, or repeats a field."""
     try:
-        content = parse_json(read_bytes(path), refuse_duplicates)
+        content = parse_json(read_bytes(path), refuse_duplicates, allow_nan=allow_nan)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except OSError as error:

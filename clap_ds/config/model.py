@@ -21,6 +21,9 @@ INT16_SCALE = 32768  # int16 value of full scale, as in libsndfile: 16-bit audio
 NARROWING = 4  # channel reduction factor of feature fusion's attention
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
+MOST = 2**53  # up to which every whole number is a float
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+"""A number of things, bytes or milliseconds in a file of others."""
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
 """Bounded because each layer is built: an untrusted configuration must not request millions."""
 Activation = Literal["relu", "gelu"]
@@ -184,7 +187,11 @@ class ClapConfig(Section):
 def load_preset(name: str) -> ClapConfig:
     """Load the sizes named by one of `PRESETS`. Raises ValueError with one line."""
     if name.startswith(PREFIX):
-        return parse_sizes(sizes_of_open_clip(name.removeprefix(PREFIX)), name)
+        try:
+            sizes = sizes_of_open_clip(name.removeprefix(PREFIX))
+        except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # fields of wrong types
+            raise ValueError(f"{name}: its configuration can't be read: {error!r}") from error
+        return parse_sizes(sizes, name, name)
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)

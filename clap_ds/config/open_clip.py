@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from clap_ds.config.errors import did_you_mean
+from clap_ds.config.errors import did_you_mean, first_line, how_to_install
 from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR
 
@@ -29,7 +32,8 @@ def sizes_of_open_clip(name: str) -> dict[str, Any]:
     audio, text, is_hf = theirs["audio_cfg"], theirs["text_cfg"], "hf_model_name" in theirs["text_cfg"]
     own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
     own["mel_bins"] = audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
-    while own["num_samples"] // own["hop_size"] >= own["image_size"] ** 2 // own["mel_bins"]:
+    most_frames = own["num_samples"] // own["hop_size"]
+    while own["image_size"] < 2**24 and most_frames >= own["image_size"] ** 2 // own["mel_bins"]:
         own["image_size"] *= 2  # or HTSAT's image could not hold the frames
     sizes["audio"] = own
     length, is_roberta = text.get("context_length", 77), "roberta" in text.get("hf_model_name", "")
@@ -66,3 +70,22 @@ def _config_of(name: str) -> dict[str, Any]:
     if "audio_cfg" not in found:
         raise ValueError(f"{PREFIX}{name} is no audio–text model")
     return found
+
+
+@contextmanager
+def open_clip_for(name: str) -> Iterator[Any]:
+    """Yield open_clip to load `name`, whose errors become ValueErrors. Code that models and tokenizers bring is never run.
+    Otherwise `transformers` would ask on standard input, and run it after "y". Import torchaudio_compat before."""
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    dynamic_module_utils.get_class_in_module = _refuse_code
+    dynamic_module_utils._raise_timeout_error = _refuse_code
+    try:
+        yield importlib.import_module("open_clip")
+    except Exception as error:  # open_clip and transformers raise various errors
+        raise ValueError(f"open_clip can't load {name!r}: {first_line(error)}{how_to_install(error)}") from error
+
+
+def _refuse_code(*place: object, **options: object) -> NoReturn:
+    raise ValueError("it brings code, which is never run")

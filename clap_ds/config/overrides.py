@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_object
+from clap_ds.config.files import parse_json, read_object
 from clap_ds.config.paths import find_config
 
 
@@ -46,8 +46,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     if not equals or not all(name.split(".")):
         raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
     try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
+        return name, parse_json(value)
+    except ValueError:
         return name, value
 
 
@@ -73,6 +73,6 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
     """Parse `a.b=1,2` to name and values, which may be JSON lists. Raises UserError without a name or `=`."""
     name, _ = parse_assignment(text)
     values = text.partition("=")[2]
-    with suppress(json.JSONDecodeError):
-        return name, json.loads(f"[{values}]")
+    with suppress(ValueError):
+        return name, parse_json(f"[{values}]")
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]

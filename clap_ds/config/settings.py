@@ -18,8 +18,8 @@ from clap_ds.config import schema
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
 from clap_ds.config.errors import UserError, did_you_mean, explain
-from clap_ds.config.files import read_object
-from clap_ds.config.model import ClapConfig, Section
+from clap_ds.config.files import flatten, read_object
+from clap_ds.config.model import MOST, ClapConfig, Section
 from clap_ds.config.overrides import find_field, locate, with_assignments
 from clap_ds.config.paths import find_config
 from clap_ds.config.schema import NonNegativeInt, SyntheticData
@@ -139,9 +139,13 @@ def load_run(path: str | Path, world_size: int | None = None, assignments: Seque
         assignments: `NAME=VALUE` of fields to change, from `--set`.
     """
     path = find_config(Path(path))
-    content = with_assignments(read_object(path), assignments)
+    content = with_assignments(read_object(path, allow_nan=True), assignments)
     clap = ClapSettings()
-    problems: list[str] = []
+    problems = [
+        f"{name}: expected at most {MOST:,}, found {value}"
+        for name, value in flatten(content).items()
+        if isinstance(value, int) and abs(value) > MOST
+    ]
     model = make_run_model(find_kind(content.get("optimizer")), find_kind(content.get("scheduler")))
     try:
         checked: Any = model.model_validate(content)

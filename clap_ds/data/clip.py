@@ -60,7 +60,7 @@ def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]
 def values_by_name(members: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return what an item has of the names of `key` and of the captions' `CAPTION_KEY`, in this order."""
     try:
-        content = parse_json(members.get("json", b"0"))
+        content = parse_json(members.get("json", b"0"), allow_nan=True)
         fields = content if isinstance(content, dict) else {}
         if "txt" in members:
             fields["txt"] = members["txt"].decode("utf-8-sig")

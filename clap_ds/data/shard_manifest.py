@@ -9,16 +9,15 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from braceexpand import braceexpand
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from clap_ds.config.errors import printable
-from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
-from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.config.files import MOST_BYTES, open_regular, parse_json, read_bytes, write_atomically
+from clap_ds.config.model import AudioConfig, ClapConfig, Count
 from clap_ds.data.decoding import RESAMPLING_FILTER
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
@@ -34,9 +33,9 @@ BYTES_READ = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    items: int
-    bytes: int
-    seconds: float  # of audio
+    items: Count
+    bytes: Count
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]  # of audio
     sha256: str  # of the whole file, in hex
 
 
@@ -70,9 +69,13 @@ def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
     if not names:
         raise ValueError(f"{field}: expected at least one tar file, found an empty list")
     for name in names:
-        if not (is_remote(name) or Path(name).is_file()):
-            what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
-            raise ValueError(f"{field}: {name} {what} (working folder: {Path.cwd()})")
+        path = Path(name)
+        if is_remote(name) or path.is_file():
+            continue
+        problem = "is not a regular file" if path.exists() else "does not exist"
+        if path.is_dir():
+            problem = "is a folder; expected its tars, as in 'folder/*.tar'"
+        raise ValueError(f"{field}: {name} {problem} (working folder: {Path.cwd()})")
     return names
 
 
@@ -105,7 +108,7 @@ def read_manifest(folder: str) -> ShardManifest:
     """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
     path = f"{folder}/{MANIFEST}"
     try:
-        content = parse_json(again(partial(_read_start, path, MOST_BYTES)) if is_remote(path) else read_bytes(path))
+        content = parse_json(_read_start(path, MOST_BYTES) if is_remote(path) else read_bytes(path))
         is_own = isinstance(content, dict) and "shards" in content  # else another program's
         return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
@@ -115,8 +118,12 @@ def read_manifest(folder: str) -> ShardManifest:
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
-def _read_start(url: str, size: int) -> bytes:
-    return RemoteFiles(url).read_start("", size)
+def _read_start(path: str, size: int) -> bytes:
+    """Read up to `size` bytes of a regular file or URL."""
+    if is_remote(path):
+        return again(lambda: RemoteFiles(path).read_start("", size))
+    with open_regular(path) as file:
+        return file.read(size)
 
 
 def describe_contents(paths: Sequence[str]) -> str:
@@ -126,7 +133,7 @@ def describe_contents(paths: Sequence[str]) -> str:
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
     for path in by_name[:FILES_READ]:
         try:
-            digest.update(again(partial(_read_start, path, BYTES_READ)))
+            digest.update(_read_start(path, BYTES_READ))
         except Exception as error:  # any error of the file system package
             raise ValueError(f"{path} can't be read: {error!r}") from None
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -53,11 +54,18 @@ class Clap:
         self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
         self.context_length = weights.longest_caption
-        self.model, self._tokenizer_name = weights.build_for(device, dtype), tokenizer or weights.tokenizer_name
+        self.model = weights.build_for(device, dtype)
+        if tokenizer is not None:
+            weights = replace(weights, tokenizer=tokenizer, trusts_tokenizer=True)
+        self._weights = replace(weights, state={})
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return tokenizer_of(self._tokenizer_name, self.config.text, "tokenizer")
+
+    @property
+    def _tokenizer_name(self) -> str | None:
+        return self._weights.tokenizer_name
 
     def embed_audio(
         self,

@@ -97,7 +97,7 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
 
 
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
-    if about.fingerprint != clap.fingerprint:
+    if (about.fingerprint, about.dim) != (clap.fingerprint, clap.dim):
         raise UserError(f"{table} is from another model, {about.model}; {clap.source} has different weights")
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import PositiveInt, TypeAdapter
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import pinned
 
 if TYPE_CHECKING:
     from clap_ds.inference.model import EmbeddingRow
@@ -54,14 +55,20 @@ def check_suffix(path: Path) -> None:
         raise UserError(f"{path}: requires a name ending in {PARQUET}, and pyarrow: pip install 'clap-ds[embed]'")
 
 
+def _schema(about: About) -> Any:
+    import pyarrow
+
+    text, seconds, vector = pyarrow.string(), pyarrow.float64(), pyarrow.list_(pyarrow.float32(), about.dim)
+    fields = [("file", text), ("start_s", seconds), ("end_s", seconds), ("error", text), ("vector", vector)]
+    return pyarrow.schema(fields, metadata={METADATA: json.dumps(asdict(about))})
+
+
 def write_table(file: BinaryIO, about: About, rows: Iterable[EmbeddingRow]) -> tuple[int, list[tuple[str, str]]]:
     """Write a model's rows. Return their number, and the unusable files with reasons."""
     import pyarrow
     import pyarrow.parquet
 
-    text, seconds, vector = pyarrow.string(), pyarrow.float64(), pyarrow.list_(pyarrow.float32(), about.dim)
-    fields = [("file", text), ("start_s", seconds), ("end_s", seconds), ("error", text), ("vector", vector)]
-    schema = pyarrow.schema(fields, metadata={METADATA: json.dumps(asdict(about))})
+    schema = _schema(about)
     rest, num_rows, left_out = iter(rows), 0, list[tuple[str, str]]()
     none = np.full(about.dim, np.nan, np.float32)
     with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=["file", "error"]) as writer:
@@ -81,8 +88,11 @@ def read_table(path: Path) -> tuple[About, Iterator[Any]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+        with pinned(path) as opened:
+            table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False)
         about = TypeAdapter(About).validate_json((table.schema_arrow.metadata or {}).get(METADATA, b""))
+        if not table.schema_arrow.equals(_schema(about)):
+            raise ValueError(f"its columns are {', '.join(table.schema_arrow.names)}, or have other types")
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
         raise ValueError(f"{path}: expected a table of clap-ds embed: {error}") from None
     return about, table.iter_batches(ROWS)
@@ -92,6 +102,8 @@ def nearest(batches: Iterable[Any], query: NDArray[np.float32], top: int) -> lis
     """Return the `top` rows with the highest cosines (`score`) to a query, (dim,) of length 1. Stable; skips unusable files."""
     best: list[dict[str, Any]] = []
     for batch in batches:
+        if any(column.null_count for column in batch.columns):
+            raise ValueError("a table of vectors contains empty cells")
         scores = batch.column("vector").flatten().to_numpy(False).reshape(-1, len(query)) @ query
         order = np.argsort(-scores, kind="stable")[: min(top, np.isfinite(scores).sum())]  # NaN is last
         rows = batch.drop_columns(["vector"]).take(order).to_pylist()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig
+from clap_ds.config.open_clip import open_clip_for
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.mel import LogMel, full_scale
 from clap_ds.model.packed import Packing
@@ -48,12 +49,10 @@ class OpenClipModel(ContrastiveModel):
         **_: Any,
     ) -> None:
         super().__init__()
-        import open_clip
-
         initial = {"init_logit_bias": -10.0, "init_logit_scale": torch.tensor(10.0).log().item()} if learns_bias else {}
-        theirs = open_clip.create_model(
-            config.open_clip, pretrained_text=pretrained_text, nonscalar_logit_scale=True, output_dict=False, **initial
-        )
+        options = {"pretrained_text": pretrained_text, "nonscalar_logit_scale": True, "output_dict": False, **initial}
+        with open_clip_for(config.name) as open_clip:
+            theirs = open_clip.create_model(config.open_clip, **options)
         self.config, self.audio, self.text = config, theirs.audio, theirs.text
         self.audio_projection, self.text_projection = Normalize(), Normalize()
         self.logit_scale, self.logit_bias = theirs.logit_scale, theirs.logit_bias

@@ -42,7 +42,7 @@ class JsonlWriter:
         with warn_on_disk_full(self._path), suppress(FileNotFoundError):
             for line in read_lines(self._path):
                 with suppress(ValueError, KeyError):
-                    found = parse_json(line)
+                    found = parse_json(line, allow_nan=True)
                     train_s = max(train_s, found.get("train_s", 0.0))
                     kept += [f"{line.decode()}\n"] * (found["step"] <= step)
             write_atomically(self._path, "".join(kept))

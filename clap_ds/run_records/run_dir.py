@@ -115,7 +115,7 @@ def mark_killed(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
     environment = path / "environment.json"
     if summary.get("state") != "running" or not environment.is_file():
         return summary
-    process = read_object(environment).get("process")
+    process = read_object(environment, allow_nan=True).get("process")
     if not isinstance(process, dict):  # an older record
         process = {}
     is_killed = has_ended(process)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from clap_ds.config.errors import some
 from clap_ds.config.files import read_bytes
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import MOST, ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data.shard_io import is_remote
@@ -241,7 +241,8 @@ class Checkpointer:
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
                 copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
-                serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self.tokenizer
+                serial = max(int(time.time() * 1000), min(newest + 1, MOST))
+                tokenizer = TOKENIZER if copies else self.tokenizer
                 manifest = manifest(serial=serial, tokenizer=tokenizer, files=records | copies)
                 write_file(draft / MANIFEST, manifest.to_json().encode())
             path = self.path / draft.name

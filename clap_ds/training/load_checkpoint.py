@@ -19,7 +19,8 @@ from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.training.train_state import TrainState
-from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, newest_good, read_all, warn
+from clap_ds.weights.checkpoint_files import RAW, STATE, TOKENIZER, WEIGHTS, Manifest, newest_good, read_all, warn
+from clap_ds.weights.hub import check_recorded
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_state_file
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -133,9 +134,9 @@ def restore(
     progress = TrainState.from_json(read_bytes(folder / PROGRESS))
     engine.steps = progress.step
     if engine.average is not None:
-        engine.average.load(load_weights(folder / WEIGHTS).state)
+        engine.average.load(load_weights(folder / WEIGHTS, engine.model.config).state)
     if to_accept:
-        weights = load_weights(folder / (RAW if (folder / RAW).exists() else WEIGHTS))
+        weights = load_weights(folder / (RAW if (folder / RAW).exists() else WEIGHTS), engine.model.config)
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = read_state_file(folder / STATE)
@@ -159,7 +160,8 @@ def compare(
     found = differences(engine | manifest.engine, engine)
     others = [each for each in found if each.startswith("scheduler is")]
     to_accept = [each for each in found if each not in others]
-    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
+    is_trusted = manifest.tokenizer == TOKENIZER
+    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text, is_trusted=is_trusted):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings and config:
         there, here = precision_of(manifest.settings), precision_of(config)
@@ -173,11 +175,14 @@ def compare(
     return to_accept, others
 
 
-def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) -> str | None:
-    """Describe how two tokenizers differ; None if they don't, or if one is None."""
+def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig, *, is_trusted: bool = True) -> str | None:
+    """Describe how two tokenizers differ; None if they don't, or if one is None. Unless `is_trusted`, `theirs`
+    is a name that a file of others states."""
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
+        if not is_trusted:
+            check_recorded(theirs, "the checkpoint", "clap.data.tokenizer")
         other = load_tokenizer(ours, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         one = load_tokenizer(theirs, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     except ValueError as error:

@@ -25,7 +25,8 @@ def load_pretrained(
     try:
         weights = load_weights(path, model.config)
         weights.load_into(model)
-        problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text)
+        is_trusted = weights.trusts_tokenizer
+        problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text, is_trusted=is_trusted)
         if problem and not options.resume_weights_only:
             raise ValueError(f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}")
     except ValueError as error:

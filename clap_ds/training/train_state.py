@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
+from clap_ds.config.model import Count
 from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
 
 HISTORY = "history.jsonl"
@@ -30,8 +31,8 @@ class TrainState:
         saved_step: step of the last checkpoint; not part of the saved state.
     """
 
-    step: int = 0
-    samples: int = 0
+    step: Count = 0
+    samples: Count = 0
     epoch: float | None = None
     data: list[dict[str, Any]] = field(default_factory=list)
     train_s: float = 0.0
@@ -65,9 +66,13 @@ class TrainState:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
+        """Parse `to_json`'s text. Raises ValueError."""
         content = parse_json(text)
-        content["saved_step"] = content["step"]
-        return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
+        try:
+            content["saved_step"] = content["step"]
+            return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"a checkpoint's progress can't be read: {error!r}") from error
 
 
 @dataclass(frozen=True)

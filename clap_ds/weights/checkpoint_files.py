@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from clap_ds.config.errors import printable
 from clap_ds.config.files import RefusedFileError, drafted, open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import score
+from clap_ds.config.model import Count
 from clap_ds.config.schema import CheckpointSettings
 
 MANIFEST = "manifest.json"
@@ -49,7 +50,7 @@ class DamagedError(ValueError):
 class FileRecord:
     """Hold the size in bytes and the BLAKE2b-128 of a file."""
 
-    bytes: int
+    bytes: Count
     hash: str
 
 
@@ -67,8 +68,8 @@ class Manifest:
         best_metric: evaluation metric that selects the run's best checkpoint.
     """
 
-    serial: int
-    step: int
+    serial: Count
+    step: Count
     model: dict[str, Any]
     engine: dict[str, Any]
     tokenizer: str | None
@@ -186,7 +187,7 @@ def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged:
                 manifests[name] = read(name)
         except (DamagedError, RefusedFileError) as error:
             damaged[name] = str(error)
-    return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
+    return dict(sorted(manifests.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True))
 
 
 def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:

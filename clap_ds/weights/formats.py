@@ -20,6 +20,7 @@ from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import torch_kernels
+from clap_ds.weights.hub import check_recorded
 from clap_ds.weights.key_mapping import State, from_names, to_names, transformers_names
 
 METADATA_KEY = "clap_ds.config"
@@ -41,7 +42,8 @@ class MismatchError(ValueError):
 @dataclass(frozen=True)
 class Checkpoint:
     """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption length and loss.
-    `path` is its origin; `reached` describes its step and `best_metric` value."""
+    `path` is its origin; `reached` describes its step and `best_metric` value. `trusts_tokenizer` states whether
+    `tokenizer` is a folder inside it, or chosen by the user. A name that only a file states may not be any place."""
 
     config: ClapConfig
     state: State
@@ -50,6 +52,7 @@ class Checkpoint:
     loss_kind: str = "softmax"
     path: str = ""
     reached: str = ""
+    trusts_tokenizer: bool = False
 
     @property
     def shown(self) -> str:
@@ -57,13 +60,20 @@ class Checkpoint:
 
     @property
     def tokenizer_name(self) -> str | None:
-        """Return its own tokenizer, or the one on the Hub for its text tower."""
-        return self.tokenizer or self.config.text.hub_name or None
+        """Return its own tokenizer, or the one on the Hub for its text tower. Raises ValueError for a name that only users may
+        choose."""
+        name = self.tokenizer or self.config.text.hub_name or None
+        if name is None or self.trusts_tokenizer:
+            return name
+        return check_recorded(name, self.path, "--tokenizer")
 
     @property
     def longest_caption(self) -> int:
         """Return the tokens to which every use of the model truncates captions: training's, or LAION's if unknown."""
-        return min(self.context_length or CONTEXT_LENGTH, self.config.text.max_tokens)
+        tokens = self.context_length
+        if not isinstance(tokens, int) or tokens < 2:  # files state it, maybe wrongly
+            tokens = CONTEXT_LENGTH
+        return min(tokens, self.config.text.max_tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -115,7 +125,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
         return found
     cut = files.read_object(tokenizer).get("model_max_length")  # used if below the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
-    return replace(found, tokenizer=str(folder), context_length=tokens)
+    return replace(found, tokenizer=str(folder), trusts_tokenizer=True, context_length=tokens)
 
 
 def save_transformers(model: ContrastiveModel, folder: str | Path) -> None:

@@ -17,6 +17,8 @@ from huggingface_hub import constants, get_session
 from clap_ds.config.clap_json import TEXT
 from clap_ds.config.errors import first_line
 from clap_ds.config.model import TextConfig
+from clap_ds.config.model_names import preset_names
+from clap_ds.config.open_clip import PREFIX
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
 if TYPE_CHECKING:
@@ -32,6 +34,17 @@ OFFLINE = (
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 T = TypeVar("T")
+BUILT_IN = ("FacebookAI/roberta-base", "roberta-base", *preset_names())
+
+
+def check_recorded(name: str, where: object, option: str) -> str:
+    """Return the name of a tokenizer or model that a file of others states. Raises ValueError, with the option that accepts any
+    name, unless it is built in, one of open_clip's own models, or a Hub name that this host's cache has."""
+    cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    is_cached = HUB_NAME.fullmatch(name) and cached.is_dir()
+    if name in BUILT_IN or is_cached or re.fullmatch(PREFIX + r"[\w.-]+", name):
+        return name
+    raise ValueError(f"{where} names {name!r}, which could be any place: if you trust it, pass {option} {name}")
 
 
 def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str) -> T:

@@ -8,7 +8,8 @@ from typing import Any
 from clap_ds.config.errors import some
 from clap_ds.config.files import flatten, read_object
 from clap_ds.config.model import ClapConfig
-from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
+from clap_ds.config.overrides import find_field
+from clap_ds.weights.checkpoint_files import MANIFEST, RAW, TOKENIZER, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import (
     METADATA_KEY,
     Checkpoint,
@@ -16,6 +17,7 @@ from clap_ds.weights.formats import (
     load_transformers,
     read_safetensors,
 )
+from clap_ds.weights.hub import check_recorded, load_by_name
 from clap_ds.weights.open_clip import WEIGHTS as OPEN_CLIP_WEIGHTS
 from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
@@ -45,7 +47,10 @@ def load_weights(
         raise ValueError(f"{path}: NaN or infinity in {where}: use an earlier checkpoint")
     if config is not None:
         check_same_model(path, found.config, config)  # tensors alone would fit other numbers of attention heads
-        found = replace(found, config=config)
+        is_trusted = found.trusts_tokenizer or found.tokenizer in (None, config.text.hub_name)
+        found = replace(found, config=config, trusts_tokenizer=is_trusted)
+    elif found.config.open_clip:
+        check_recorded(found.config.name, path, "--preset")
     return replace(found, path=str(path))
 
 
@@ -60,7 +65,7 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
     if (path / OPEN_CLIP_WEIGHTS).exists():
         _, found = _read(path / OPEN_CLIP_WEIGHTS, config, best=best, raw=raw)
         if (path / "tokenizer_config.json").exists():
-            found = replace(found, tokenizer=str(path))
+            found = replace(found, tokenizer=str(path), trusts_tokenizer=True)
         sizes = path / "open_clip_config.json"
         if sizes.exists():
             found = replace(found, context_length=flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length"))
@@ -70,8 +75,6 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
         return path, _read(file, config, best=best, raw=raw)[1]
     if not path.exists() and len(path.parts) == 2 and path.suffix not in _FILES:
-        from clap_ds.weights.hub import load_by_name
-
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
     raise ValueError(f"{path}: {what} a folder or a file ({', '.join(_FILES)})")
@@ -91,13 +94,19 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     if not (folder / MANIFEST).exists():
         return found
     manifest = Manifest.read(folder)
-    clap: dict[str, Any] = manifest.settings.get("clap", {})
-    kind = clap.get("loss", {}).get("kind", found.loss_kind)
+    loss_kind = find_field(manifest.settings, "clap.loss.kind")
+    tokens = find_field(manifest.settings, "clap.context_length")
     value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_metric} {value:.4g}")
     reached += ", moving average of the weights" * (RAW in manifest.files and path.name == WEIGHTS)
-    tokens, tokenizer = clap.get("context_length", found.context_length), manifest.tokenizer_in(folder)
-    return replace(found, tokenizer=tokenizer, context_length=tokens, loss_kind=kind, reached=reached)
+    return replace(
+        found,
+        tokenizer=manifest.tokenizer_in(folder),
+        trusts_tokenizer=manifest.tokenizer == TOKENIZER,
+        context_length=found.context_length if tokens is None else tokens,
+        loss_kind=loss_kind if isinstance(loss_kind, str) else found.loss_kind,
+        reached=reached,
+    )
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:

@@ -4,6 +4,7 @@ No code in a pickle is run. torch's restricted reader supports neither pickle pr
 published files contain. The unpickler here creates only tensors, and skips such numbers.
 """
 
+import io
 import pickle
 import types
 import warnings
@@ -65,6 +66,15 @@ class _TensorsOnly(pickle.Unpickler):
         )
 
 
+class _NoTorchScript(io.BufferedReader):
+    """A file that torch.jit.load can't read whole, even if it becomes a TorchScript archive while it is read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            raise pickle.UnpicklingError("it is a TorchScript archive, which contains code")
+        return super().read(size)
+
+
 _tensors_only: Any = types.ModuleType("tensors_only", "The pickle module interface that torch.load needs.")
 _tensors_only.Unpickler = _TensorsOnly
 _tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load()
@@ -120,6 +130,7 @@ def _find_state_dict(content: Any, nesting: int = 4) -> dict[str, Tensor] | None
     """Return a file's tensors by name: those in a usual container, else in the only dict of tensors. None if there is none."""
     if nesting == 0 or not isinstance(content, dict):
         return None
+    content = dict(dict.items(content))  # a pickle may have given it other attributes
     for key in _CONTAINERS:
         if state := _find_state_dict(content.get(key), nesting - 1):
             return state
@@ -170,4 +181,5 @@ def _load(path: str) -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # this rules out TorchScript archives, which would be run
-            return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_tensors_only)
+            with _NoTorchScript(io.FileIO(path)) as file:
+                return torch.load(file, map_location="cpu", weights_only=False, pickle_module=_tensors_only)

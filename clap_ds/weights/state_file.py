@@ -58,7 +58,7 @@ def read_state_file(path: Path) -> Any:
     """Read the state given to `to_state_file`. Raises ValueError for an invalid file."""
     try:
         with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
-            return _restored(parse_json((file.metadata() or {})[KEY]), file.get_tensor)
+            return _restored(parse_json((file.metadata() or {})[KEY], allow_nan=True), file.get_tensor)
     except (OSError, LookupError, TypeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as a state: {error}") from error
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import PAD_TOKEN_ID
-from clap_ds.config.open_clip import PREFIX
+from clap_ds.config.open_clip import PREFIX, open_clip_for
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which is imported where used: it takes seconds)
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class OpenClipTokenizer:
     """The tokenizer of a model of open_clip, with the part of a `transformers` tokenizer's interface that is used here."""
 
     def __init__(self, name: str) -> None:
-        import open_clip
-
-        self.name_or_path, self._tokenizer = name, open_clip.get_tokenizer(name.removeprefix(PREFIX))
+        self.name_or_path = name
+        with open_clip_for(name) as open_clip:
+            self._tokenizer = open_clip.get_tokenizer(name.removeprefix(PREFIX))
         self.pad_token_id = getattr(self._tokenizer, "pad_token_id", None) or 0
 
     def __call__(self, captions: list[str], max_length: int | None = None, **_: Any) -> dict[str, list[list[int]]]:

@@ -130,3 +130,10 @@ def test_a_record_that_is_not_of_its_schema_is_refused(
         write(record / "summary.json", '{"state": "compl')
     with pytest.raises(UserError, match=message):
         read_record(record)
+
+
+def test_a_summary_names_no_file_but_a_history(record: Path) -> None:
+    line = json.dumps({"phase": "timed", "step": 7, "loss": float("nan")})
+    for name, expected in (("history.jsonl", 1), ("private.jsonl", len(read_steps(record, "timed")))):
+        write(record.parent / name, line)
+        assert len(read_steps(record, "timed", history=str(record.parent / name))) == expected

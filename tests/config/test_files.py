@@ -42,8 +42,25 @@ def test_only_regular_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
         read_bytes(small, most=28)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, '"\\ud800"', '{"\\uDFFF": 1}', b"\xff\xfe1\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "9" * 5000,
+        "9" * 400,
+        "-1e999",
+        "[NaN]",
+        "Infinity",
+        '"\\ud800"',
+        '{"\\uDFFF": 1}',
+        b"\xff\xfe1\x00",
+    ],
+)
 def test_json_that_could_not_be_written_again_is_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (each of its own words)
         parse_json(text)
     assert parse_json('\ufeff["\\ud83d\\ude00"]'.encode()) == ["\N{GRINNING FACE}"]
+
+
+def test_nan_of_former_versions_is_read_where_it_may_be() -> None:
+    assert str(parse_json("[NaN, 1e999, -Infinity, 2]", allow_nan=True)) == "[nan, inf, -inf, 2]"

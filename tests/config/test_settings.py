@@ -62,6 +62,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"context_length": 4}, r"context_length: no such field; did you mean 'clap\.context_length'\?"),
+    ({"steps_per_print": 10**30}, r"steps_per_print: expected at most 9,007,199,254,740,992, found 10+"),
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r'torch_autocast\.dtype: expected "bfloat16"'),

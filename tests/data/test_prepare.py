@@ -82,6 +82,15 @@ def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
     assert (manifest.shards["a.tar"].items, manifest.shards["a.tar"].seconds) == (6, pytest.approx(3.8))
 
 
+def test_a_tokenizer_beside_shards_is_copied_without_what_leads_outside(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "a.tar", members({"short": CLIPS["short"]}))
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer" / "merges.txt").symlink_to(shard)
+    assert run(shard, tmp_path / "wav", "--kind", "waveform") == 0
+    assert [path.name for path in (tmp_path / "wav" / "tokenizer").iterdir()] == ["tokenizer.json"]
+
+
 def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
     """Standard WAV files of the clips' length that give the same features as the clips."""
     clips = {**CLIPS, "long": wav(sound(2.5, 44100, 2), 44100, "PCM_16")}

@@ -1,5 +1,7 @@
+import os
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,28 @@ def test_shards_that_are_not_there(
         expand_sources(shards)
     assert "secret" not in str(error.value)
     check_url("memory://container@account/a.tar")  # no credentials
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *product(("items", "bytes", "seconds"), ("-5", "true", '"3"', "NaN", "1e999")),
+        ("items", "1.0"),
+        ("items", "1" + "0" * 16),
+    ],
+)
+def test_a_manifest_with_an_impossible_number_is_refused(tmp_path: Path, field: str, value: str) -> None:
+    known = '"items": 1, "bytes": 2, "seconds": 0.5, "sha256": ""'
+    record = re.sub(rf'"{field}": [^,]*', f'"{field}": {value}', known)
+    (tmp_path / "manifest.json").write_text(f'{{"shards": {{"a.tar": {{{record}}}}}}}')
+    with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
+        read_manifest(str(tmp_path))
+
+
+def test_a_pipe_among_shards_is_named_as_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.tar")
+    with pytest.raises(ValueError, match=r"a\.tar is not a regular file"):
+        shard_manifest.expand_shards(str(tmp_path / "*.tar"))
 
 
 def test_samples_of(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import csv
 import io
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import clap_ds
 from clap_ds import classify, embed, search
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
-from clap_ds.inference.vectors import About, write_table
+from clap_ds.inference.vectors import About, read_table, write_table
 from clap_ds.inference.windows import EmbeddingRow
 from clap_ds.model.clap import ClapModel
 from tests import processes
@@ -87,6 +88,15 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
         assert message in capsys.readouterr().err
     (made / "run").rename(made / "moved")
     search.main(["v.parquet", "dog", "--model", "moved"])
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer", "preset"])
+def test_a_table_names_no_place_of_its_choice(made: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    about, _ = read_table(Path("v.parquet"))
+    with Path("theirs.parquet").open("wb") as file:
+        write_table(file, replace(about, **{name: "open_clip:hf-hub:some/one"}), [])
+    assert exit_code_of(lambda: search.main(["theirs.parquet", "dog"])) == 2
+    assert f"pass --{name} open_clip:hf-hub:some/one" in capsys.readouterr().err
 
 
 def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

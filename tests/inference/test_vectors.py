@@ -56,6 +56,17 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             read_table(path)
 
 
+@pytest.mark.parametrize("column", ["start_s", "vector"])
+def test_columns_of_other_types_and_empty_cells_are_refused(tmp_path: Path, column: str) -> None:
+    table = pyarrow.parquet.read_table(write(tmp_path / "vectors.parquet", 9))
+    index = table.schema.get_field_index(column)
+    for values in (pyarrow.array(["x"] * 9), pyarrow.nulls(9, table.schema.field(column).type)):
+        changed = table.set_column(index, column, values)
+        pyarrow.parquet.write_table(changed, tmp_path / "theirs.parquet")
+        with pytest.raises(ValueError, match=r"columns|empty cells"):
+            nearest(read_table(tmp_path / "theirs.parquet")[1], np.ones(4, np.float32), 3)
+
+
 def test_the_nearest_are_those_of_all_rows_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, path = np.array([0.5, -0.5, 0.5, 0.5], np.float32), write(tmp_path / "vectors.parquet", 100)
     scored = [(row, float(row.vector @ query)) for row in rows(100) if row.vector is not None]

@@ -2,10 +2,13 @@
 
 `benchmarks/open_clip_training.py` compares losses with open_clip's own loop."""
 
+import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +100,61 @@ def test_the_needed_version_is_the_same_in_message_docs_and_extra(
         text = (ROOT / "docs" / page).read_text()
         assert REQUIREMENT.partition(" @ ")[2] in text, page
         assert VERSION in text, page
+
+
+NAFLEX = fake_open_clip.CONFIGS["fake-naflex"]
+EVIL = """
+import pathlib, transformers
+pathlib.Path(__file__).with_name("ran").touch()
+class Evil(transformers.PreTrainedTokenizerFast): ...
+"""
+
+
+@pytest.mark.parametrize("options", ["", ", trust_remote_code=True"])
+def test_code_of_a_tokenizer_is_not_run_even_after_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "evil.py").write_text(EVIL.replace("__file__", repr(str(folder / "evil.py"))))
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map}))
+    loads = f"lambda name: __import__('transformers').AutoTokenizer.from_pretrained(name[10:]{options})"
+    package = tmp_path / "site" / "open_clip" / "__init__.py"
+    package.write_text(f"get_tokenizer = {loads}")
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    with pytest.raises(ValueError, match="code, which is never run"):
+        load_tokenizer(f"open_clip:local-dir:{folder}", vocab_size=9)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"audio_cfg": 3},
+        {"audio_cfg": NAFLEX | {"mel_bins": -1}},
+        {"text_cfg": []},
+        {"audio_cfg": NAFLEX | {"hop_size": 0}},
+    ],
+)
+def test_sizes_of_others_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    sizes = {"embed_dim": 8, "audio_cfg": NAFLEX, "text_cfg": {}} | changes
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes}))
+    with pytest.raises(ValueError, match="open_clip:local-dir"):
+        load_preset(f"open_clip:local-dir:{tmp_path}")
+
+
+def test_a_pipe_as_configuration_is_a_message(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "open_clip_config.json")
+    with pytest.raises(ValueError, match="regular file"):
+        load_preset(f"open_clip:local-dir:{tmp_path}")
+
+
+def test_a_missing_open_clip_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ValueError, match=r"pip install 'clap-ds\[open_clip\]'"):
+        load_tokenizer("open_clip:CLAP-HTSAT-tiny", vocab_size=9)
 
 
 def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dict[str, float]]:

@@ -81,3 +81,9 @@ def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
     assert (state.time_to(wanted), state.time_to({}), state.time_to({"top1": 0.5})) == (4.0, None, None)
     assert state.reached(wanted) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"
     assert state.reached({}) is None
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"step": -1}', '{"step": 1e999}'])
+def test_a_progress_of_others_that_makes_no_sense_is_a_message(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (each of its own words)
+        TrainState.from_json(text)

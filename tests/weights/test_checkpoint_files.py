@@ -3,11 +3,14 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clap_ds.config.model import MOST
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.checkpoint_files import DamagedError, Manifest
@@ -119,3 +122,20 @@ def test_a_manifest_names_a_checkpoints_own_files_alone(tmp_path: Path, name: st
     manifest.files[name] = manifest.files["weights.safetensors"]
     with pytest.raises(DamagedError, match="isn't a checkpoint file"):
         Manifest.from_json(manifest.to_json(), "there")
+
+
+@pytest.mark.parametrize(
+    "change", [{"serial": -1}, {"serial": 10**4299}, {"step": True}, {"step": 1.0}, {"serial": 2**53 + 1}]
+)
+def test_a_manifest_with_an_impossible_number_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    manifest = replace(Manifest.read(make_checkpoint(tmp_path, 1)), **change)
+    with pytest.raises(DamagedError, match="can't be read"):
+        Manifest.from_json(manifest.to_json(), tmp_path)
+
+
+def test_of_checkpoints_with_the_largest_serial_the_later_step_is_newer(tmp_path: Path) -> None:
+    first = Manifest.read(make_checkpoint(tmp_path, 1))
+    manifests = {f"step-{step:08d}": replace(first, serial=MOST, step=step) for step in (1, 3, 2)}
+    assert [*checkpoint_files.newest_first(manifests, manifests.__getitem__, {})] == [
+        f"step-{step:08d}" for step in (3, 2, 1)
+    ]

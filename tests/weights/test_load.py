@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
+import clap_ds
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
+from clap_ds.training.load_checkpoint import tokenizer_problem
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import Checkpoint, save_transformers, to_safetensors, to_transformers
 from clap_ds.weights.key_mapping import laion_names, to_names
@@ -137,3 +141,36 @@ def test_what_is_known_of_weights_comes_with_them(model: ClapModel, tmp_path: Pa
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
         found = load_weights(tmp_path / "hf")
         assert (found.tokenizer, found.context_length) == (str(tmp_path / "hf"), expected)
+
+
+@pytest.mark.parametrize(
+    "clap", [3, {"loss": [1], "context_length": "12"}, {"loss": {"kind": {}}, "context_length": True}]
+)
+def test_settings_of_wrong_types_count_as_unknown(model: ClapModel, tmp_path: Path, clap: Any) -> None:
+    found = load_weights(checkpoint_of(model, tmp_path, settings={"clap": clap}))
+    assert (found.loss_kind, found.longest_caption) == ("softmax", MICRO.text.max_tokens)
+
+
+@pytest.mark.parametrize("name", ["/etc", "../x", "some/one", "open_clip:local-dir:/tmp", "open_clip:hf-hub:a/b"])
+def test_a_file_names_no_place_of_its_choice(
+    model: ClapModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It may name what is built in, or what this host's cache has. The user may choose any."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--one--cached").mkdir(parents=True)
+    for known in ("roberta-base", "one/cached", "open_clip:CLAP-HTSAT-tiny"):
+        assert load_weights(checkpoint_of(model, tmp_path / "known", 1, known)).tokenizer_name == known
+    found = load_weights(checkpoint_of(model, tmp_path / "named", 1, name))
+    with pytest.raises(ValueError, match=rf"pass --tokenizer {name}"):
+        found.tokenizer_name  # noqa: B018
+    clap = clap_ds.load(found.path)  # which embeds audio
+    with pytest.raises(ValueError, match="pass --tokenizer"):
+        clap.embed_text("a dog")
+    assert "can't be compared" in str(tokenizer_problem(name, "roberta-base", MICRO.text, is_trusted=False))
+    ours = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"hub_name": name})})
+    assert load_weights(checkpoint_of(model, tmp_path / "unnamed"), ours).tokenizer_name == name
+    if name.startswith("open_clip:"):
+        other = ClapModel(MICRO.model_copy(update={"name": name}))
+        save_safetensors(other, tmp_path / "other.safetensors")
+        with pytest.raises(ValueError, match=rf"pass --preset {name}"):
+            load_weights(tmp_path / "other.safetensors")

@@ -1,6 +1,7 @@
 """Test state dicts of other projects, and that malicious files are read without running code."""
 
 import os
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -276,3 +277,27 @@ def test_archives_of_code_are_refused(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "code.pt")
     with pytest.raises(ValueError, match=r"code\.pt: can't be read.*TorchScript"):
         load_weights(tmp_path / "code.pt", MICRO)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
+def test_a_file_that_becomes_an_archive_of_code_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "code.pt")
+    load = torch.load
+
+    def before(path: Any, **options: Any) -> Any:
+        if options["weights_only"]:
+            raise pickle.UnpicklingError("it was another file then")
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", before)
+    with pytest.raises(ValueError, match=r"code\.pt: .*TorchScript"):
+        load_weights(tmp_path / "code.pt", MICRO)
+
+
+def test_attributes_of_a_dictionary_are_ignored(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    content = OrderedDict(laion)
+    content.get = torch.ones(1)  # type: ignore[method-assign]
+    torch.save(content, tmp_path / "clap.pt")
+    assert load_weights(tmp_path / "clap.pt").config == MICRO

@@ -15,7 +15,7 @@ from string import Formatter
 from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import parse_json, read_bytes, read_object, refuse_duplicates
+from clap_ds.config.files import leads_outside, parse_json, read_bytes, read_object, refuse_duplicates
 
 AUDIO_SUFFIXES = tuple(
     f".{name}"
@@ -63,6 +63,10 @@ def add_columns(parser: ArgumentParser) -> None:
     more = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
     add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
     add("--audio_root", type=Path, metavar="FOLDER", help="set the folder of relative paths (default: the list's)")
+    more = (
+        "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
+    )
+    add("--follow_links", action="store_true", help=more)
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
@@ -123,19 +127,30 @@ def is_of_audio(column: str) -> bool:
 def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     rows, names = rows_of(source)
     audio = _find_audio_column(source, names, options)
+    folder = options.audio_root or source.parent
     for line, row in rows:
         if not (path := path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
+        # Absolute paths are in plain sight, and many published lists have them.
+        problem = "" if Path(path).is_absolute() else _outside(folder / path, folder, options)
         more = {name: value for name, value in row.items() if value is not None and name != audio}
         captions = options.caption_columns or find_caption_columns(more)  # rows of JSON may have other fields
-        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions, options.multilabel_column))
+        texts, others = _divided(more, captions, options.multilabel_column)
+        yield Entry(folder / path, texts, others, problem)
+
+
+def _outside(path: Path, folder: Path, options: Namespace) -> str:
+    """Return why a file may not be packed: it is elsewhere, such as a private file of whoever builds the shards. Else empty."""
+    if options.follow_links or "\0" in str(path) or not leads_outside(path, folder):
+        return ""
+    return f"{path.name} leads out of {folder} by a link or '..': if you trust that, pass --follow_links"
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield number, dict(parse_json(line, refuse_duplicates))
+                yield number, dict(parse_json(line, refuse_duplicates, allow_nan=True))
             except (ValueError, TypeError) as error:
                 raise UserError(f"{source}:{number}: expected a JSON object: {error}") from None
 
@@ -143,7 +158,7 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
     """Read an object per line, or an array of objects: alone, or as the field `data` of WavCaps' lists."""
     try:
-        content = parse_json(text, refuse_duplicates)
+        content = parse_json(text, refuse_duplicates, allow_nan=True)
         if isinstance(content, dict):
             content = content.get("data", [content])
         return enumerate([dict(row) for row in content], start=1)
@@ -265,10 +280,13 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     for path in audio_files_in(folder):
         text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:
+            for file in (path, text, described):
+                if problem := _outside(file, folder, options):
+                    raise ValueError(problem)
             if text.is_file():
                 row: Row = {"caption": read_bytes(text).decode("utf-8-sig").splitlines()}
             elif described.is_file():
-                row = read_object(described)
+                row = read_object(described, allow_nan=True)
             else:
                 raise ValueError(f"expected {text.name} or {described.name} next to it")
             columns = options.caption_columns or find_caption_columns(row)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.arguments import add_preset
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import leads_outside
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
@@ -142,8 +143,9 @@ def run_prepare(options: Namespace) -> int:
     records, broken = shard_writer.write_shards(folder, tars.values(), *work)
     shard_writer.print_amount(options.kind, [*records.values()])
     beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
-    if beside.is_dir():
-        tokenizer = str(shutil.copytree(beside, folder / beside.name, dirs_exist_ok=True))
+    if beside.is_dir() and not leads_outside(beside, beside.parent):
+        outside = lambda at, names: [name for name in names if leads_outside(Path(at, name), beside)]  # noqa: E731
+        tokenizer = str(shutil.copytree(beside, folder / beside.name, ignore=outside, dirs_exist_ok=True))
     shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
     return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
