@@ -91,10 +91,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(found := dict(pairs)) < len(names):
-        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} appears twice in one object")
-    return found
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"field {name!r} appears twice in one object")
+        fields[name] = value
+    return fields
 
 
 def write_object(path: Path, content: Any) -> None:

@@ -30,7 +30,7 @@ _OF_THE_PROGRAM = re.compile(
 )
 """Variants of these errors caused by a kernel, which would fail on any host."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
-_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)  # faulthandler's format
+_FATAL = re.compile(r"^Fatal Python error: (.*\S)", re.MULTILINE)  # faulthandler's format
 
 
 @dataclass(frozen=True)

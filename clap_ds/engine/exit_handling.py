@@ -23,7 +23,7 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 _LOST = re.compile(
-    r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
+    r"gloo.{0,500}?(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout",
     re.DOTALL,
 )
