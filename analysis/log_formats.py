@@ -92,8 +92,8 @@ DIALECTS = {
     # step: 10  loss: 7.62585  grad_norm: 26.6250  memory: 66.91GiB(37.51%)  tps: 10,050  tflops: 314.71  mfu: 13.99%
     "torchtitan": Dialect(
         "  loss: ",
-        rf"step: {{1,20}}(?P<step>\d{{1,15}})  loss: .{{0,200}}?memory: {{1,20}}(?P<memory_gib>{NUMBER})GiB.{{0,40}}? [tw]ps: {{1,20}}"
-        r"(?P<gpu_tokens>\d{1,3}(?:,\d{3}){0,5})(?=\s)",
+        rf"step: {{1,20}}(?P<step>\d{{1,15}})  loss: .{{0,200}}?memory: {{1,20}}(?P<memory_gib>{NUMBER})GiB"
+        r".{0,40}? [tw]ps: {1,20}(?P<gpu_tokens>\d{1,3}(?:,\d{3}){0,5})(?=\s)",
     ),
     # Training epoch 0, iteration 45/99 | … | global_batch_size: 128 | global_step: 45 | … | train_step_timing in s: 6.08 |
     "NeMo": Dialect(

@@ -231,8 +231,8 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Neutralize pictures, links and markup in untrusted text of records and logs, for Markdown and HTML, where it may not begin
-    a line."""
+    """Neutralize pictures, links and markup in untrusted text of records and logs, for Markdown and HTML. It may not begin a
+    line there."""
     text = printable(text.replace("\n", " ")).replace("](", "] (").translate(_NOT_MARKUP)
     return _TAG_START.sub("‹", text)
 

@@ -175,8 +175,8 @@ class Log:
 
 
 def read_log_lines(path: Path) -> Iterator[str]:
-    """Yield a log's lines, cut after `LONGEST_LINE` characters; "\\r" ends lines, too. Raises OSError, also for a file that isn't
-    text: one with a line of more than `MOST_BYTES` characters."""
+    """Yield a log's lines, cut after `LONGEST_LINE` characters; "\\r" ends lines, too. Raises OSError, also for a file that
+    isn't text: one with a line of more than `MOST_BYTES` characters."""
     length = 0
     with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file.peek(2)), "replace") as text:
         while piece := text.readline(LONGEST_LINE):

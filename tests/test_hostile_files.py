@@ -5,26 +5,38 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from clap_ds import shards
+from clap_ds.analysis import extrapolate, plot_scaling, report, scaling
 from clap_ds.analysis.read_run import read_record
+from clap_ds.analysis.runs import read_runs
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import show_results
 from clap_ds.config.settings import load_run
+from clap_ds.data.build_shards import caption_lists
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
+from clap_ds.launch import hostfile
+from clap_ds.run_records import csv_text
 from clap_ds.run_records.jsonl import JsonlWriter
-from clap_ds.run_records.run_dir import start_log
+from clap_ds.run_records.lock import FolderLock
+from clap_ds.run_records.run_dir import RunDirectory, start_log
 from clap_ds.training.remote_sync import try_target
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
+from examples.synthetic_sounds import __main__ as synthetic_sounds
+from tests.analysis.samples import DATA, TINY, given
+from tests.data import builds
 from tests.weights.fake_checkpoints import make_checkpoint
 
 BOMBS: dict[str, Callable[[Path], object]] = {
@@ -34,6 +46,11 @@ BOMBS: dict[str, Callable[[Path], object]] = {
 }
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": read_record,
+    "run.log": lambda folder: read_runs([folder / "run.log"], given(nodes=1, gpus=1)),
+    "table.csv": lambda folder: read_runs([folder / "table.csv"], given()),
+    "sounds/a.txt": lambda folder: read_captions(folder / "sounds"),
+    "sounds/a.json": lambda folder: read_captions(folder / "sounds"),
+    "list.jsonl": lambda folder: caption_lists.read_paths(folder / "list.jsonl"),
     "metrics.jsonl": read_record,
     "run.json": lambda folder: load_run(folder / "run.json"),
     "manifest.json": lambda folder: read_manifest(str(folder)),
@@ -42,6 +59,12 @@ READERS: dict[str, Callable[[Path], object]] = {
     "step-00000001/manifest.json": newest_good,
     "step-00000001/weights.safetensors": lambda folder: (newest_good(folder), load_weights(folder / "step-00000001")),
 }
+
+
+def read_captions(folder: Path) -> None:
+    (folder / "a.wav").touch()
+    options = SimpleNamespace(caption_columns=None, multilabel_column=[])
+    caption_lists.read_entries(folder, options)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -58,15 +81,59 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
+RECORD = DATA / "record_2ranks"
+REPORTED = ("report.md", "report.html", "table.csv", "scaling.png", "breakdown-1.png", "projection-1.png")
+SHARDS = (
+    "train-00000.tar",
+    "manifest.json",
+    "broken.jsonl",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+)
+PREPARED = (*SHARDS[:4], ".build/plan")
+WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
+    "config.json": lambda run: RunDirectory(run).write_json("config.json", {}),
+    "summary.json": lambda run: RunDirectory(run).update_summary(state="running"),
+    "writer.json": lambda run: FolderLock(run).acquire(),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
     "stacks": lambda run: Watch().start(run),
     "tensorboard": lambda run: Scalars(_engine(), run),
     ".probe": lambda folder: try_target(str(folder)),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
+    REPORTED: lambda run: report.main([str(RECORD), str(TINY), "--output", str(run)]),
+    "scaling.csv": lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
+    ("p.png", "p.pdf", "p.svg"): lambda run: plot_scaling.main([str(TINY), "--output", str(run / "p.png")]),
+    "curves.svg": lambda run: plot_scaling.main(["--curves", str(RECORD), "--output", str(run / "curves.svg")]),
+    ("e.png", "e.pdf"): lambda run: extrapolate.main([str(TINY), "--output", str(run / "e.png")]),
+    "hostfile": lambda run: hostfile.main(["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]),
+    "results.json": lambda run: show_results("", {}, run / "results.json"),  # of plan, flops and evaluate
+    "labels.csv": lambda run: csv_text.write_csv(run / "labels.csv", [["a"]]),  # of classify, search and score
+    SHARDS: lambda run: builds.run(sounds_beside(run), run, "--train_tokenizer", 300),
+    (".build",): lambda run: builds.run(sounds_beside(run), run),
+    ("tokenizer",): lambda run: builds.run(sounds_beside(run), run, "--train_tokenizer", 300),
+    PREPARED: lambda run: prepare(run),
+    ("sounds-000.tar", "classes.json", "tokenizer/tokenizer.json"): lambda run: synthetic_sounds.main(
+        [str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"]
+    ),
 }
+
+
+def sounds_beside(run: Path) -> Path:
+    folder = run.parent / "sounds"
+    if folder.exists():
+        return folder / "list.csv"
+    folder.mkdir()
+    return builds.write_list(folder, 3)
+
+
+def prepare(run: Path) -> None:
+    """Prepare shards that have a tokenizer beside them."""
+    built = run.parent / "built"
+    if not built.exists():
+        builds.run(sounds_beside(run), built, "--train_tokenizer", 300)
+    shards.main(["prepare", f"{built}/*.tar", str(run), "--kind", "waveform", "--preset", "micro", "--workers", "1"])
 
 
 def _engine() -> Any:
@@ -74,18 +141,31 @@ def _engine() -> Any:
     return SimpleNamespace(deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}})
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
+TARGETS = ("folder", "file", "absent")
+
+
+@pytest.mark.parametrize("names", WRITERS, ids=str)
+def test_nothing_is_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str | tuple[str, ...]
+) -> None:
+    """Plant links of each kind, or if a command has several outputs, of the kinds in turn."""
+    victim = tmp_path / "victim"
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
-    run.mkdir()
-    monkeypatch.setattr(error_file.this_rank, "folder", run / "errors")
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    for target in ("folder", "file", "absent"):
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(victim / target)
-        with suppress(OSError):
-            WRITERS[name](run)
+    planted = (
+        [{names: target} for target in TARGETS]
+        if isinstance(names, str)
+        else [dict(zip(names, cycle(TARGETS), strict=False))]
+    )
+    for number, links in enumerate(planted):
+        run = tmp_path / f"run-{number}"
+        run.mkdir()
+        monkeypatch.setattr(error_file.this_rank, "folder", run / "errors")
+        for name, target in links.items():
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).symlink_to(victim / target)
+        with suppress(OSError, ValueError):
+            WRITERS[names](run)
         assert sorted(path.name for path in victim.rglob("*")) == ["file", "folder"]
         assert (victim / "file").read_text() == "precious"

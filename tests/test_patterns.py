@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib
+import itertools
 import json
 import re
 import re._constants as codes
@@ -95,14 +96,13 @@ def parts_of(tree: Any) -> Iterator[str]:
         elif code in (codes.SUBPATTERN, codes.ASSERT, codes.ATOMIC_GROUP):
             yield from parts_of(argument if code is codes.ATOMIC_GROUP else argument[-1])
         elif code is codes.IN:
-            kind, of = next((item for item in argument if item[0] is not codes.NEGATE), (None, None))
-            is_negated = argument[0][0] is codes.NEGATE
-            starts = {
-                codes.LITERAL: lambda: chr(of),
-                codes.RANGE: lambda: chr(of[0]),
-                codes.CATEGORY: lambda: CATEGORIES[of],
-            }
-            yield "a" if is_negated else starts[kind]()
+            kind, value = argument[0]
+            if kind is codes.CATEGORY:
+                yield CATEGORIES[value]
+            elif kind is codes.NEGATE:
+                yield "a"
+            else:
+                yield chr(value if kind is codes.LITERAL else value[0])
         elif code in (codes.ANY, codes.NOT_LITERAL):
             yield "x"
     if literal:
@@ -114,7 +114,7 @@ def texts_for(pattern: re.Pattern[Any]) -> Iterator[Any]:
     parts = [part for part in parts_of(parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG)) if part]
     starts = ["".join(parts[:number]) for number in range(1, len(parts) + 1)]
     atoms = dict.fromkeys([*parts, " ", "a", "1", "-"])
-    repeated = dict.fromkeys([*starts, *atoms, *map("".join, zip(parts, parts[1:], strict=False))])
+    repeated = dict.fromkeys([*starts, *atoms, *map("".join, itertools.pairwise(parts))])
     pairs = [("", text) for text in repeated]
     pairs += [(start, atom) for start, after in zip(starts, parts[1:], strict=False) for atom in (after, parts[0], " ")]
     for start, repeat in dict.fromkeys(pairs):
@@ -184,9 +184,9 @@ FUNCTIONS: dict[str, Callable[[str], object]] = {
     "JSON": lambda text: parse_json(json.dumps([text])),
 }
 REPEATED = (
-    "-token", "http://x?token", "?token=", "://a@", "a://@", "token: ", "--password ", "sk-a", "eyJa.", "-eyJ", "hf_", "Bearer ",
-    "n[1-2],", "n1,", "[", "]", ",", "n[1-1", '"', '"a",', '""', "'a", "](", "<a", "\x1b[", "\n", "a/", " ", "é", "CANCELLED AT",
-    "global batch size 1", "Epoch 0: 1/1 [", "4(x2),",
+    "-token", "http://x?token", "?token=", "://a@", "a://@", "token: ", "--password ", "sk-a", "eyJa.", "-eyJ", "hf_",
+    "Bearer ", "n[1-2],", "n1,", "[", "]", ",", "n[1-1", '"', '"a",', '""', "'a", "](", "<a", "\x1b[", "\n", "a/", " ", "é",
+    "CANCELLED AT",     "global batch size 1", "Epoch 0: 1/1 [", "4(x2),",
 )  # fmt: skip
 
 

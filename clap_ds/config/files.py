@@ -141,6 +141,15 @@ def own_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, whose files then replace those of `folder`, inside a run's folder. Raises OSError."""
+    with own_folder(folder) as there, tempfile.TemporaryDirectory(dir=there) as draft:
+        yield Path(draft)
+        for file in Path(draft).iterdir():
+            os.replace(file, there / file.name)
+
+
+@contextlib.contextmanager
 def drafted(target: Path) -> Iterator[Path]:
     """Yield a new private folder that becomes `target` unless an error is raised. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)

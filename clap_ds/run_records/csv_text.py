@@ -11,7 +11,6 @@ from pathlib import Path
 from clap_ds.config.errors import escape
 from clap_ds.config.files import write_atomically
 
-
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 """Spreadsheets compute a cell that begins with one of these."""
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.arguments import add_preset
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import replacing_files
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
@@ -143,7 +144,9 @@ def run_prepare(options: Namespace) -> int:
     shard_writer.print_amount(options.kind, [*records.values()])
     beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
     if beside.is_dir():
-        tokenizer = str(shutil.copytree(beside, folder / beside.name, dirs_exist_ok=True))
+        tokenizer = str(folder / beside.name)
+        with replacing_files(folder / beside.name) as draft:
+            shutil.copytree(beside, draft, dirs_exist_ok=True)
     shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
     return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
