@@ -105,8 +105,8 @@ def test_no_text_of_a_record_is_markup(tmp_path: Path, monkeypatch: pytest.Monke
     allowed = set("h1 h2 h3 h4 p em strong code img ul li table thead tbody tr th td".split())  # noqa: SIM905
     assert {*re.findall(r"<(\w+)", body)} <= allowed
     assert all(source.startswith('src="data:image/png') for source in re.findall(r'src="[^"]*', body))
-    assert not re.search("<h[1-6]>[^<]*Fake|<strong>b<|href|\x1b", text)
+    assert not re.search("<h[1-6]>Fake|<strong>b<|href|\x1b", text)
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "Fake heading" in markdown
-    assert not re.search(r"\x1b|^# Fake|<img|<script|(?<!!\[\])\]\(|\*\*b\*\*", markdown, re.MULTILINE)
+    assert not re.search(r"\x1b|^# Fake|<img|<script|(?<!!\[)\]\(|\*\*b\*\*", markdown, re.MULTILINE)
     assert markdown.count("`") == 2
