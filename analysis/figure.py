@@ -16,6 +16,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import read_bytes, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,8 +92,10 @@ class Picture:
         if path.is_dir():
             raise UserError(f"--output {path}: expected a file such as scaling.png, found a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        for each in dict.fromkeys([path, *map(path.with_suffix, beside)]):
-            self.figure.savefig(each)
+        path = path.with_suffix(path.suffix or ".png")
+        for target in dict.fromkeys([path, *map(path.with_suffix, beside)]):
+            with replacing(target) as file:
+                self.figure.savefig(file, format=target.suffix[1:])
 
 
 def gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True) -> None:
@@ -131,9 +134,10 @@ def page(title: str, markdown: str, folder: Path) -> str:
         raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
 
     def embedded(match: re.Match[str]) -> str:
-        return f'src="data:image/png;base64,{b64encode((folder / match[1]).read_bytes()).decode()}"'
+        return f'src="data:image/png;base64,{b64encode(read_bytes(folder / match[1])).decode()}"'
 
     body = MarkdownIt("js-default", {"html": False}).disable(["link", "autolink"]).render(markdown)
+    body = body.replace("‹", "&lt;")  # `plain_text` replaced it for viewers of Markdown, which may take tags
     return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", re.sub(r'src="([\w-]+\.png)"', embedded, body))
 
 

@@ -22,7 +22,7 @@ IGNORED_SETTINGS = (
 """Settings that may differ between repeats: names, paths, seeds, the learning rate, for how long is measured, and batches,
 which are compared separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
-_FOLDERS = re.compile(r'[^\s",\[]*/')
+_FOLDERS = re.compile(r'(?<![^\s",\[])[^\s",\[]*/')
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:

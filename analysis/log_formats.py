@@ -13,7 +13,8 @@ The group names of a format's pattern define its numbers:
     memory_gib            peak memory of a GPU so far
 
 Lines without a position are one step each, or with `rate` and `elapsed` a summary of the whole run. Patterns are not anchored
-to a line's start, so prefixes (pdsh, srun) don't matter.
+to a line's start, so prefixes (pdsh, srun) don't matter. Their repeats are bounded: a search of a long line that repeats a
+pattern's beginning would take quadratic time.
 """
 
 from __future__ import annotations
@@ -79,32 +80,32 @@ DIALECTS = {
     # in 2021 without colons)
     "open_clip and LAION-CLAP": Dialect(
         "Train Epoch: ",
-        r"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/\d{1,12} \(\d+%\)\]\s.{0,400}?"
+        r"Train Epoch: (?P<epoch>\d{1,6}) \[ {0,20}(?P<samples>\d{1,12})/\d{1,12} \(\d{1,3}%\)\]\s.{0,400}?"
         r"Batch \(t\):? (?P<step_s>\d{1,9}\.\d{1,9})(?=[\s,])",
     ),
     # iteration 12/ 500 | consumed samples: 12288 | elapsed time per iteration (ms): 865.2 | … | global batch size: 1024 |
     "Megatron-LM": Dialect(
         "elapsed time per iteration",
-        r"consumed samples: +(?P<samples>\d{1,15}) .{0,60}?elapsed time per iteration \(ms\): +"
-        rf"(?P<step_ms>{NUMBER})[ /].{{0,400}}?gl\w+ batch size: +(?P<global_batch>\d{{1,9}}) ",
+        r"consumed samples: {1,20}(?P<samples>\d{1,15}) .{0,60}?elapsed time per iteration \(ms\): {1,20}"
+        rf"(?P<step_ms>{NUMBER})[ /].{{0,400}}?gl\w{{1,20}} batch size: {{1,20}}(?P<global_batch>[1-9]\d{{0,8}}) ",
     ),
     # step: 10  loss: 7.62585  grad_norm: 26.6250  memory: 66.91GiB(37.51%)  tps: 10,050  tflops: 314.71  mfu: 13.99%
     "torchtitan": Dialect(
         "  loss: ",
-        rf"step: +(?P<step>\d{{1,15}})  loss: .{{0,200}}?memory: +(?P<memory_gib>{NUMBER})GiB.{{0,40}}? [tw]ps: +"
-        r"(?P<gpu_tokens>\d{1,3}(?:,\d{3}){0,5})(?=\s)",
+        rf"step: {{1,20}}(?P<step>\d{{1,15}})  loss: .{{0,200}}?memory: {{1,20}}(?P<memory_gib>{NUMBER})GiB"
+        r".{0,40}? [tw]ps: {1,20}(?P<gpu_tokens>\d{1,3}(?:,\d{3}){0,5})(?=\s)",
     ),
     # Training epoch 0, iteration 45/99 | … | global_batch_size: 128 | global_step: 45 | … | train_step_timing in s: 6.08 |
     "NeMo": Dialect(
         "train_step_timing in s: ",
-        r"global_batch_size: (?P<global_batch>\d{1,9}) \| global_step: (?P<step>\d{1,15}) .{0,400}?"
+        r"global_batch_size: (?P<global_batch>[1-9]\d{0,8}) \| global_step: (?P<step>\d{1,15}) .{0,400}?"
         rf"train_step_timing in s: (?P<step_s>{NUMBER})(?=\s)",
         most_rounding=0.0005,  # four significant digits
     ),
     # Epoch 0:  47%|████▋     | 700/1500 [06:19<07:13,  1.85it/s, v_num=0]
     "Lightning": Dialect(
         "Epoch ",
-        r"\bEpoch (?P<epoch>\d{1,6}): [^\[]{0,300}?(?<!\d)(?P<step>\d{1,12})/(?:\d+|\?) \[(?P<elapsed>[\d:]{4,12})<",
+        r"\bEpoch (?P<epoch>\d{1,6}): [^\[]{0,300}?(?<!\d)(?P<step>\d{1,12})/(?:\d{1,12}|\?) \[(?P<elapsed>[\d:]{4,12})<",
     ),
     #     Train throughput/samples_per_sec: 2.7330
     "Composer": Dialect("throughput/samples_per_sec", rf"Train throughput/samples_per_sec: (?P<rate>{NUMBER})\s"),
@@ -116,19 +117,19 @@ DIALECTS = {
 }
 """Formats by program. To support another program, add an entry."""
 
-_DOTS = r" [ .]*"
-_COUNT = r"(\d{1,15})\b"
+_DOTS = r" [ .]{0,100}"
+_COUNT = r"([1-9]\d{0,14})\b"
 _LINES: dict[str, dict[str, str]] = {
     "run directory: ": {"directory": r"run directory: ([^\n\r\x1b]{1,300})"},
-    "ranks: ": {"gpus": r"\branks: (\d{1,15}), nodes: \d", "nodes": r"\branks: \d{1,15}, nodes: (\d{1,15})\b"},
-    "num_local_procs=": {"nodes": r"nnodes=(\d{1,15}), num_local_procs=\d+"},
+    "ranks: ": {"gpus": r"\branks: ([1-9]\d{0,14}), nodes: \d", "nodes": r"\branks: \d{1,15}, nodes: " + _COUNT},
+    "num_local_procs=": {"nodes": r"nnodes=([1-9]\d{0,14}), num_local_procs=\d"},
     "dist_world_size=": {"gpus": r"dist_world_size=" + _COUNT},
     "using world size: ": {"gpus": r"using world size: " + _COUNT},  # Megatron-LM
     "num_nodes: ": {"nodes": r"\bnum_nodes: " + _COUNT},  # Composer
     "num_gpus_per_node: ": {"gpus_per_node": r"\bnum_gpus_per_node: " + _COUNT},
     " sequence length ": {  # torchtitan
-        "global_batch": r"global batch size " + _COUNT + ".* sequence length",
-        "sequence_length": r"global batch size \d.* sequence length " + _COUNT,
+        "global_batch": r"global batch size " + _COUNT + ".{0,200}? sequence length",
+        "sequence_length": r"global batch size \d.{0,200}? sequence length " + _COUNT,
     },
     "Instantaneous batch size per ": {
         "micro_batch": "batch size per device = " + _COUNT + "(?!,)"
@@ -150,7 +151,7 @@ _LINES: dict[str, dict[str, str]] = {
     },
     "OutOfMemoryError": {"out_of_memory": r"OutOfMemoryError"},
     " out of memory": {"out_of_memory": r"CUDA out of memory"},
-    "CANCELLED AT": {"timeout": r"CANCELLED AT.*DUE TO TIME LIMIT", "terminated": r"CANCELLED AT"},
+    "CANCELLED AT": {"timeout": r"CANCELLED AT.{0,200}?DUE TO TIME LIMIT", "terminated": r"CANCELLED AT"},
     "process received SIG": {"terminated": r"Main process received SIG"},
     "Traceback (most": {"failed": r"Traceback \(most recent call last\)"},
     "exits with return": {"failed": r"exits with return code = -?[1-9]"},
@@ -161,9 +162,9 @@ _PATTERNS = [(gate, [(kind, re.compile(pattern)) for kind, pattern in lines.item
 
 
 _TITLE = re.compile(
-    r"(?P<model>[\w:.-]{1,80}) on (?P<gpus>\d{1,15}) × (?P<device>.{1,200}?), (?P<nodes>\d{1,15}) nodes?,"
-    r" (?P<precision>\w{1,40}), micro-batch (?P<micro_batch>\d{1,15})(?:, accumulation (?P<accumulation>\d{1,15}))?,"
-    r" (?P<context_length>\d{1,15}) text tokens"
+    r"(?<![\w:.-])(?P<model>[\w:.-]++) on (?P<gpus>[1-9]\d{0,14}) × (?P<device>.{1,200}?), (?P<nodes>[1-9]\d{0,14}) nodes?,"
+    r" (?P<precision>\w{1,40}), micro-batch (?P<micro_batch>[1-9]\d{0,14})(?:, accumulation (?P<accumulation>[1-9]\d{0,14}))?,"
+    r" (?P<context_length>[1-9]\d{0,14}) text tokens"
 )
 """`run_title` in `clap_ds/run_records/terminal.py`."""
 
@@ -177,7 +178,7 @@ def title_in(line: str) -> dict[str, str]:
     facts = match.groupdict(default="1")
     # In merged lines, another line's end may stand before the name.
     presets = [name for name in preset_names() if facts["model"].endswith(name)]
-    facts["model"] = max(presets, key=len, default=facts["model"])
+    facts["model"] = max(presets, key=len, default=facts["model"][:80])
     return facts
 
 

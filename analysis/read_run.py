@@ -8,15 +8,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
-from clap_ds.analysis.table import ENERGY, Run, checked
+from clap_ds.analysis.table import ENERGY, MOST, Run, checked
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
-from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
+from clap_ds.run_records.metrics_schema import (
+    FORMER_PHASES,
+    FORMER_PRESETS,
+    RECORD_FILES,
+    STEP_PHASES,
+    Config,
+    Environment,
+    Summary,
+    current,
+)
 from clap_ds.run_records.run_dir import mark_killed
 
 BY_TIMER = "by DeepSpeed's timer"
+_SCHEMAS = {"summary": Summary, "config": Config, "environment": Environment}
+_PYTHON_TYPES: Mapping[Any, tuple[Any, str]] = {
+    str: (str, "text"), Literal: (str, "text"), int: (int, "a whole number"), float: ((int, float), "a number"),
+    bool: (bool, "true or false"), list: (list, "a list"), dict: (dict, "an object"),
+}  # fmt: skip
+LARGEST_BITS = 1000
+"""Of whole numbers, so that they are floats, too."""
 
 
 def is_record(path: Path) -> bool:
@@ -67,8 +84,31 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
-    found = files.read_object(file, allow_nan=True) if file.is_file() else {}
-    return mark_killed(path, current(found)) if name == "summary" else found
+    content = files.read_object(file, allow_nan=True) if file.is_file() else {}
+    content = current(content) if name == "summary" else content
+    if wrong := _find_wrong_type(content, _SCHEMAS[name], name):
+        raise UserError(f"{path}: {wrong} (clap_ds/run_records/metrics_schema.py)")
+    return mark_killed(path, content) if name == "summary" else content
+
+
+def _find_wrong_type(value: Any, expected: Any, place: str) -> str:
+    """Return which part of a JSON value isn't of its type in a schema; empty if all are. Anything may be null."""
+    kind = get_origin(expected) or expected
+    arguments = get_args(expected)
+    if kind is UnionType:  # with None
+        return _find_wrong_type(value, arguments[0], place)
+    if value is None or kind is Any:
+        return ""
+    fields = get_type_hints(expected) if is_typeddict(expected) else {}
+    python_type, expectation = (dict, "an object") if fields else _PYTHON_TYPES[kind]
+    if not isinstance(value, python_type) or (isinstance(value, int) and value.bit_length() > LARGEST_BITS):
+        return f"{place} is {value!r}; expected {expectation}"
+    parts = dict(enumerate(value)) if isinstance(value, list) else value
+    for name, part in parts.items() if isinstance(parts, dict) else ():
+        part_type = fields.get(name, Any) if fields else arguments[-1]
+        if wrong := _find_wrong_type(part, part_type, f"{place}.{name}"):
+            return wrong
+    return ""
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -86,4 +126,16 @@ def read_steps(path: Path, *phases: str, history: str | None = None) -> list[dic
     if file.name != "history.jsonl" or not file.is_file():  # a summary of others could name any file
         file = path / "metrics.jsonl"
     phases += tuple(old for old, name in FORMER_PHASES.items() if name in phases)
-    return [line for line in json_lines(file) if line.get("phase") in phases and "step" in line]
+    lines = (_numbers_of(line) for line in json_lines(file) if line.get("phase") in phases)
+    return [line for line in lines if "step" in line]
+
+
+def _numbers_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line's usable numbers, also those in its `chance` and `phases_s`."""
+    numbers: dict[str, Any] = {}
+    for name, value in line.items():
+        if name in ("chance", "phases_s") and isinstance(value, dict):
+            numbers[name] = _numbers_of(value)
+        elif isinstance(value, int | float) and abs(value) < MOST:
+            numbers[name] = value
+    return numbers

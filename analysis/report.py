@@ -16,9 +16,10 @@ from clap_ds.analysis import extrapolate, plot_run, plot_scaling, scaling
 from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.read_run import read_json
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
+from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, plain_text, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.files import write_atomically
 from clap_ds.config.paths import VERSION
 from clap_ds.config.redaction import redacted_all
 from clap_ds.run_records.metrics_schema import STEP_PHASES, Straggler
@@ -64,7 +65,7 @@ def projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
         try:
             series = series_of(members)
         except UserError as error:
-            yield f"{error}."
+            yield f"Not projected: {plain_text(str(error))}."
             continue
         yield re.sub("^##", "###", extrapolate.render(series), flags=re.MULTILINE)
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, in the band described above"
@@ -75,7 +76,7 @@ def summary(rows: Sequence[Scale]) -> Iterator[str]:
     """Yield each series' throughput and scaling."""
     for members in by_series(rows):
         measured = [row for row in members if row.rate]
-        found = plot_scaling.answer(measured) if measured else f"No rate was measured ({members[0].state})"
+        found = plot_scaling.answer(measured) if measured else f"No rate was measured ({plain_text(members[0].state)})"
         yield f"- **{members[0].title}**: {found}."
 
 
@@ -91,7 +92,7 @@ def provenance(runs: Sequence[Run]) -> Iterator[str]:
             "finished": run.finished[:19].replace("T", " "),
         })  # fmt: skip
         if command := known.get("command"):
-            commands[f"- Command: `{shlex.join(redacted_all(command))}`"] = None
+            commands[f"- Command: `{plain_text(shlex.join(redacted_all(command)))}`"] = None
     yield markdown_table(lines[0], [[str(value or "") for value in line.values()] for line in lines])
     yield "\n".join(commands)
 
@@ -127,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for heading, section in sections.items():
         if blocks := [block.strip() for block in section if block]:
             markdown += "\n" + "\n\n".join([f"## {heading}", *blocks]) + "\n"
-    (folder / "report.md").write_text(markdown, encoding="utf-8")
-    (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
+    write_atomically(folder / "report.md", markdown)
+    write_atomically(folder / "report.html", page(TITLE, markdown, folder))
     print(f"wrote {folder / 'report.html'}, with report.md and table.csv")
 
 

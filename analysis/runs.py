@@ -16,13 +16,13 @@ from pathlib import Path
 from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
 from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted, read_table_runs
-from clap_ds.analysis.training_log import read_log
+from clap_ds.analysis.training_log import read_log, read_log_lines
 from clap_ds.config.arguments import make_parser, positive, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
 from clap_ds.flop_count.device_specs import peak_for
 
-_NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d+)(?![a-z0-9])")
+_NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d{1,9})(?![a-z0-9])")
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
@@ -59,8 +59,11 @@ def _drop_copies(runs: Sequence[Run]) -> list[Run]:
         identity: object = str([replace(row, source="") for row in rows])
         if run.kind == "record":
             identity = (run.finished, run.windows, run.rate) if run.finished or run.windows else source
-        elif run.kind == "log":  # editors and transfers change line ends
-            identity = hashlib.sha256(b"\n".join(Path(source).read_bytes().split())).digest()
+        elif run.kind == "log":
+            words = hashlib.sha256()
+            for line in read_log_lines(Path(source)):  # editors and transfers change line ends
+                words.update(f"{' '.join(line.split())} ".encode() if line.strip() else b"")
+            identity = words.digest()
         copies.setdefault((run.gpus, run.nodes, identity), []).append(rows)
     return [
         noted(run, f"counts once: {len(others)} of its copies are also inputs") if others else run

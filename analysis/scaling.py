@@ -21,7 +21,7 @@ from clap_ds.analysis import time_to_target
 from clap_ds.analysis.aggregate import combine_repeats, run_spreads
 from clap_ds.analysis.group_runs import split_series
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, plain_text, relative_to, write_csv
 from clap_ds.analysis.time_to_target import target_argument
 from clap_ds.config.errors import run_alone
 
@@ -91,8 +91,8 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
     if relative := relative_to(rows):
         yield f"Efficiency and speed-up are {relative}."
     if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)):
-        yield f"± from: {spread}."
-    yield from (f"[{number}] {note}" for note, number in notes.items())
+        yield f"± from: {plain_text(spread)}."
+    yield from (f"[{number}] {plain_text(note)}" for note, number in notes.items())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

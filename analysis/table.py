@@ -13,14 +13,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
 from clap_ds.config.errors import UserError, count_of, printable
-from clap_ds.config.files import open_regular
+from clap_ds.config.files import read_bytes
 from clap_ds.config.model_names import preset_of
+from clap_ds.run_records import csv_text
+from clap_ds.run_records.csv_text import unguarded
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 
@@ -230,20 +231,30 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Neutralize pictures, links and markup in untrusted text of records and logs."""
-    text = printable(text.replace("\n", " ")).replace("](", "] (").replace("|", "¦").replace("`", "'")
-    return re.sub(r"<(?=[a-zA-Z/!?])", "‹", text)
+    """Neutralize pictures, links and markup in untrusted text of records and logs, for Markdown and HTML. It may not begin a
+    line there."""
+    text = printable(text.replace("\n", " ")).replace("](", "] (").translate(_NOT_MARKUP)
+    return _TAG_START.sub("‹", text)
+
+
+_NOT_MARKUP = str.maketrans("|`*~", "¦'∗∼")
+_TAG_START = re.compile(r"<(?=[a-zA-Z/!?])")
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    import pandas as pd
+    cells = ([_csv_cell(getattr(row, column)) for column in COLUMNS] for row in rows)
+    csv_text.write_csv(path, [COLUMNS, *cells])
 
-    pd.DataFrame([vars(row) for row in rows], columns=COLUMNS).to_csv(path, index=False, float_format="%.7g")
+
+def _csv_cell(value: str | float | None) -> str | float:
+    if value is None:
+        return ""
+    return f"{value:.7g}" if isinstance(value, float) else value
 
 
-def find_encoding(file: BufferedReader) -> str:
-    """Return the encoding by a file's mark: UTF-16, as PowerShell writes it, or else UTF-8."""
-    is_utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+def find_encoding(start: bytes) -> str:
+    """Return the encoding by the mark at a file's start: UTF-16, as PowerShell writes it, or else UTF-8."""
+    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return "utf-16" if is_utf16 else "utf-8-sig"
 
 
@@ -254,8 +265,9 @@ def read_table_runs(path: Path) -> list[Run]:
     row or column.
     """
     try:
-        with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file)) as text:
-            lines = [line for line in text if not line.lstrip('"').startswith("sep=")]  # Excel's own
+        content = read_bytes(path)
+        text = io.StringIO(content.decode(find_encoding(content)), newline=None)
+        lines = [line for line in text if not line.lstrip('"').startswith("sep=")]  # Excel's own
         header_line = next(filter(str.strip, lines), "")
         separator = next((mark for mark in ";\t" if mark in header_line), ",")
         table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
@@ -288,7 +300,7 @@ def _parse_cell(cell: str, column: str, separator: str) -> str | float:
     """Return a number, or the text if the cell is none."""
     number = cell.translate(str.maketrans(",.", ".,")) if separator == ";" else cell
     try:
-        return cell if column in TEXTS else float(number)
+        return unguarded(cell) if column in TEXTS else float(number)
     except ValueError:
         return cell
 

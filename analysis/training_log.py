@@ -5,6 +5,7 @@ The rate is total samples over total time after the warm-up, independent of the 
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import re
@@ -18,7 +19,7 @@ from clap_ds.analysis.log_formats import DIALECTS, VALUES, Dialect, facts_in, ti
 from clap_ds.analysis.read_run import BY_TIMER
 from clap_ds.analysis.table import COLUMNS, MOST, Run, find_encoding
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import open_regular
+from clap_ds.config.files import LONGEST_LINE, MOST_BYTES, open_regular
 
 WARMUP_STEPS = 10
 COARSE = 0.005
@@ -173,6 +174,19 @@ class Log:
         return rate / self.gpus or None, is_warm
 
 
+def read_log_lines(path: Path) -> Iterator[str]:
+    """Yield a log's lines, cut after `LONGEST_LINE` characters; "\\r" ends lines, too. Raises OSError, also for a file that
+    isn't text: one with a line of more than `MOST_BYTES` characters."""
+    length = 0
+    with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file.peek(2)), "replace") as text:
+        while piece := text.readline(LONGEST_LINE):
+            if length == 0:
+                yield piece
+            length = 0 if piece.endswith("\n") else length + len(piece)
+            if length > MOST_BYTES:
+                raise OSError(errno.EFBIG, f"a line has more than {MOST_BYTES:,} characters", str(path))
+
+
 def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     """Read a log. UserError if there is neither a rate nor a failure.
 
@@ -180,9 +194,8 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     """
     log = Log(given_gpus, given_batch)
     try:
-        with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file), "replace") as text:
-            for line in text:  # "\r" ends lines, too
-                log.read(line)
+        for line in read_log_lines(path):
+            log.read(line)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
     measured = [progress for progress in log.progress.values() if progress.roundings]

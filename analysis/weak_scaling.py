@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clap_ds.analysis.aggregate import GOOD_STATES
-from clap_ds.analysis.table import Scale
+from clap_ds.analysis.table import Scale, plain_text
 from clap_ds.config.errors import UserError, count_of
 
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
@@ -187,7 +187,7 @@ class Series:
 
 def list_doubts(rows: Sequence[Scale]) -> list[str]:
     """Return which scales of a series have runs that didn't complete, or efficiencies above 100%."""
-    doubts = [f"{row.state} on {row.scale}" for row in rows if row.state not in GOOD_STATES]
+    doubts = [f"{plain_text(row.state)} on {row.scale}" for row in rows if row.state not in GOOD_STATES]
     return doubts + [f"{ABOVE_ALL} on {row.scale}" for row in rows if ABOVE_ALL in row.notes]
 
 

@@ -6,14 +6,19 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from clap_ds import shards
+from clap_ds.analysis import extrapolate, plot_scaling, report, scaling
 from clap_ds.analysis.read_run import read_record
+from clap_ds.analysis.runs import read_runs
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import show_results
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
@@ -25,12 +30,18 @@ from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.inference.vectors import read_table
+from clap_ds.launch import hostfile
+from clap_ds.run_records import csv_text
 from clap_ds.run_records.jsonl import JsonlWriter
-from clap_ds.run_records.run_dir import start_log
+from clap_ds.run_records.lock import FolderLock
+from clap_ds.run_records.run_dir import RunDirectory, start_log
 from clap_ds.training.remote_sync import RemoteFolder, try_target
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
+from examples.synthetic_sounds import __main__ as synthetic_sounds
+from tests.analysis.samples import DATA, TINY, given
+from tests.data import builds
 from tests.weights.fake_checkpoints import make_checkpoint
 
 BOMBS: dict[str, Callable[[Path], object]] = {
@@ -50,6 +61,9 @@ def build_from(folder: Path, other: str) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": read_record,
+    "run.log": lambda folder: read_runs([folder / "run.log"], given(nodes=1, gpus=1)),
+    "table.csv": lambda folder: read_runs([folder / "table.csv"], given()),
+    "list.jsonl": lambda folder: read_paths(folder / "list.jsonl"),
     "metrics.jsonl": read_record,
     "run.json": lambda folder: load_run(folder / "run.json"),
     "manifest.json": lambda folder: read_manifest(str(folder)),
@@ -86,8 +100,21 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
+RECORD = DATA / "record_2ranks"
+REPORTED = ("report.md", "report.html", "table.csv", "scaling.png", "breakdown-1.png", "projection-1.png")
+SHARDS = (
+    "train-00000.tar",
+    "manifest.json",
+    "broken.jsonl",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+)
+PREPARED = (*SHARDS[:4], ".build/plan")
+WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
+    "config.json": lambda run: RunDirectory(run).write_json("config.json", {}),
+    "summary.json": lambda run: RunDirectory(run).update_summary(state="running"),
+    "writer.json": lambda run: FolderLock(run).acquire(),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
     "stacks": lambda run: Watch().start(run),
@@ -97,7 +124,38 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "history.jsonl": lambda folder: _remote_folder(folder).download_newest(folder, {}),
     "logs": lambda folder: RemoteFolder(str(folder)).upload_logs([_logs(folder.parent / "logs")]),
     "step-00000002": lambda folder: RemoteFolder(str(folder)).upload(_checkpoint(folder), CheckpointSettings()),
+    REPORTED: lambda run: report.main([str(RECORD), str(TINY), "--output", str(run)]),
+    "scaling.csv": lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
+    ("p.png", "p.pdf", "p.svg"): lambda run: plot_scaling.main([str(TINY), "--output", str(run / "p.png")]),
+    "curves.svg": lambda run: plot_scaling.main(["--curves", str(RECORD), "--output", str(run / "curves.svg")]),
+    ("e.png", "e.pdf"): lambda run: extrapolate.main([str(TINY), "--output", str(run / "e.png")]),
+    "hostfile": lambda run: hostfile.main(["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]),
+    "results.json": lambda run: show_results("", {}, run / "results.json"),  # of plan, flops and evaluate
+    "labels.csv": lambda run: csv_text.write_csv(run / "labels.csv", [["a"]]),  # of classify, search and score
+    SHARDS: lambda run: builds.run(sounds_beside(run), run, "--train_tokenizer", 300),
+    ".build": lambda run: builds.run(sounds_beside(run), run),
+    "tokenizer": lambda run: builds.run(sounds_beside(run), run, "--train_tokenizer", 300),
+    PREPARED: lambda run: prepare(run),
+    ("sounds-000.tar", "classes.json", "tokenizer/tokenizer.json"): lambda run: synthetic_sounds.main(
+        [str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"]
+    ),
 }
+
+
+def sounds_beside(run: Path) -> Path:
+    folder = run.parent / "sounds"
+    if folder.exists():
+        return folder / "list.csv"
+    folder.mkdir()
+    return builds.write_list(folder, 3)
+
+
+def prepare(run: Path) -> None:
+    """Prepare shards that have a tokenizer beside them."""
+    built = run.parent / "built"
+    if not built.exists():
+        builds.run(sounds_beside(run), built, "--train_tokenizer", 300)
+    shards.main(["prepare", f"{built}/*.tar", str(run), "--kind", "waveform", "--preset", "micro", "--workers", "1"])
 
 
 def _remote_folder(folder: Path) -> RemoteFolder:
@@ -121,18 +179,27 @@ def _engine() -> Any:
     return SimpleNamespace(deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}})
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
+@pytest.mark.parametrize("names", WRITERS, ids=str)
+def test_nothing_is_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str | tuple[str, ...]
+) -> None:
+    """Plant links of each kind, or if a command has several outputs, to a missing file and a file in turn."""
+    victim = tmp_path / "victim"
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
-    run.mkdir()
-    monkeypatch.setattr(error_file.this_rank, "folder", run / "errors")
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    for target in ("folder", "file", "absent"):
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(victim / target)
-        with suppress(OSError):
-            WRITERS[name](run)
+    if isinstance(names, str):
+        planted = [{names: target} for target in ("folder", "file", "absent")]
+    else:
+        planted = [dict(zip(names, cycle(("absent", "file")), strict=False))]
+    for number, links in enumerate(planted):
+        run = tmp_path / f"run-{number}"
+        run.mkdir()
+        monkeypatch.setattr(error_file.this_rank, "folder", run / "errors")
+        for name, target in links.items():
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).symlink_to(victim / target)
+        with suppress(OSError, ValueError):
+            WRITERS[names](run)
         assert sorted(path.name for path in victim.rglob("*")) == ["file", "folder"]
         assert (victim / "file").read_text() == "precious"

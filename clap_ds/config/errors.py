@@ -34,8 +34,24 @@ EXTRAS = {
 """The extra that installs a package."""
 
 
+LONGEST_NAME = 200
+"""Characters of a name from a file that a message quotes."""
+LONGEST_LINE = 2000
+"""Characters of a line of a message, which may list many names."""
+_LONG_NAME = re.compile(
+    rf"(?<![^\s/])[^\s/]{{{LONGEST_NAME + 1},}}"
+    rf"|(?<!\w)'[^'\n]{{{LONGEST_NAME + 1},}}'"
+    rf'|(?<!\w)"[^"\n]{{{LONGEST_NAME + 1},}}"'
+)
+"""A word or part of a path, or what stands in quotes."""
+_LONG_LINE = re.compile(rf"[^\n]{{{LONGEST_LINE + 1},}}")
+
+
 class UserError(ValueError):
-    """An error to print as one message, without a traceback."""
+    """An error to print as one message, without a traceback. Long names in it are cut."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(cut_names(str(message)))
 
 
 class CollectiveUserError(UserError):
@@ -69,9 +85,27 @@ def how_to_install(error: Exception) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
+    """Return a message with long names cut, and unprintable characters escaped except `kept`."""
+    return cut_names(escape(cut_names(text), kept))
+
+
+def escape(text: str, kept: str = "") -> str:
     """Escape unprintable characters except `kept`: foreign text could control the terminal."""
-    escaped = lambda each: each.encode("unicode_escape", "replace").decode()  # noqa: E731
-    return "".join(each if each.isprintable() or each in kept else escaped(each) for each in text)
+    if text.isprintable():
+        return text
+    escaped = lambda letter: letter.encode("unicode_escape", "replace").decode()  # noqa: E731
+    return "".join(letter if letter.isprintable() or letter in kept else escaped(letter) for letter in text)
+
+
+def cut_names(message: str) -> str:
+    """Cut the middle of names, quotes and lines that are longer than people read. Files of others may have any."""
+    message = _LONG_NAME.sub(lambda name: _cut(name[0], LONGEST_NAME), message)
+    return _LONG_LINE.sub(lambda line: _cut(line[0], LONGEST_LINE), message)
+
+
+def _cut(text: str, most: int) -> str:
+    end = most // 4
+    return f"{text[: most - end - 1]}…{text[-end:]}"
 
 
 def first_line(error: Exception) -> str:

@@ -127,10 +127,12 @@ def read_object(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(found := dict(pairs)) < len(names):
-        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} appears twice in one object")
-    return found
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"field {name!r} appears twice in one object")
+        fields[name] = value
+    return fields
 
 
 def write_object(path: Path, content: Any) -> None:
@@ -192,6 +194,15 @@ def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path
             raise RefusedFileError(f"{folder / name}: expected a regular file and no link") from None
         error.filename = str(folder / name)
         raise
+
+
+@contextlib.contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, whose files then replace those of `folder`, inside a run's folder. Raises OSError."""
+    with own_folder(folder) as there, tempfile.TemporaryDirectory(dir=there) as draft:
+        yield Path(draft)
+        for file in Path(draft).iterdir():
+            os.replace(file, there / file.name)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ PORTS = range(16000, 32000)
 """Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by default."""
 MOST_HOSTS = 65536
 """SLURM's own limit for a range of nodes."""
+LONGEST_ARGUMENT = 100_000
+"""Characters of a list that a command is given; Linux limits an argument to 131,071 bytes."""
 STEP_GPUS = ("SLURM_GPUS_ON_NODE",)
 """GPUs of a host with one task. A step inherits its job's request, too, but may have fewer."""
 JOB_GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", *STEP_GPUS)
@@ -35,6 +37,8 @@ def expand_by_slurm(nodelist: str) -> list[str]:
     """Expand a node list by `scontrol show hostnames` if it answers, else by `expand`. Raises ValueError if malformed."""
     # scontrol misreads malformed lists (`n[1, 2]` as n1, n02), exits with 0, and doesn't limit its output. `!` is no host.
     terms = ",".join(_split(nodelist))
+    if len(terms) > LONGEST_ARGUMENT:
+        return expand(nodelist)
     command = f'{{ timeout 10 scontrol show hostnames "$1" || echo !; }} | head -n {MOST_HOSTS + 1}'
     output = subprocess.run(["sh", "-c", command, "sh", terms], capture_output=True, text=True).stdout
     hosts = output.splitlines()
@@ -52,7 +56,11 @@ def expand(nodelist: str) -> list[str]:
 
 def _split(nodelist: str) -> list[str]:
     """Split a node list at commas or spaces outside brackets."""
-    terms = re.split(r"(?:\s*,\s*|\s+)(?![^\[]*\])", nodelist.strip())
+    terms = [""]
+    for position, part in enumerate(re.split(r"(\[[^\[\]]*\])", nodelist.strip())):  # alternately text and brackets
+        first, *others = re.split(r"\s*,\s*|\s+", part) if position % 2 == 0 else [part]
+        terms[-1] += first
+        terms += others
     for term in terms:
         if not _TERM.fullmatch(term):
             raise ValueError(f"{_EXPECTED} {term!r} in {nodelist!r}")

@@ -38,7 +38,7 @@ from clap_ds.distributed.flight_recorder import Progress, dumped_progress
 
 STACKS = "stacks"  # folder of progress files in the run directory
 _BLAMES_HOSTS = (HOST, IMPORT, KILLED, LINK)
-_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)  # faulthandler's format
+_FATAL = re.compile(r"^Fatal Python error: (.*\S)", re.MULTILINE)  # faulthandler's format
 
 
 @dataclass(frozen=True)

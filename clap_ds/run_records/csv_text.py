@@ -8,15 +8,36 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from clap_ds.config.errors import printable
+from clap_ds.config.errors import escape
 from clap_ds.config.files import write_atomically
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""Spreadsheets compute a cell that begins with one of these."""
+
+
+def guard_formula(cell: str | float) -> str | float:
+    """Return a cell with an apostrophe before text that a spreadsheet would compute. Numbers stay numbers."""
+    if not isinstance(cell, str) or not cell.startswith(FORMULA_STARTS):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def unguarded(cell: str) -> str:
+    """Return a cell as it was before `guard_formula`."""
+    return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA_STARTS) else cell
 
 
 def write_csv(output: Path | None, rows: Iterable[Sequence[str | float]]) -> None:
-    """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell. Raises OSError."""
+    """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell, and formulas text. Raises OSError."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(["" if cell != cell else cell for cell in row] for row in rows)
+    for row in rows:
+        cells = ["" if cell != cell else guard_formula(cell) for cell in row]
+        csv.writer(text, lineterminator="\n").writerow(cells)
     if output is not None:
         write_atomically(output, text.getvalue())
     else:
-        sys.stdout.write(printable(text.getvalue(), "\n") if sys.stdout.isatty() else text.getvalue())
+        sys.stdout.write(escape(text.getvalue(), "\n") if sys.stdout.isatty() else text.getvalue())

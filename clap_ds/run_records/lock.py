@@ -87,7 +87,7 @@ def _identify_kernel() -> str:
 
 def _start_time(pid: Any) -> int | None:
     """Return a process's start in ticks since boot, or None if it has ended."""
-    with suppress(OSError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    with suppress(OSError, TypeError, ValueError):
+        state, *rest = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(rest[18])
     return None

@@ -38,6 +38,35 @@ def current(summary: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+class Process(TypedDict, total=False):
+    """What identifies rank 0's process (`clap_ds/run_records/lock.py`)."""
+
+    pid: int
+    host: str
+
+
+class Environment(TypedDict, total=False):
+    """Those fields of `environment.json` that analysis uses."""
+
+    command: list[str]
+    device_name: str
+    device_names: list[str]
+    git_commit: str | None
+    hosts: list[str]
+    num_nodes: int
+    process: Process
+    versions: dict[str, str | None]
+    world_size: int
+
+
+class Config(TypedDict, total=False):
+    """Those fields of `config.json` that analysis uses."""
+
+    clap: dict[str, Any]
+    gradient_accumulation_steps: int
+    train_micro_batch_size_per_gpu: int
+
+
 class Rates(TypedDict, total=False):
     """Samples/s of one GPU: total samples over total seconds of the windows, and the windows' range."""
 

@@ -24,6 +24,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.files import replacing, replacing_files, write_atomically
 from clap_ds.data.build_shards.shard_writer import print_settings
 from clap_ds.weights.tokenizer import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, class_names
@@ -72,7 +73,7 @@ def write_sounds(options: argparse.Namespace) -> None:
     encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
     all_captions: list[str] = []
     for shard, path in enumerate(tqdm(paths, unit="shard", disable=None)):
-        with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+        with replacing(path) as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
             for number in range(shard * options.clips // count, (shard + 1) * options.clips // count):
                 rng, kind = random.Random(f"seed {options.seed}, clip {number}"), KINDS[number % len(KINDS)]
                 waveform, sample_rate, captions = make_clip(kind, rng, options)
@@ -85,9 +86,10 @@ def write_sounds(options: argparse.Namespace) -> None:
                 else:
                     described["caption"] = captions[0] if len(captions) == 1 else captions
                 tar.write({"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()})
-    train_tokenizer(all_captions, directory / "tokenizer")
+    with replacing_files(directory / "tokenizer") as draft:
+        train_tokenizer(all_captions, draft)
     classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
-    (directory / "classes.json").write_text(json.dumps(classes, indent=1) + "\n")
+    write_atomically(directory / "classes.json", json.dumps(classes, indent=1) + "\n")
 
 
 def seconds(text: str) -> tuple[float, float]:

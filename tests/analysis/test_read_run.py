@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clap_ds.analysis.read_run import read_json, read_record, read_steps
-from clap_ds.analysis.scaling import scaling_table
+from clap_ds.analysis.report import provenance
+from clap_ds.analysis.scaling import render, scaling_table
+from clap_ds.analysis.time_to_target import at_target
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, write
 from tests.processes import Command
@@ -137,3 +140,57 @@ def test_a_summary_names_no_file_but_a_history(record: Path) -> None:
     for name, expected in (("history.jsonl", 1), ("private.jsonl", len(read_steps(record, "timed")))):
         write(record.parent / name, line)
         assert len(read_steps(record, "timed", history=str(record.parent / name))) == expected
+
+
+WRONG: tuple[Any, ...] = (True, 0, -1, 1.5, 1e308, 10**400, "x", "", [], [1.5], {}, {"a": [1]})
+FIELDS = {
+    "summary": (
+        "error",
+        "state",
+        "finished",
+        "history",
+        "stragglers",
+        "samples_per_s_per_gpu",
+        "world_size",
+        "device_name",
+    ),
+    "environment": ("device_names", "versions", "hosts", "command", "git_commit", "process", "world_size"),
+    "config": ("clap", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "optimizer"),
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in FIELDS.items() for field in fields])
+def test_a_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: str, field: str) -> None:
+    content = json.loads((RECORD / f"{name}.json").read_text())
+    for value in WRONG:
+        write(record / f"{name}.json", json.dumps({**content, field: value}))
+        with suppress(UserError):
+            run = read_record(record)
+            render(scaling_table([run]))
+            [*provenance([run])]
+            at_target(run, "zero_shot_top1", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("environment", "device_names", 1.5),
+        ("environment", "versions", True),
+        ("environment", "process", {"pid": "../home"}),
+        ("summary", "error", 1.5),
+        ("summary", "stragglers", [1]),
+        ("config", "clap", "x"),
+    ],
+)
+def test_the_field_of_a_wrong_type_is_named(record: Path, name: str, field: str, value: Any) -> None:
+    content = json.loads((RECORD / f"{name}.json").read_text())
+    write(record / f"{name}.json", json.dumps({**content, field: value}))
+    with pytest.raises(UserError, match=rf"{name}\.{field}.* expected"):
+        read_record(record)
+
+
+def test_only_numbers_of_a_step_are_used(record: Path) -> None:
+    lines = [{"phase": "train", "step": 1, "loss": "x", "lr": 10**400, "chance": {"a": [1], "b": 0.5}, "time_s": 2.0}]
+    lines += [{"phase": "train", "step": [1]}]
+    write(record / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    assert read_steps(record, "train") == [{"step": 1, "chance": {"b": 0.5}, "time_s": 2.0}]

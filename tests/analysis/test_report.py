@@ -4,10 +4,12 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clap_ds.analysis import report
+from clap_ds.analysis.table import Row, write_csv
 from clap_ds.config.paths import VERSION
 from tests.analysis.samples import DATA, TINY, command, record
 
@@ -72,3 +74,39 @@ def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: py
     for part in ("No rate was measured (out_of_memory)", "too &lt;big&gt;"):
         assert part in text
     assert "<big>" not in text
+
+
+PAYLOAD = "` ](http://a.b) ![x](http://a.b)\n# Fake heading\n\n<img src=x> <script>a</script> \x1b[31m | **b** ~~c~~"
+
+
+def with_payload(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: with_payload(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [with_payload(value) for value in content]
+    return f"{content} {PAYLOAD}" if isinstance(content, str) else content
+
+
+def test_no_text_of_a_record_is_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("summary", "environment", "config"):
+        content = json.loads((DATA / f"record_2ranks/{name}.json").read_text())
+        if name == "summary":
+            slow = {"rank": 1, "host": "n1", "lag_s": 1.0, "lag_percent": 2.0, "data_wait_s": 0.1}
+            content |= {"error": "why", "finished": "", "stragglers": [slow]}
+        (folder / f"{name}.json").write_text(json.dumps(with_payload(content)))
+    table = tmp_path / "table.csv"
+    write_csv(table, [Row(n, 4 * n, 5.0, model="m", scaling=with_payload("s"), state=with_payload("x"), notes=with_payload("n"),
+                          uncertainty_from=with_payload("u"), samples_per_s_per_gpu_ci95=0.1) for n in (1, 2)])  # fmt: skip
+    command(monkeypatch, report.main, folder, table, "--output", tmp_path / "out")
+    text = (tmp_path / "out" / "report.html").read_text()
+    body = text.partition("<body>")[2]
+    allowed = set("h1 h2 h3 h4 p em strong code img ul li table thead tbody tr th td".split())  # noqa: SIM905
+    assert {*re.findall(r"<(\w+)", body)} <= allowed
+    assert all(source.startswith('src="data:image/png') for source in re.findall(r'src="[^"]*', body))
+    assert not re.search("<h[1-6]>Fake|<strong>b<|href|\x1b", text)
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert "Fake heading" in markdown
+    assert not re.search(r"\x1b|^# Fake|<img|<script|(?<!!\[)\]\(|\*\*b\*\*", markdown, re.MULTILINE)
+    assert markdown.count("`") == 2

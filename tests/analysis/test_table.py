@@ -1,5 +1,6 @@
 """Tables are read as they were written, and other files are rejected."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,19 @@ def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:
     assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "
     table = markdown_table(("a", "bb", "c"), [("1", "", ""), ("2", "3", "")])
     assert table.splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |", "| 2 |  3 |"]
+
+
+def test_formulas_in_a_table_are_text_and_come_back(tmp_path: Path) -> None:
+    row = Row(
+        1, 4, 5.0, model="=1+1", device="@SUM(A1)", variant="-2+3", state="completed", notes="'quoted", speedup=1e-7
+    )
+    write_csv(tmp_path / "t.csv", [row])
+    text = (tmp_path / "t.csv").read_text()
+    assert not re.search(r"(^|,)[=@+-]", text, re.MULTILINE)
+    (run,) = read_table_runs(tmp_path / "t.csv")
+    assert [getattr(run, name) for name in ("device", "variant", "notes", "speedup")] == [
+        "@SUM(A1)",
+        "-2+3",
+        "'quoted",
+        1e-7,
+    ]

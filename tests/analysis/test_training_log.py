@@ -1,5 +1,6 @@
 """Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print interval, and withstand damage."""
 
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 
 from clap_ds.analysis.log_formats import DIALECTS, Dialect
 from clap_ds.analysis.runs import read_runs
-from clap_ds.analysis.training_log import read_log
+from clap_ds.analysis.training_log import read_log, read_log_lines
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import LONGEST_LINE
 from tests.analysis.samples import DATA, LAUNCHER, given, running_log, throughput_line, write
 
 TWO_RANKS = DATA / "deepspeed_2ranks.log"
@@ -370,3 +372,21 @@ def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_a_failed_on
     assert "too short" in run.notes
     run = read_log(write(tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"))
     assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)
+
+
+def test_a_line_without_end_is_cut_and_a_file_of_one_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.log", b"\0" * 3 * LONGEST_LINE + b"\n" + running_log([0.1] * 30).encode())
+    assert read_log(path, given_batch=16).rate
+    assert max(map(len, read_log_lines(path))) == LONGEST_LINE
+    write(path, "")
+    os.truncate(path, 200 * 10**9)
+    with pytest.raises(UserError, match="a line has more than"):
+        read_log(path)
+
+
+@pytest.mark.parametrize(
+    "line", ["gradient_accumulation_steps 0", "world_size ... 0", "ranks: 0, nodes: 0", "num_gpus_per_node: 0"]
+)
+def test_a_count_of_zero_is_not_stated(tmp_path: Path, line: str) -> None:
+    log = LAUNCHER.format(1, 4) + f"{line}\n" + running_log([0.1] * 30)
+    assert read_log(write(tmp_path / "run.log", log), given_batch=16).accumulation == 1

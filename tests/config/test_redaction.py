@@ -1,8 +1,13 @@
 """Text that looks like a secret is hidden; other text is unchanged."""
 
+import json
+
 import pytest
 
+from clap_ds.config.errors import _fields
 from clap_ds.config.redaction import redacted, redacted_all
+from clap_ds.config.settings import make_run_model
+from clap_ds.run_records.metrics_schema import StepLine, Summary
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,19 @@ from clap_ds.config.redaction import redacted, redacted_all
         ("s3://me:p@ss@bucket/x", "s3://[hidden]@bucket/x"),
         ("hf_" + "a" * 34, "[hidden]"),
         ("loss 0.3 at step 5, 12:30", "loss 0.3 at step 5, 12:30"),
+        ("https://abc@host/x", "https://[hidden]@host/x"),
+        ("git+ssh://git@host/x abfs://container@account/x", "git+ssh://git@host/x abfs://container@account/x"),
+        ("AccountName=a;AccountKey=abc==", "AccountName=a;AccountKey=[hidden]"),
+        ("--wandb_key abc --set comet.api_key=x", "--wandb_key [hidden] --set comet.api_key=[hidden]"),
+        ('password: x, "password": "x y"', 'password: [hidden], "password": "[hidden]"'),
+        ("aws_secret_access_key=x", "aws_secret_access_key=[hidden]"),
+        ("https://a.net/b?sv=1&sp=r&sas=x", "https://a.net/b?[hidden]"),
+        *(
+            (f"{start}{'a1' * 16}", "[hidden]")
+            for start in ("github_pat_", "glpat-", "sk-", "sk-proj-", "xoxb-", "ghp_")
+        ),
+        ("tokenizer: a, max_tokens=3, pad_token=x", "tokenizer: a, max_tokens=3, pad_token=x"),
+        ("token_type_embeddings.weight: [1]", "token_type_embeddings.weight: [1]"),
     ],
 )
 def test_secrets_in_text(text: str, shown: str) -> None:
@@ -29,6 +47,29 @@ def test_secrets_in_text(text: str, shown: str) -> None:
 def test_fields_by_their_names() -> None:
     settings = {"comet": {"api_key": "abc", "project": "clap"}, "context_length": 7, "tokenizer": "roberta-base"}
     assert redacted_all(settings) == settings | {"comet": {"api_key": "[hidden]", "project": "clap"}}
+
+
+def test_fields_of_secrets_are_hidden_whole() -> None:
+    hidden = {"wandb": {"key": "a b"}, "account_key": "a", "sas": "a", "wandb.key": "a", "credentials": {"user": "a"}}
+    shown = json.dumps(redacted_all({**hidden, "secrets": ["a b", "c"]}))
+    assert shown.count("[hidden]") == 7
+    assert '"a' not in shown.replace('"account_key"', "")
+
+
+def test_no_name_of_this_project_is_a_secret() -> None:
+    """Fields of runs, DeepSpeed and records, and options of tokenizers are shown."""
+    names = [name for name in _fields(make_run_model("AdamW", "WarmupLR")) if not name.endswith("api_key")]
+    names += [
+        *Summary.__annotations__,
+        *StepLine.__annotations__,
+        "pad_token",
+        "additional_special_tokens",
+        "cls_token",
+    ]
+    assert len(names) > 300
+    assert redacted_all(dict.fromkeys(names, "shown")) == dict.fromkeys(names, "shown")
+    text = "\n".join(f"--{name} shown {name}=shown {name}: shown" for name in names)
+    assert redacted(text) == text
 
 
 def test_words_of_a_command() -> None:

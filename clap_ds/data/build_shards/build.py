@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import own_folder, pinned, read_bytes
+from clap_ds.config.files import pinned, read_bytes, replacing_files
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import (
     MOST_OF_A_FILE,
@@ -112,8 +112,8 @@ def run_build(options: Namespace) -> int:
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
         captions = (caption for entry in usable for caption in entry.captions)
-        with own_folder(folder / "tokenizer") as own:
-            vocab_size = train_tokenizer(captions, own, vocab_size=options.train_tokenizer)
+        with replacing_files(folder / "tokenizer") as draft:
+            vocab_size = train_tokenizer(captions, draft, vocab_size=options.train_tokenizer)
         tokenizer = str(folder / "tokenizer")
         print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
     patterns = {}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import leads_outside, parse_json, read_bytes, read_object, refuse_duplicates
+from clap_ds.config.files import LONGEST_LINE, leads_outside, parse_json, read_bytes, read_object, refuse_duplicates
 
 AUDIO_SUFFIXES = tuple(
     f".{name}"
@@ -41,13 +42,17 @@ class Entry:
     problem: str = ""
     size: int = 0  # bytes, if the file was checked
 
-    def add(self, other: Entry) -> None:
-        """Merge the captions and metadata of another entry of the same sound."""
-        self.captions = list(dict.fromkeys([*self.captions, *other.captions]))
-        for name, value in other.more.items():
-            known = values_of(self.more, name)
-            if new := [each for each in values_of(other.more, name) if each not in known]:
-                self.more[name] = [*known, *new] if known else value
+    def add(self, others: Sequence[Entry]) -> None:
+        """Merge the captions and metadata of other entries of the same sound, which may be many."""
+        entries = [self, *others]
+        self.captions = list(dict.fromkeys(caption for entry in entries for caption in entry.captions))
+        columns: dict[str, dict[str, Any]] = defaultdict(dict)  # values by their JSON
+        for entry in entries:
+            for name in entry.more:
+                columns[name] |= {json.dumps(value): value for value in values_of(entry.more, name)}
+        for name, values in columns.items():
+            if len(values) > len(values_of(self.more, name)):
+                self.more[name] = [*values.values()] if len(values) > 1 else next(iter(values.values()))
 
 
 def values_of(row: Row, name: str) -> list[Any]:
@@ -81,12 +86,13 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
 
 def merge(named: Iterable[tuple[str, Entry]]) -> list[Entry]:
     """Merge entries of equal names into the first."""
-    merged: dict[str, Entry] = {}
+    groups: dict[str, list[Entry]] = defaultdict(list)
     for name, entry in named:
-        first = merged.setdefault(name, entry)
-        if first is not entry:
-            first.add(entry)
-    return list(merged.values())
+        groups[name].append(entry)
+    for first, *others in groups.values():
+        if others:
+            first.add(others)
+    return [first for first, *_ in groups.values()]
 
 
 def read_paths(source: Path) -> list[Path]:
@@ -170,7 +176,7 @@ def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     """Read rows separated by the most frequent of commas, tabs and semicolons in the first line."""
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(LONGEST_LINE)
     lines = io.StringIO(text, newline="").readlines()
     if lines and lines[0].startswith("sep="):  # Excel's own
         lines[0] = "\n"
@@ -195,11 +201,9 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 def _headings(source: Path, cells: list[str]) -> list[str]:
     plain = ["".join(cell.split()).lower() for cell in cells]
-    repeated = [name for name in plain if name and plain.count(name) > 1]
-    if repeated:
-        raise UserError(
-            f"{source}: several columns are named {repeated[0]!r}; expected one, and others as {repeated[0]}_2"
-        )
+    name, count = Counter(filter(None, plain)).most_common(1)[0] if any(plain) else ("", 0)
+    if count > 1:
+        raise UserError(f"{source}: several columns are named {name!r}; expected one, and others as {name}_2")
     return [cell.strip() for cell in cells]
 
 

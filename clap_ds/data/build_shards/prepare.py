@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.arguments import add_preset
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import leads_outside
+from clap_ds.config.files import leads_outside, replacing_files
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
@@ -145,7 +145,9 @@ def run_prepare(options: Namespace) -> int:
     beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
     if beside.is_dir() and not leads_outside(beside, beside.parent):
         outside = lambda at, names: [name for name in names if leads_outside(Path(at, name), beside)]  # noqa: E731
-        tokenizer = str(shutil.copytree(beside, folder / beside.name, ignore=outside, dirs_exist_ok=True))
+        tokenizer = str(folder / beside.name)
+        with replacing_files(folder / beside.name) as draft:
+            shutil.copytree(beside, draft, ignore=outside, dirs_exist_ok=True)
     shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
     return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
