@@ -190,7 +190,7 @@ def test_the_field_of_a_wrong_type_is_named(record: Path, name: str, field: str,
 
 
 def test_only_numbers_of_a_step_are_used(record: Path) -> None:
-    lines = [{"phase": "train", "step": 1, "loss": "x", "lr": 10**400, "chance": {"a": [1], "b": 0.5}, "time_s": 2.0}]
+    lines = [{"phase": "train", "step": 1, "loss": "x", "lr": 1e308, "chance": {"a": [1], "b": 0.5}, "time_s": 2.0}]
     lines += [{"phase": "train", "step": [1]}]
     write(record / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     assert read_steps(record, "train") == [{"step": 1, "chance": {"b": 0.5}, "time_s": 2.0}]
