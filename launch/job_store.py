@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -190,7 +189,8 @@ def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str)
     if slurm_state and slurm_state not in slurm.OVER:
         return JobStatus(state, slurm_state.lower(), True)
     if record.get("state") == "running":  # the supervisor was killed, but the run may have recorded its own end
-        summary = summary_of(max((folder / "attempts").glob("*"), key=os.path.getmtime, default=folder))
+        attempts = (folder / "attempts").glob("*")
+        summary = summary_of(max(attempts, key=lambda attempt: attempt.lstat().st_mtime, default=folder))
         state, error = str(summary.get("state") or state), str(summary.get("error") or error)
     if state != "running":
         return JobStatus(state, error)
