@@ -24,7 +24,8 @@ GUARD = f"""\
     case $(sinfo -h -N -n "$1" -o %T)$(scontrol -o show job "$0" 2>&1) in
     down*" JobState=RUNNING "*" Restarts=$2 "*)
         trap "" TERM; scontrol requeue "$0" || exit; set -- JobId="$0" $3
-        {slurm.UPDATE}; exit;;
+        {slurm.UPDATE}
+        exit;;
     *" JobState="[RS]U*" Restarts=$2 "*) ;;  # running or suspended
     *" JobState="* | *"Invalid job id"*) exit;;
     esac; done' "${{SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}}" "$SLURMD_NODENAME" \\

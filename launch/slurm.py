@@ -22,9 +22,9 @@ OVER = (
 )  # fmt: skip
 """States of jobs that have ended; the list of other states is longer."""
 TRIES, PAUSE_S = 3, 3.0
-UPDATE = 'trap exit USR2; for _ in {1..90}; do (scontrol update "$@" && kill -USR2 $$) 2>/dev/null & sleep 1; done'
+UPDATE = 'for _ in {1..60}; do scontrol update "$@" 2>/dev/null && exit; sleep 1; done'
 """Shell command that changes this job after requeueing it. SLURM accepts no change of a job that lost a node until accounting
-has it or, without accounting, its last process has ended. It tries each request for 5 s, so overlapping ones may succeed."""
+has it or, without accounting, its last process has ended."""
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
