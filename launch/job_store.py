@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
+from clap_ds.launch.attempt import summary_of
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, SUBMISSION, check_environment, job_file, typed
 from clap_ds.launch.sbatch import Request, check_script, script
 
@@ -94,6 +96,12 @@ class Jobs:
     def _submissions(self, jobs: list[Job]) -> list[list[Job]]:
         return [jobs] if self.array else [[job] for job in jobs]
 
+    def slurm_name(self, job: Job) -> str:
+        """Return the name under which SLURM knows a job, or the array of all jobs. No other folder's jobs have it."""
+        part = "" if self.array or len(self.jobs) == 1 else f"-{job.name}"
+        unique = hashlib.sha256(f"{self.folder.resolve()}{part}".encode()).hexdigest()[:8]
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", f"clap-{self.folder.name}{part}")[:100] + f"-{unique}"
+
     def log(self, job: Job) -> Path:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
@@ -110,9 +118,9 @@ class Jobs:
             place = str(self.folder).replace("%", "%%")  # in SLURM's notation
             for first, *others in self._submissions(self.jobs):
                 log = f"{place}/%A_%a.out" if others else f"{place}/{first.name}-%j.out"
-                name = f"clap-{self.folder.name}" + f"-{first.name}" * (len(self.jobs) > 1 and not others)
                 folders = [self.folder / job.folder for job in (first, *others)]
-                write_atomically(self.script(first), script(request, first.nodes, name, log, folders))
+                text = script(request, first.nodes, self.slurm_name(first), log, folders)
+                write_atomically(self.script(first), text)
             self.check_scripts(self.jobs, request.once)
             options = [str(self.folder / job.folder / "run.json") for job in self.jobs]
             if request.train:
@@ -139,7 +147,11 @@ class Jobs:
                 job_file(self.folder / job.folder, ATTEMPTS).unlink(missing_ok=True)
             self.save()
             tasks = [str(self.jobs.index(job)) for job in each]
-            number = slurm.submit(self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options)
+            try:
+                number = slurm.submit(self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options)
+            except KeyboardInterrupt:
+                unsure = f"SLURM may have accepted {each[0].name}: `clap-ds sweep status {self.folder}` finds out"
+                raise KeyboardInterrupt(unsure) from None
             for job, task in zip(each, tasks, strict=True):
                 job.slurm_id = f"{number}_{task}" if self.array else number
             self.save()
@@ -147,11 +159,27 @@ class Jobs:
 
     def standings(self) -> dict[str, JobStatus]:
         """Return the status of each job by name."""
-        known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
+        names = [self.slurm_name(job) for job in self.jobs if not job.slurm_id]
+        known = slurm.find_jobs([job.slurm_id for job in self.jobs if job.slurm_id], names)
+        self._record_ids(known)
         return {
-            job.name: status_of(self.folder / job.folder, job.slurm_id, *known.get(str(job.slurm_id), ("", "")))
+            job.name: status_of(self.folder / job.folder, job.slurm_id, *known.get(str(job.slurm_id), ("", ""))[:2])
             for job in self.jobs
         }
+
+    def _record_ids(self, known: dict[str, slurm.QueuedJob]) -> None:
+        """Record ids of jobs that were submitted by hand, or by a process that was killed before it could do so."""
+        for task, job in enumerate(self.jobs):
+            name = self.slurm_name(job)
+            suffix = f"_{task}" if self.array else ""
+            named = [number for number in known if known[number].name == name and number.endswith(suffix)]
+            candidates = [number for number in named if known[number].state not in slurm.OVER]
+            if job.slurm_id is None:
+                candidates = candidates or named
+            if candidates and job.slurm_id not in candidates:
+                job.slurm_id = max(candidates, key=lambda number: int(number.partition("_")[0]))
+                self.save()
+                print(f"{job.name}: recorded job {job.slurm_id}, which SLURM has under this job's name")
 
 
 def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str) -> JobStatus:
@@ -168,6 +196,10 @@ def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str)
         return JobStatus("requeued" if record else "pending", error or reason, True)
     if slurm_state and slurm_state not in slurm.OVER:
         return JobStatus(state, slurm_state.lower(), True)
+    if record.get("state") == "running":  # the supervisor was killed, but the run may have recorded its own end
+        attempts = (folder / "attempts").glob("*")
+        summary = summary_of(max(attempts, key=lambda attempt: attempt.lstat().st_mtime, default=folder))
+        state, error = str(summary.get("state") or state), str(summary.get("error") or error)
     if state != "running":
         return JobStatus(state, error)
     unsaid = f"SLURM: {slurm_state or 'no longer known'}; see its log"

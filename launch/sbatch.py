@@ -30,13 +30,19 @@ _OPTIONS = {
     "-d --dependency LIST": "start after other jobs, such as afterok:123; of this submission only",
 }
 """sbatch's options on the command line, and their help."""
-GUARD = """\
+GUARD = f"""\
 # With --no-kill, a job that loses its first host would go on without its script. Ended jobs and later starts are left alone.
-srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
-    case $(sinfo -h -N -n "$1" -o %T)$(scontrol -o show job "$0") in
-    down*" JobState=RUNNING "*" Restarts=$2 "*) exec scontrol requeue "$0";;
-    esac; done' "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}" "$SLURMD_NODENAME" \\
-    "${SLURM_RESTART_COUNT:-0}" &"""
+[ "$SLURM_JOB_NUM_NODES" = 1 ] ||
+    srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
+    case $(sinfo -h -N -n "$1" -o %T)$(scontrol -o show job "$0" 2>&1) in
+    down*" JobState=RUNNING "*" Restarts=$2 "*)
+        trap "" TERM; scontrol requeue "$0" || exit; set -- JobId="$0" $3
+        {slurm.UPDATE}
+        exit;;
+    *" JobState="[RS]U*" Restarts=$2 "*) ;;  # running or suspended
+    *" JobState="* | *"Invalid job id"*) exit;;
+    esac; done' "${{SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}}" "$SLURMD_NODENAME" \\
+    "${{SLURM_RESTART_COUNT:-0}}" "$without_spares" &"""
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,11 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
     threads = profile.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
     words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
-    options = f"--spare_nodes={request.spare_nodes}" + " --auto_requeue" * request.auto_requeue
+    options, guard = f"--slots={request.gpus}", []
+    if request.spare_nodes:  # after lost hosts, SLURM may start the job again without them
+        options += f" --spare_nodes=$((SLURM_JOB_NUM_NODES - {nodes}))"
+        guard = [f"without_spares={slurm.without_spares(nodes, request.gpus)!r}", GUARD]
+    options += " --auto_requeue" * request.auto_requeue
     lines = [
         "#!/bin/bash",
         *_header(request, nodes, name, log),
@@ -172,9 +182,8 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
         f"folders=({shlex.join(map(str, folders))})",
         "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}",
         "",
-        f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
-        *[GUARD] * bool(request.spare_nodes),
-        f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
+        *guard,
+        f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" \\\n    {options} -- {" ".join(words).strip()}',
     ]
     return "\n".join(lines) + "\n"
 

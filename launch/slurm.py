@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clap_ds.config.errors import UserError, did_you_mean
+from clap_ds.run_records.lock import identify_slurm_job
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
 OVER = (
@@ -24,6 +25,9 @@ OVER = (
 )  # fmt: skip
 """States of jobs that have ended; the list of other states is longer."""
 TRIES, PAUSE_S = 3, 3.0
+UPDATE = 'for _ in {1..60}; do scontrol update "$@" 2>/dev/null && exit; sleep 1; done'
+"""Shell command that changes this job after requeueing it. SLURM accepts no change of a job that lost a node until accounting
+has it or, without accounting, its last process has ended."""
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _UNREACHABLE = re.compile(r"contact slurm controller|munge|authentication|configuration (file|source)", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -150,15 +154,28 @@ def check_script(path: Path, *options: str) -> Iterator[str]:
         yield f"sbatch: {error}, counting only nodes in service"
 
 
-def states_of(ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return state and reason by job id of the user's jobs that SLURM still knows."""
-    shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r"])
-    lines = [line.split("|", 2) for line in shown.splitlines()]
-    if forgotten := {*ids} - {line[0] for line in lines}:
+class QueuedJob(NamedTuple):
+    state: str
+    reason: str
+    name: str
+
+
+def find_jobs(ids: Iterable[str], names: Iterable[str] = ()) -> dict[str, QueuedJob]:
+    """Return by id all of the user's queued jobs, and those of these ids or names that SLURM still knows."""
+    shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%j"])
+    jobs = dict(map(_parse_job, shown.splitlines()))
+    forgotten = {"-j": {*ids} - {*jobs}, "--name": {*names} - {job.name for job in jobs.values()}}
+    for option, wanted in forgotten.items():
+        columns = ["-o", "JobID,State,Reason,JobName", "-S", "now-30days"]
         with contextlib.suppress(UserError, OSError):  # without accounting
-            shown = ask(["sacct", "-nPX", "-o", "JobID,State,Reason", "-j", ",".join(sorted(forgotten))], tries=1)
-            lines += [line.split("|", 2) for line in shown.splitlines()]
-    return {number: (state.split()[0], reason) for number, state, reason in lines}
+            shown = ask(["sacct", "-nPX", *columns, option, ",".join(sorted(wanted))], tries=1) if wanted else ""
+            jobs |= map(_parse_job, shown.splitlines())
+    return jobs
+
+
+def _parse_job(line: str) -> tuple[str, QueuedJob]:
+    number, state, reason, name = f"{line}|".split("|")[:4]  # others' names may have more of them
+    return number, QueuedJob(state.split()[0], reason, name)
 
 
 # --- this job, from inside
@@ -173,16 +190,20 @@ def signal_step(job: str, name: str, number: signal.Signals) -> None:
                 ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
 
 
-def requeue(start: int, without: Sequence[str]) -> str | None:
-    """Requeue this job, if possible without some hosts. Return the error if SLURM doesn't requeue it, else None.
+def without_spares(nodes: int, gpus: int) -> str:
+    """Return the changes, for `scontrol update`, by which a requeued job waits for no spare nodes."""
+    # SLURM derived tasks and CPUs from the nodes at submission, and would wait for as many. `--ntasks-per-node` still holds.
+    return f"NumNodes={nodes} NumTasks={nodes * gpus} NumCPUs=1"
+
+
+def requeue(start: int, without: Sequence[str], changes: str = "") -> str | None:
+    """Requeue this job; if without some hosts, with `changes`. Return the error if SLURM doesn't requeue it, else None.
 
     If SLURM has ended start number `start`, which a host that was cut off doesn't know, the job is left alone. Requeueing ends
     this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can exclude others
     while the job is pending. If that fails, the next start avoids these hosts if it can.
     """
-    job = os.environ["SLURM_JOB_ID"]
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # one task's job id is that of the whole array
-        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    job = identify_slurm_job()
     lost = lost_nodes(without) if without else {}
     try:
         excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""
@@ -192,8 +213,9 @@ def requeue(start: int, without: Sequence[str]) -> str | None:
         ask(["scontrol", "requeue", job])
     except UserError as error:
         return str(error)
+    updates = changes.split() if without else []
     if others := [host for host in without if host not in lost]:
-        with contextlib.suppress(UserError):
-            hosts = ",".join(filter(None, [excluded, *others]))
-            ask(["scontrol", "update", f"JobId={job}", f"ExcNodeList={hosts}"], tries=1)
+        updates.append(f"ExcNodeList={','.join(filter(None, [excluded, *others]))}")
+    if updates:
+        subprocess.run(["bash", "-c", UPDATE, "bash", f"JobId={job}", *updates])
     return None

@@ -26,16 +26,17 @@ from typing import IO, Any
 
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of, printable
-from clap_ds.config.files import own_folder, read_object, write_object
+from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.redaction import redacted_all
 from clap_ds.distributed.error_file import IMPORT, KILLED, SIGNAL
-from clap_ds.distributed.hostfile import read_hostfile
+from clap_ds.distributed.hostfile import format_hostfile, read_hostfile, slots_from_slurm
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, ClusterProfile, job_file
 from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
 from clap_ds.run_records.jsonl import warn_on_disk_full
+from clap_ds.run_records.lock import FolderLock
 
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
@@ -49,11 +50,20 @@ class RunningJob:
     """One start of a job."""
 
     def __init__(
-        self, folder: Path, command: Sequence[str], spare_nodes: int = 0, *, auto_requeue: bool = False
+        self,
+        folder: Path,
+        command: Sequence[str],
+        spare_nodes: int = 0,
+        *,
+        auto_requeue: bool = False,
+        slots: int | None = None,
     ) -> None:
         self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
+        if slots is not None:
+            write_atomically(self.folder / "hostfile", format_hostfile(slots_from_slurm(os.environ, slots)))
         self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - spare_nodes
+        self.changes = slurm.without_spares(self.wanted, slots) if slots and spare_nodes else ""
         self.profile = ClusterProfile(**read_object(job_file(self.folder, PROFILE)))
         self.job, self.start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         path = job_file(self.folder, ATTEMPTS)
@@ -189,7 +199,7 @@ class RunningJob:
                 signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
             without = self.excluded()
             _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
-            if problem := slurm.requeue(self.start, without):
+            if problem := slurm.requeue(self.start, without, self.changes):
                 _say(f"warning: {problem}")
         return outcome.exit_code
 
@@ -207,6 +217,17 @@ class RunningJob:
         self.record.update(fields)
         with warn_on_disk_full(path := self.folder / ATTEMPTS):
             write_object(path, redacted_all(self.record))
+
+
+def supervise(folder: Path, **options: Any) -> int:
+    """Run the job in its folder unless another job runs there, and return the job's exit code."""
+    slurm.require_commands()
+    lock = FolderLock(folder.resolve())
+    lock.acquire()
+    try:
+        return RunningJob(folder, **options).run()
+    finally:
+        lock.release()
 
 
 def copy(source: IO[bytes], log: int, errors: LauncherErrors) -> None:
@@ -228,18 +249,15 @@ def _now() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    folder_help = f"read {PROFILE} and hostfile in this job folder, and write records and attempts to it"
+    folder_help = f"read {PROFILE} in this job folder, and write hostfile, records and attempts to it"
     add("--folder", type=Path, required=True, metavar="FOLDER", help=folder_help)
+    slots_help = "write the hostfile, with N ranks per host (default: read it)"
+    add("--slots", type=whole_number(), metavar="N", help=slots_help)
     add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="keep N hosts as hot spares")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
     arguments = parser.parse_args(argv)
-
-    def start() -> int:
-        slurm.require_commands()
-        return RunningJob(**vars(arguments)).run()
-
-    return exit_code_of(start)
+    return exit_code_of(lambda: supervise(**vars(arguments)))
 
 
 if __name__ == "__main__":

@@ -124,6 +124,14 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def duration_of(seconds: float) -> str:
+    """Return a duration in a unit that suits it, such as `12 s` and `2.5 days`."""
+    for unit, size_s in {"days": 86400, "hours": 3600, "minutes": 60}.items():
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def run_alone(main: Callable[[], object]) -> NoReturn:
     """Run the main function of a single-process command and exit with its code."""
     sys.exit(exit_code_of(main))

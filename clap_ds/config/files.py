@@ -225,6 +225,22 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
+def create_atomically(path: Path, text: str) -> None:
+    """Create a file with its text. Raises FileExistsError if there is one, or another OSError."""
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    write_atomically(draft, text)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file, by default in the folder of `path`, that replaces `path` once it is on disk.

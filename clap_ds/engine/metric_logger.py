@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,12 @@ Scalar = tuple[str, float, int]  # tag, value, samples trained on so far
 BINS = 64  # of histograms
 
 
+def _hide_writer_error(error: threading.ExceptHookArgs) -> None:
+    """Print a thread's error, except TensorBoard's of a failing disk, which it raises again where `Scalars` warns."""
+    if type(error.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(error)
+
+
 class Scalars:
     """Defer the writes of DeepSpeed's monitor from the timed steps to `write`, in the order of samples. If the `tensorboard`
     section has no output path, files go to `tensorboard` in `folder`. With `histogram_every_steps`, histograms of
@@ -34,6 +41,7 @@ class Scalars:
             from torch.utils.tensorboard import SummaryWriter  # a machine that only runs gpu_check lacks tensorboard
 
             with warn_on_disk_full(place), own_folder(place):  # TensorBoard would follow a link
+                threading.excepthook = _hide_writer_error
                 # TensorBoard discards entries of samples that will be trained on again.
                 self._tensorboard = SummaryWriter(str(place), purge_step=deepspeed.global_samples + 1)
         deepspeed.monitor.enabled |= section.get("enabled", False)  # whether DeepSpeed also writes

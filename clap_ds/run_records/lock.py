@@ -1,14 +1,16 @@
 """Identify processes in files: the one that writes a shared folder, such as a run's checkpoints, and the one of a run's rank 0.
 
 A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if that process was on this host and
-is gone, or was of the same job.
+is gone, or SLURM says that its job is over, or it was of the same job.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,17 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import printable
-from clap_ds.config.files import read_json, write_atomically
+from clap_ds.config.files import create_atomically, read_json
 
 FILE = "writer.json"
+_SHOWN = ("host", "pid", "user", "job", "slurm_job", "slurm_cluster")
 
 
 def identify_process(job: Path | None = None) -> dict[str, Any]:
-    """Return what identifies this process, in a job identified by its folder or by SLURM."""
+    """Return what identifies this process, in a job identified by its folder and by SLURM."""
     return {
         "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _identify_kernel(),
-        "user": os.environ.get("USER", ""), "job": str(job or os.environ.get("SLURM_JOB_ID", "")),
+        "user": os.environ.get("USER", ""), "job": str(job or ""), "slurm_job": identify_slurm_job(),
+        "slurm_start": os.environ.get("SLURM_RESTART_COUNT", "0"), "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
     }  # fmt: skip
+
+
+def identify_slurm_job() -> str:
+    """Return this process's SLURM job in the form that `squeue -j` and `sacct -j` take; empty outside of SLURM."""
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # a task's SLURM_JOB_ID may be that of the whole array
+        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 def has_ended(process: Mapping[str, Any]) -> bool | None:
@@ -35,6 +46,21 @@ def has_ended(process: Mapping[str, Any]) -> bool | None:
     if not kernel or process.get("kernel") != kernel:
         return None
     return _start_time(process.get("pid")) != process.get("started")
+
+
+def has_slurm_ended(process: Mapping[str, Any]) -> bool | None:
+    """Return whether SLURM has ended this start of an identified process's job; None if this cluster's SLURM can't say."""
+    job = str(process.get("slurm_job"))
+    if not re.fullmatch(r"\d+(_\d+)?", job) or process.get("slurm_cluster") != os.environ.get("SLURM_CLUSTER_NAME"):
+        return None
+    command = ["squeue", "-h", "-j", job, "-O", "State:30,RestartCnt:10"]  # without `-t`: only jobs that haven't ended
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        return True if "Invalid job id" in done.stderr else None
+    return done.stdout.split()[1:] != [process.get("slurm_start")]
 
 
 class FolderLock:
@@ -47,35 +73,61 @@ class FolderLock:
     def acquire(self) -> None:
         """Lock the folder, creating it if needed. Raises ValueError if it is locked, OSError if it can't be written."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if found := self._read():
-            is_over = has_ended(found)
-            if is_over is None:
-                is_over = self._own["job"] != "" and found.get("job") == self._own["job"]
-            if not is_over:
-                raise ValueError(f"{self._said('is locked by')}. If that job is over, delete {self._path}")
-            print(f"{self._said('had a stale lock of')}; replaced", file=sys.stderr, flush=True)
-        write_atomically(self._path, json.dumps(self._own))
+        while True:
+            try:
+                return create_atomically(self._path, json.dumps(self._own))
+            except FileExistsError:
+                holder = _read(self._path)
+            if holder and not self._is_over(holder):
+                raise ValueError(f"{self._describe('is locked by', holder)}. If that job is over, delete {self._path}")
+            self._remove(holder)
 
     def check(self) -> None:
         """Raise ValueError if another run has taken the lock. Call before each write."""
-        if self._read() not in ({}, self._own):  # empty if deleted by hand
-            raise ValueError(self._said("was locked meanwhile by"))
+        holder = _read(self._path)
+        if holder not in ({}, self._own):  # empty if deleted by hand
+            raise ValueError(self._describe("was locked meanwhile by", holder))
 
     def release(self) -> None:
         """Unlock the folder if this process holds the lock."""
         with suppress(OSError):
-            if self._read() == self._own:
+            if _read(self._path) == self._own:
                 self._path.unlink()
 
-    def _read(self) -> dict[str, Any]:
-        """Read the file; empty if it is missing or incomplete."""
-        with suppress(OSError, ValueError, TypeError):
-            return dict(read_json(self._path))
-        return {}
+    def _is_over(self, holder: dict[str, Any]) -> bool:
+        is_over = has_ended(holder)
+        if is_over is None and holder.get("slurm_job") != self._own.get("slurm_job"):
+            is_over = has_slurm_ended(holder)
+        if is_over is not None:
+            return is_over
+        cluster = self._own["slurm_cluster"]
+        if holder.get("slurm_cluster", cluster) != cluster:
+            return False
+        # An earlier attempt or start of this job has ended.
+        return any(holder.get(name) == self._own[name] != "" for name in ("job", "slurm_job"))
 
-    def _said(self, what: str) -> str:
-        host, pid, user, job = (self._read().get(name, "?") for name in ("host", "pid", "user", "job"))
-        return printable(f"{self._path.parent} {what} host {host}, pid {pid}, user {user}, job {job or 'none'}")
+    def _remove(self, holder: dict[str, Any]) -> None:
+        """Remove a stale holder's file unless another process has replaced it since it was read."""
+        aside = self._path.with_name(f".{FILE}.{os.urandom(8).hex()}")
+        with suppress(FileNotFoundError):
+            self._path.rename(aside)
+            if _read(aside) != holder:
+                aside.rename(self._path)
+                return
+            aside.unlink()
+            if holder:
+                print(f"{self._describe('had a stale lock of', holder)}; replaced", file=sys.stderr, flush=True)
+
+    def _describe(self, what: str, holder: dict[str, Any]) -> str:
+        shown = ", ".join(f"{name} {holder[name]}" for name in _SHOWN if holder.get(name))
+        return printable(f"{self._path.parent} {what} {shown.replace('slurm_', 'SLURM ')}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a lock's file; empty if it is missing or damaged."""
+    with suppress(OSError, ValueError, TypeError):
+        return dict(read_json(path))
+    return {}
 
 
 def _identify_kernel() -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from clap_ds.config.errors import count_of, printable
+from clap_ds.config.errors import count_of, duration_of, printable
 from clap_ds.run_records.metrics_schema import Summary, current
 
 
@@ -23,7 +23,7 @@ class Progress:
         if self._enabled:
             elapsed_s = time.monotonic() - self._started_s
             left_s = elapsed_s / max(self._done - self._first, 1) * (self._num_steps - self._done)
-            print(f"step {self._done}/{self._num_steps}  {text}  {left_s:.0f} s left", flush=True)
+            print(f"step {self._done}/{self._num_steps}  {text}  {duration_of(left_s)} left", flush=True)
 
 
 def run_title(summary: Summary) -> str:

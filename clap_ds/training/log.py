@@ -4,6 +4,7 @@ Losses and norms stay on the device until several steps are written together, to
 """
 
 import math
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clap_ds.config.errors import duration_of
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
@@ -27,6 +29,8 @@ from clap_ds.run_records.terminal import Progress
 from clap_ds.training.train_state import HISTORY, SavedCheckpoint, TrainPlan, TrainState
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
+FEW_FAILED_SAVES = 2
+"""Failed saves in a row that are warned of alone. From the next one on, the log also says how much would be lost."""
 
 
 class TrainLogger:
@@ -61,6 +65,8 @@ class TrainLogger:
         self._begin_joules = sum(gather(environment.energy_joules(engine.device)))
         self._stragglers = Stragglers(gather(ranks.host))
         self._checkpoints: list[dict[str, Any]] = []
+        self._failed_saves = 0
+        self._saved_s = time.time()  # beginning of the last complete save, or of this start
         self._before_s, self._started_s = state.train_s, time.monotonic()
         self._shown = Progress(plan.last_step(state), enabled=self._is_first, first=state.step)
 
@@ -156,6 +162,14 @@ class TrainLogger:
                     f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({each.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
                 )
                 print(f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s", flush=True)
+                self._saved_s, self._failed_saves = each.begin, 0
+                continue
+            self._failed_saves += 1
+            if self._failed_saves > FEW_FAILED_SAVES:
+                unsaved = f"the last {duration_of(each.begin - self._saved_s)} of training would be lost"
+                failed = f"{self._failed_saves} checkpoints in a row could not be saved, and {unsaved}"
+                remedy = "repair or free the disk of clap.checkpoint.folder"
+                print(f"error: {failed}: {remedy}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Record the run's results."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, site_file
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, Submitted, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
@@ -80,6 +81,57 @@ def test_sweep_as_an_array(cluster: SlurmCluster, tmp_path: Path) -> None:
         json.loads(path.read_text())["clap"]["output"]["run_name"] for path in tmp_path.glob("lr/runs/*/config.json")
     ]
     assert sorted(runs) == ["n001-lr_0.001", "n001-lr_0.002"]
+
+
+def test_a_killed_sweep_finds_the_job_that_it_submitted(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(
+        '#!/bin/sh\n/usr/bin/env PATH="${PATH#*:}" sbatch "$@"\n[ "$1" = --test-only ] || kill -9 $PPID\n'
+    )
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+
+    def sweep(*words: str, path: str = os.environ["PATH"]) -> str:
+        program = ["env", f"PATH={path}", sys.executable, str(ROOT / "launch" / "sweep.py")]
+        return cluster.run("ctl", *program, *words, folder=tmp_path, check=False).stdout
+
+    run = ["--cluster", site_file(tmp_path), "--config", "tiny.json", "--folder", "s", "--gpus_per_node", "2"]
+    sweep(*run, "--nodes", "1", "2", path=f"{tmp_path}/bin:{os.environ['PATH']}")
+    queued = cluster.run("ctl", "squeue", "-h", "-o", "%i").stdout.split()
+    assert len(queued) == 1
+    assert f"n001: recorded job {queued[0]}" in sweep("status", "s")
+    assert "resubmitting 1 of 2 jobs: n002" in sweep("resume", "s")
+    cluster.run("ctl", "scancel", "--user=root")
+
+
+def test_a_second_job_in_a_folder_disturbs_nothing(submit: Submit, cluster: SlurmCluster) -> None:
+    first = submit(1, clap=ENDLESS, sbatch=("--nodelist=node1",))
+    first.wait_for_steps()
+    before = {path: path.read_bytes() for path in (first.folder / "job").glob("[ah]*") if path.is_file()}
+    assert len(before) == 2
+    again = ["sbatch", "--parsable", "--gpus-per-node=2", "--nodelist=node2", str(first.folder / "job.sbatch")]
+    second = Submitted(cluster, cluster.run("ctl", *again, folder=ROOT).stdout.strip(), first.folder)
+    assert second.wait()["ExitCode"] == "2:0"
+    assert f"SLURM job {first.number}, " in (first.folder / f"{second.number}.out").read_text()
+    assert {path: path.read_bytes() for path in before} == before
+    assert cluster.job(first.number)["JobState"] == "RUNNING"
+    cluster.run("ctl", "scancel", first.number)
+    first.wait()
+
+
+def test_a_lock_of_another_host_is_stale_once_slurm_says_so(cluster: SlurmCluster, tmp_path: Path) -> None:
+    program = f"from clap_ds.run_records.lock import *; FolderLock(Path({str(tmp_path)!r})).acquire()"
+    acquire = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
+    wrapped = ["sbatch", "--parsable", "--array=3", "--nodelist=node1", "--output=/dev/null"]
+    number = cluster.run("ctl", *wrapped, f"--wrap={shlex.join(acquire)}; sleep 600").stdout.strip()
+    cluster.wait_until((tmp_path / "writer.json").exists, 60, "the lock")
+    elsewhere = ["srun", "--nodelist=node2", *acquire]
+    refused = cluster.run("ctl", *elsewhere, check=False)
+    assert f"SLURM job {number}_3, " in refused.stderr
+    assert refused.returncode != 0
+    cluster.run("ctl", "scancel", number)
+    cluster.wait_until_idle()
+    assert "had a stale lock of host node1, " in cluster.run("ctl", *elsewhere).stderr
 
 
 # --- DeepSpeed's own command, as at the start of docs/clusters.md

@@ -1,8 +1,12 @@
 """Check that all scalars are written with DeepSpeed's monitor, in order."""
 
+import errno
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from deepspeed.monitor.config import get_monitor_config
@@ -50,6 +54,26 @@ def test_a_resumed_run_has_one_course(one_rank: RankPool, tmp_path: Path, sectio
     steps = [(10 * step, (step > 3) * 30 + step / 10) for step in range(1, 8)]
     expected = {"train/loss": steps} | ({"Train/Samples/lr": [(n, n / 1000) for n, _ in steps]} if enabled[0] else {})
     assert found == {tag: [(n, pytest.approx(value)) for n, value in rows] for tag, rows in expected.items()}
+
+
+def _write_to_failing_disk(folder: str) -> str:
+    """Return what is printed while TensorBoard's file can't be written."""
+    deepspeed = SimpleNamespace(global_samples=0, monitor=MonitorMaster(get_monitor_config({})))
+    scalars = Scalars(SimpleNamespace(deepspeed=deepspeed, config={}), Path(folder))
+    writer: Any = scalars._tensorboard
+    asynchronous = writer.file_writer.event_writer._async_writer
+    failure = OSError(errno.EROFS, "Read-only file system")
+    with redirect_stderr(io.StringIO()) as shown, mock.patch.object(asynchronous._writer, "write", side_effect=failure):
+        scalars.write([("train/loss", 1.0, 1)])
+        asynchronous._worker.join(60)
+        scalars.write([("train/loss", 1.0, 2)])
+    return shown.getvalue()
+
+
+def test_a_failing_disk_costs_a_warning(one_rank: RankPool, tmp_path: Path) -> None:
+    (shown,) = one_rank.run(_write_to_failing_disk, str(tmp_path))
+    assert shown.count("\n") == 1
+    assert "Read-only file system" in shown
 
 
 def _two_histograms(folder: str) -> dict[str, tuple[float, ...]]:

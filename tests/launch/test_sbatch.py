@@ -11,11 +11,12 @@ from clap_ds.launch.cluster_profile import ClusterProfile
 from clap_ds.launch.sbatch import GUARD, Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
+SPARE_NODES = "$((SLURM_JOB_NUM_NODES - 2))"
 TRICKY = 'a "b" $HOME `c` %h!\nd'
 
 
 def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
-    """Return OMP_NUM_THREADS, A and the script's two commands as bash runs them with a fake Python."""
+    """Return OMP_NUM_THREADS, A and the script's commands as bash runs them with a fake Python."""
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "${A-}" "$@" END\n')
     python.chmod(0o755)
@@ -62,10 +63,10 @@ export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folders=(/jobs/one)
 folder=${{folders[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 
-/opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
+without_spares='NumNodes=2 NumTasks=8 NumCPUs=1'
 {GUARD}
-exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --auto_requeue \\
-    -- clap_ds/train.py --deepspeed_config "$folder/run.json"
+exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" \\
+    --slots=4 --spare_nodes={SPARE_NODES} --auto_requeue -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )
 
@@ -87,19 +88,49 @@ def test_a_lost_first_host_requeues_this_start_of_the_job(
     the other tasks of an array."""
     programs = {
         "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
-        "sleep": f"mkdir {shlex.quote(str(tmp_path / 'slept'))}",  # fails the second time
+        "sleep": f"[ $1 = 10 ] || exec /bin/sleep 1; mkdir {shlex.quote(str(tmp_path / 'slept'))}",  # fails the second time
         "sinfo": f"echo '{host}'",
-        "scontrol": f'[ "$1" != requeue ] || exec echo "$@"; echo "A=1 JobState={state} B=2 Restarts={restarts} C=3"',
+        "scontrol": f'[ "$1" = -o ] || exec echo "$@"; echo "A=1 JobState={state} B=2 Restarts={restarts} C=3"',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node1", "SLURM_RESTART_COUNT": "1", **array}
+    job["without_spares"] = "NumNodes=1 NumCPUs=1"
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", GUARD + " wait"], capture_output=True, text=True, env={**os.environ, **job, **paths}
     )
-    assert done.stdout == (f"requeue {requeued}{'_2' * bool(array)}\n" if requeued else ""), done.stderr
+    number = f"{requeued}_2" if array else requeued
+    update = f"update JobId={number} NumNodes=1 NumCPUs=1"
+    assert done.stdout == (f"requeue {number}\n{update}\n" if requeued else ""), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shown", "goes_on"),
+    [
+        ("Id=7 JobState=RUNNING A=1 Restarts=0 B=2", True),
+        ("Id=7 JobState=SUSPENDED A=1 Restarts=0 B=2", True),
+        ("slurm_load_jobs error: Unable to contact slurm controller", True),
+        ("Id=7 JobState=COMPLETING A=1 Restarts=0 B=2", False),
+        ("Id=7 JobState=RUNNING A=1 Restarts=1 B=2", False),
+        ("slurm_load_jobs error: Invalid job id specified", False),
+    ],
+)
+def test_the_guard_ends_with_its_start_of_the_job(tmp_path: Path, shown: str, goes_on: bool) -> None:
+    rounds = shlex.quote(str(tmp_path / "rounds"))
+    programs = {
+        "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
+        "sleep": f"echo >> {rounds}; [ $(wc -l < {rounds}) -lt 4 ]",
+        "sinfo": "echo idle",
+        "scontrol": f"echo '{shown}' >&2",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    subprocess.run(["bash", "-c", f"without_spares=; {GUARD} wait"], check=True, env={**os.environ, **variables})
+    assert (tmp_path / "rounds").read_text().count("\n") == (4 if goes_on else 1)
 
 
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
@@ -108,9 +139,9 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     site = ClusterProfile(environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
     text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", [folder])
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
-    hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
-    assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
-    job = ["--folder", str(folder), "--spare_nodes=0"]
+    (run,) = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
+    assert run[:2] == ["6", TRICKY]
+    job = ["--folder", str(folder), "--slots=4"]
     command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
     assert run[2:] == ["-m", "clap_ds.launch.supervisor", *job, *command]
 

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import Partition, ask, partitions, requeue, require_commands, seconds_of, states_of
+from clap_ds.launch.slurm import (
+    Partition,
+    ask,
+    find_jobs,
+    partitions,
+    requeue,
+    require_commands,
+    seconds_of,
+    without_spares,
+)
 from tests.launch.conftest import FakeSlurm
 
 
@@ -26,12 +35,12 @@ def test_partitions(slurm: FakeSlurm) -> None:
 
 
 def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:
-    slurm.write("queue", "7|RUNNING|None\n8_1|PENDING|Resources\n")
-    queued = {"7": ("RUNNING", "None"), "8_1": ("PENDING", "Resources")}
-    assert states_of(["7", "9"]) == queued
-    slurm.write("accounting", "9|CANCELLED by 1000|None\n")
-    assert states_of(["7", "9"])["9"] == ("CANCELLED", "None")
-    assert states_of(["7"]) == queued
+    slurm.write("queue", "7|RUNNING|None|mine\n8_1|PENDING|Resources|another's|name\n")
+    queued = {"7": ("RUNNING", "None", "mine"), "8_1": ("PENDING", "Resources", "another's")}
+    assert find_jobs(["7", "9"], ["mine"]) == queued
+    slurm.write("accounting", "9|CANCELLED by 1000|None|old\n")
+    assert find_jobs(["7"], ["old"])["9"] == find_jobs(["7", "9"])["9"] == ("CANCELLED", "None", "old")
+    assert find_jobs(["7"], ["mine"]) == queued
 
 
 def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
@@ -41,7 +50,7 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
         ask(["squeue", "-h"])
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo '7|RUNNING|None'\n")
-    assert states_of([]) == {"7": ("RUNNING", "None")}, "one of three tries must succeed"
+    assert find_jobs([])["7"].state == "RUNNING", "one of three tries must succeed"
 
 
 def test_controller_that_is_down_is_named(slurm: FakeSlurm) -> None:
@@ -86,14 +95,15 @@ def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Non
     slurm.write("job", RUNNING)
     assert requeue(1, []) is None
     assert requeue(1, ["n1", "n3"]) is None
-    assert requeue(1, ["n3"]) is None
-    excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
-    assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42"]
+    assert requeue(1, ["n3"], without_spares(2, 4)) is None
+    excluding, fewer = "update JobId=42 ExcNodeList=n[8-9],n1", "update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1"
+    assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42", fewer]
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")  # `scontrol requeue 42` would restart all of the array's tasks
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert requeue(1, []) is None
     assert slurm.lines("asked")[-1] == "requeue 42_3"
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
+    (slurm.folder / "sleep").symlink_to("/bin/true")
     slurm.write("scontrol", f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n')
     assert requeue(1, ["n1"]) is None
     slurm.write(

@@ -11,7 +11,8 @@ import pytest
 from clap_ds.distributed.root_cause import KILLED
 from clap_ds.launch import supervisor
 from clap_ds.launch.attempt import IMPORT, AttemptOutcome
-from clap_ds.launch.supervisor import RunningJob
+from clap_ds.launch.supervisor import RunningJob, main
+from clap_ds.run_records.lock import FolderLock
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,32 @@ def test_error_of_a_rank_reaches_the_records(
     assert record["error"] in capfd.readouterr().err
     assert [each["error"] for each in record["attempts"]] == [record["error"]]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
+
+
+def test_a_second_job_in_a_folder_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slurm: FakeSlurm
+) -> None:
+    job = _job(tmp_path, 2)
+    job.begin(job.slots)
+    FolderLock(tmp_path).acquire()
+    before = {path: path.read_text() for path in tmp_path.glob("*.*")}
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n9")
+    assert main(["--folder", str(tmp_path), "--slots", "4", "--", "bench.py"]) == 2
+    assert "SLURM job 7" in capsys.readouterr().err
+    assert {path: path.read_text() for path in tmp_path.glob("*.*")} == before
+
+
+def test_job_writes_its_hostfile_and_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
+) -> None:
+    _job(tmp_path, 2)
+    slurm.write("partitions", "n9 idle\n")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n9")
+    monkeypatch.setattr(supervisor, "launch_command", lambda *_: ["false"])
+    assert main(["--folder", str(tmp_path), "--slots", "4", "--", "bench.py"]) == 1
+    assert (tmp_path / "hostfile").read_text() == "n9 slots=4\n"
+    assert not (tmp_path / "writer.json").exists()
 
 
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])

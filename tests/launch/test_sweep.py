@@ -85,6 +85,87 @@ def test_an_array_is_one_submission(tmp_path: Path, slurm: FakeSlurm, capsys: py
     assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "102_1", "101_2"]
 
 
+def _names(folder: Path) -> list[str]:
+    """Return the names under which SLURM knows a sweep's jobs."""
+    scripts = sorted(folder.glob("*.sbatch"))
+    return [re.findall("--job-name=(.*)", script.read_text())[0] for script in scripts]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("queue", "accounting", "rows", "resubmitted"),
+    [
+        ("9|RUNNING|None|{0}\n", "", ["9 running", "102 pending"], 0),  # a killed sweep, another's job 102
+        ("", "9|COMPLETED|None|{0}\n", ["9 failed", "102 pending"], 1),
+        ("9|RUNNING|None|clap-sweep-n001\n", "", ["- not_submitted", "102 pending"], 1),  # another sweep's
+        ("9|FAILED|None|{0}\n10|RUNNING|None|{0}\n", "", ["10 running", "102 pending"], 0),
+        ("8|PENDING|None|{1}\n102|FAILED|None|{1}\n", "", ["- not_submitted", "8 pending"], 1),  # by hand
+        ("102|FAILED|None|{1}\n8|FAILED|None|{1}\n", "", ["- not_submitted", "102 failed"], 2),
+    ],
+)
+def test_jobs_without_a_record_are_found_by_their_names(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], queue: str, accounting: str, rows: list[str],
+    resubmitted: int,
+) -> None:  # fmt: skip
+    folder = _start(tmp_path, "--nodes", "1", "2", "--cluster", "generic", "--gpus_per_node", "1")
+    (folder / "submission.json").write_text((folder / "submission.json").read_text().replace('"101"', "null"))
+    known = queue if "102|" in queue else f"{queue}102|PENDING|None|{{1}}\n"
+    slurm.write("queue", known.format(*_names(folder)))
+    slurm.write("accounting", accounting.format(*_names(folder)))
+    capsys.readouterr()
+    assert main(["status", str(folder)]) == 0
+    table = [row.split() for row in capsys.readouterr().out.splitlines() if re.match(r"n00\d ", row)]
+    assert [f"{row[2]} {row[3]}" for row in table] == rows
+    assert main(["resume", str(folder)]) == 0
+    assert f"resubmitting {resubmitted} of 2 jobs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_tasks_of_an_array_without_a_record_are_found(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _start(tmp_path, "--array", "--nodes", "2", "--vary", "optimizer.params.lr=1e-4,2e-4")
+    (folder / "submission.json").write_text(re.sub(r'"101_\d"', "null", (folder / "submission.json").read_text()))
+    (name,) = _names(folder)
+    slurm.write("queue", f"9_0|RUNNING|None|{name}\n9_1|PENDING|Priority|{name}\n")
+    assert main(["resume", str(folder)]) == 0
+    assert "resubmitting 0 of 2 jobs" in capsys.readouterr().out
+    assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["9_0", "9_1"]
+
+
+@pytest.mark.usefixtures("unchecked", "slurm")
+def test_names_differ_in_folders_of_one_name(tmp_path: Path) -> None:
+    names: set[str] = set()
+    for part in ("one", "two"):
+        (tmp_path / part).mkdir()
+        names |= {*_names(_start(tmp_path / part, "--nodes", "1", "2"))}
+    assert len(names) == 4
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_ctrl_c_while_sbatch_runs_says_how_to_find_the_job(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.write("sbatch", f"#!/bin/sh\n[ $1 = --test-only ] || kill -INT {os.getpid()}\nsleep 5\n")
+    folder = _start(tmp_path, code=130)
+    assert f"clap-ds sweep status {folder}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("recorded", "state"), [("completed", "completed"), ("running", "failed")])
+def test_run_whose_supervisor_was_killed_tells_its_own_end(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], recorded: str, state: str
+) -> None:
+    folder = _start(tmp_path)
+    slurm.write("queue", "101|FAILED|NonZeroExitCode\n")
+    (attempt := folder / "n001" / "attempts" / "0").mkdir(parents=True)
+    (attempt / "run_directory").write_text(str(tmp_path))
+    (tmp_path / "summary.json").write_text(json.dumps({"state": recorded}))
+    (folder / "n001" / "attempts.json").write_text(json.dumps({"state": "running"}))
+    assert main(["status", str(folder)]) == 0
+    assert f"1 {state}" in capsys.readouterr().out
+
+
 QUEUE = """106|RUNNING|None
 107|CANCELLED|None
 108|PENDING|Resources

@@ -62,6 +62,74 @@ def test_a_holder_that_is_known_to_be_gone_is_replaced(
     process.wait()
 
 
+SQUEUE = {
+    "running": "echo 'RUNNING 1'",
+    "started again": "echo 'RUNNING 2'",
+    "over": "true",
+    "forgotten": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+    "controller down": "echo 'Unable to contact slurm controller' >&2; exit 1",
+    "no SLURM": "exit 127",
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "is_over"),
+    [
+        ("running", {}, False),
+        ("started again", {}, True),
+        ("over", {}, True),
+        ("forgotten", {}, True),
+        ("controller down", {}, False),
+        ("controller down", {"job": str(JOB)}, True),  # another SLURM job in the same folder of a job
+        ("running", {"job": str(JOB)}, False),
+        ("no SLURM", {}, False),
+        ("over", {"slurm_cluster": "another"}, False),
+        ("over", {"slurm_cluster": "another", "slurm_job": "12", "job": str(JOB)}, False),
+        ("running", {"slurm_job": "12"}, True),  # requeued
+        ("over", {"slurm_job": "-h"}, False),
+    ],
+)
+def test_slurm_says_whether_a_holder_on_another_host_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, changes: dict[str, Any], is_over: bool
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\n[ $3 = 9_4 ] || exit 3\n{SQUEUE[answer]}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, value in {"JOB_ID": "12", "CLUSTER_NAME": "test", "RESTART_COUNT": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    lock = FolderLock(tmp_path / "folder", JOB)
+    (tmp_path / "folder").mkdir()
+    _left_behind(tmp_path / "folder", **{"user": "", "slurm_job": "9_4", "slurm_start": "1"} | changes)
+    if is_over:
+        lock.acquire()
+        lock.check()
+    else:
+        with pytest.raises(ValueError, match="tux7") as refusal:
+            lock.acquire()
+        assert f"SLURM job {changes.get('slurm_job', '9_4')}, " in str(refusal.value)
+        assert "user" not in str(refusal.value)
+    assert len([*(tmp_path / "folder").iterdir()]) == 1
+
+
+def test_of_two_that_find_a_stale_lock_at_once_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _left_behind(tmp_path)
+    slow, fast = FolderLock(tmp_path, Path("/jobs/1")), FolderLock(tmp_path, Path("/jobs/2"))
+
+    def replace_first(holder: dict[str, Any]) -> bool:
+        is_stale = holder["host"] == "tux7"
+        if is_stale:
+            fast.acquire()
+        return is_stale
+
+    monkeypatch.setattr(fast, "_is_over", lambda holder: True)
+    monkeypatch.setattr(slow, "_is_over", replace_first)
+    with pytest.raises(ValueError, match=r"is locked by .*/jobs/2"):
+        slow.acquire()
+    fast.check()
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 def test_one_taken_over_meanwhile_is_told_and_leaves_the_other_alone(tmp_path: Path) -> None:
     (suspended := FolderLock(tmp_path)).acquire()
     other = _left_behind(tmp_path)

@@ -70,7 +70,12 @@ def test_each_utilization_stands_under_its_own_name() -> None:
     assert "HFU" not in [*rows(summary)][-1][0]
 
 
-def test_time_left_is_by_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("clap_ds.run_records.terminal.time.monotonic", side_effect=[100.0, 106.0]):
+@pytest.mark.parametrize(
+    ("elapsed_s", "left"), [(6, "12 s"), (600, "20.0 minutes"), (6000, "3.3 hours"), (15611534, "361.4 days")]
+)
+def test_time_left_is_by_the_steps_of_this_start_and_in_a_fitting_unit(
+    capsys: pytest.CaptureFixture[str], elapsed_s: int, left: str
+) -> None:
+    with mock.patch("clap_ds.run_records.terminal.time.monotonic", side_effect=[100, 100 + elapsed_s]):
         Progress(10, enabled=True, first=4).advance(2, "loss 1.5")
-    assert capsys.readouterr().out == "step 6/10  loss 1.5  12 s left\n"
+    assert capsys.readouterr().out == f"step 6/10  loss 1.5  {left} left\n"

@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +55,7 @@ def _logged(folder: str) -> dict[str, Any]:
     state = TrainState(train_s=1000.0)
     with (
         redirect_stdout(io.StringIO()) as shown,
+        redirect_stderr(io.StringIO()) as errors,
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
         mock.patch.object(environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
@@ -74,9 +75,10 @@ def _logged(folder: str) -> dict[str, Any]:
                 log.evaluated({"top1": 0.5}, {}, 50.0)
                 now[0] += 50  # an evaluation
         log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 15_000_000_000, stalled_s=1.25))
-        log.saved(SavedCheckpoint(7, 108.0, 109.0, problem="disk full"))
+        for step in (7, 8, 9, 10):
+            log.saved(SavedCheckpoint(step, 100.0 + 3600 * (step - 6), 109.0, problem="disk full"))
         log.close()
-    return {"summary": record.summary(), "scalars": scalars, "shown": shown.getvalue()}
+    return {"summary": record.summary(), "scalars": scalars, "shown": shown.getvalue(), "errors": errors.getvalue()}
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -106,7 +108,10 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     )
     lines = [line for line in lines if line["phase"] != "evaluation"]
     assert "the checkpoint of step 7 could not be saved: disk full" in summary["warnings"]
-    assert not lines.pop()["saved"]
+    assert [lines.pop()["saved"] for _ in range(4)] == [False] * 4
+    for failed, unsaved in (("3 checkpoints", "3.0 hours"), ("4 checkpoints", "4.0 hours")):
+        (line,) = [line for line in found["errors"].splitlines() if line.startswith(f"error: {failed} in a row")]
+        assert unsaved in line
     saved = lines.pop()
     assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (7.5, 1.25, [100.0, 101.25])
     for step, line in enumerate(lines, start=1):
