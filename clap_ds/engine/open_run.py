@@ -27,7 +27,8 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     A collective."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = environment.environment(device, kernels)
-    everywhere = gather(cpu_binding.place_of_rank(here["host"], here["device_name"], device))
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    everywhere = gather(cpu_binding.place_of_rank(here["host"], here["device_name"], gpu))
     with raise_on_all_ranks():
         path = run_on_rank0(partial(create_run_dir, run, here, everywhere))
     record = RunDirectory(path)

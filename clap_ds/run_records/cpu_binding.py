@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
-
 CORES = sorted(os.sched_getaffinity(0))
 """Cores of this process, read before OpenMP binds the main thread to one of them."""
 
@@ -29,15 +27,15 @@ class RankPlace(TypedDict):
     device_numa_node: int | None  # that a GPU is attached to; None if unknown
 
 
-def place_of_rank(host: str, device_name: str, device: torch.device) -> RankPlace:
-    is_gpu = device.type == "cuda"
+def place_of_rank(host: str, device_name: str, gpu: Any = None) -> RankPlace:
+    """Describe this rank's place, given torch's properties of its GPU, if it has one."""
     return RankPlace(
         host=host,
         device_name=device_name,
         cores=CORES,
         host_cores=os.cpu_count() or 1,
         numa_nodes=numa_nodes(CORES),
-        device_numa_node=numa_node_of_gpu(torch.cuda.get_device_properties(device)) if is_gpu else None,
+        device_numa_node=None if gpu is None else numa_node_of_gpu(gpu),
     )
 
 
@@ -110,5 +108,5 @@ def _problem_of(ranks: Sequence[int], places: Sequence[RankPlace], num_workers: 
             return f"{where}, and shares some of them with a rank that has others"
         if len(cores) < num_ranks * (num_workers + 1):
             shared = f", which {num_ranks} ranks share" if num_ranks > 1 else ""
-            return f"{where}{shared}; a rank has {num_workers + 1} processes, with its data workers"
+            return f"{where}{shared}; expected {num_workers + 1} per rank, for itself and its data workers"
     return None

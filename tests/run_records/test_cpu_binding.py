@@ -3,7 +3,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from clap_ds.run_records.cpu_binding import (
     RankPlace,
@@ -41,8 +40,8 @@ def test_own_cores_or_all_cores_are_no_problem(places: list[RankPlace], num_work
 @pytest.mark.parametrize(
     ("places", "num_workers", "words"),
     [
-        (bound_ranks(range(2), range(2)), 1, ["rank 0 may use 2 of 16 cores (0-1)", "2 ranks share", "2 processes"]),
-        (bound_ranks(range(8), range(8, 12)), 4, ["rank 1 may use 4 of 16 cores (8-11)", "5 processes"]),
+        (bound_ranks(range(2), range(2)), 1, ["rank 0 may use 2 of 16 cores (0-1)", "2 ranks share", "expected 2"]),
+        (bound_ranks(range(8), range(8, 12)), 4, ["rank 1 may use 4 of 16 cores (8-11)", "expected 5"]),
         (bound_ranks(range(8), range(4, 12)), 0, ["rank 0 may use 8", "shares some"]),
         (bound_ranks(range(16), range(4)), 0, ["rank 1 may use 4", "shares some"]),
         (bound_ranks(range(16)) + bound_ranks(range(2), host="n2"), 2, ["n2: rank 1 may use 2"]),
@@ -56,7 +55,7 @@ def test_shared_or_too_few_cores_are_named(places: list[RankPlace], num_workers:
 
 
 def test_cores_of_a_rank_are_recorded_as_ranges() -> None:
-    place = place_of_rank("n1", "CPU", torch.device("cpu"))
+    place = place_of_rank("n1", "CPU")
     assert place["cores"] == sorted(os.sched_getaffinity(0))
     (described,) = describe_places(bound_ranks([0, 1, 2, 8]))  # type: ignore[arg-type]
     assert described == {"host": "n1", "cores": "0-2,8", "numa_nodes": "0", "device_numa_node": None}
