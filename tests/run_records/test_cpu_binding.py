@@ -70,7 +70,8 @@ def test_numa_nodes_are_the_kernels(tmp_path: Path) -> None:
     device = tmp_path / "bus/pci/devices/0000:3b:00.0"
     device.mkdir(parents=True)
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    for text, node in (("1\n", 1), ("-1\n", None)):
+    expected: dict[str, int | None] = {"1\n": 1, "-1\n": None}
+    for text, node in expected.items():
         (device / "numa_node").write_text(text)
         assert numa_node_of_gpu(gpu, tmp_path) == node
     assert numa_node_of_gpu(SimpleNamespace(), tmp_path) is None
