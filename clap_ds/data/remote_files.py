@@ -30,7 +30,8 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        fs, root = fsspec.url_to_fs(url)
+        schemes = [scheme for scheme in ("http", "https") if f"{scheme}://" in url]
+        fs, root = fsspec.url_to_fs(url, **{scheme: {"get_client": _open_http_client} for scheme in schemes})
         while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
             fs = fs.fs
         self._fs = fs
@@ -38,6 +39,7 @@ class RemoteFiles:
         self._is_local = isinstance(fs, LocalFileSystem)
         self._has_links = "http" not in fs.protocol  # whose servers may refuse to list folders
         self._listing = cache(self.ls)
+        self._info = cache(fs.info)
 
     def ls(self, folder: str = "") -> dict[str, bool]:
         """Return the names in a folder, and whether each is a link. A missing folder has none."""
@@ -58,7 +60,7 @@ class RemoteFiles:
     def info(self) -> dict[str, Any]:
         """Return fsspec's description of what is at the URL."""
         self._fs.invalidate_cache(self._root)
-        return self._fs.info(self._root)
+        return self._info(self._root)
 
     def read_start(self, name: str, size: int) -> bytes:
         """Return the first `size` bytes of a file, or all if it has fewer."""
@@ -76,10 +78,10 @@ class RemoteFiles:
         to.unlink(missing_ok=True)
         try:
             with self._source(name) as (path, size):
-                limit.check(size or 0)
+                limit.set_size(size)
                 self._fs.get_file(path, str(to), callback=limit)
             received = to.stat().st_size
-            limit.check(received)  # not every package reports progress
+            limit.absolute_update(received)  # not every package does
             if size not in (None, received):
                 raise OSError(f"{self._join(name)}: download stopped after {received:,} bytes")
         except BaseException:
@@ -112,7 +114,7 @@ class RemoteFiles:
                 with open_regular(path, os.O_NOFOLLOW if name else os.O_RDONLY) as file:
                     yield f"/proc/self/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
                 return
-            info = self._fs.info(path)
+            info = self._info(path)
             if info.get("type", "file") != "file":
                 raise RefusedFileError(f"{path}: expected a regular file")
             yield path, info.get("size")
@@ -156,12 +158,8 @@ class _Limit(NoOpCallback):
         super().__init__()
         self._path, self._most = path, most
 
-    def relative_update(self, inc: int = 1, **kwargs: Any) -> None:
-        self.value += inc
-        self.check(self.value)
-
-    def check(self, size: int) -> None:
-        if size > self._most:
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        if max(self.value, self.size or 0) > self._most:
             raise RefusedFileError(
                 f"{self._path} has more than {self._most:,.0f} bytes, the limit or the room on the disk"
             )
@@ -186,6 +184,3 @@ async def _open_http_client(**options: Any) -> Any:
             return self._body
 
     return aiohttp.ClientSession(response_class=LimitedResponse, **options)
-
-
-fsspec.config.conf.setdefault("http", {}).setdefault("get_client", _open_http_client)
