@@ -70,6 +70,7 @@ def loader_of(run: RunSettings, ranks: Ranks, engine: ClapEngine, state: dict[st
             micro_batch=run.micro_batch,
             rank=ranks.rank,
             world_size=ranks.world_size,
+            ranks_per_host=ranks.local_world_size,
             seed=clap.seed,
             device=engine.device,
             pack_captions=clap.text_packing,

@@ -1,7 +1,8 @@
-"""Write a DeepSpeed hostfile from SLURM's environment or a node list. Needs only the standard library.
+"""Write a DeepSpeed hostfile from SLURM's environment, a node list, or a node file of PBS or LSF.
 
 Examples:
     clap-ds hostfile --output H                                      inside an allocation
+    clap-ds hostfile --nodefile "$PBS_NODEFILE" --output H            in a job of PBS; of LSF, "$LSB_DJOB_HOSTFILE"
     python launch/hostfile.py --nodelist 'n[01-04]' --slots 4        anywhere, even if clap-ds is not installed
 """
 
@@ -16,14 +17,19 @@ if not __package__:  # run as a file
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.distributed.hostfile import expand_by_slurm, format_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import expand_by_slurm, format_hostfile, read_nodefile, slots_from_slurm
 
 
-def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
+def write(nodelist: str | None, nodefile: str | None, slots: int | None, output: str | None) -> None:
     """Write the hostfile to `output`, or print it."""
-    if nodelist is None and not os.environ.get("SLURM_JOB_NODELIST"):
-        raise ValueError("SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots")
-    if nodelist is None:
+    if nodefile is not None:
+        counts = read_nodefile(nodefile)
+        hosts = counts if slots is None else dict.fromkeys(counts, slots)
+    elif nodelist is None and not os.environ.get("SLURM_JOB_NODELIST"):
+        raise ValueError(
+            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots, or --nodefile"
+        )
+    elif nodelist is None:
         hosts = slots_from_slurm(os.environ, slots)
     elif slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment does not describe these hosts")
@@ -37,10 +43,14 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--nodelist", metavar="LIST", help="write these hosts, in SLURM's notation (default: the allocation's)"
     )
-    parser.add_argument("--slots", type=whole_number(), metavar="N", help="set ranks per host (default: SLURM's)")
+    source.add_argument("--nodefile", metavar="FILE", help="write these hosts: a line per rank, as in $PBS_NODEFILE")
+    parser.add_argument(
+        "--slots", type=whole_number(), metavar="N", help="set ranks per host (default: those of SLURM or FILE)"
+    )
     parser.add_argument("--output", metavar="FILE", help="write this file, atomically (default: standard output)")
     return exit_code_of(lambda: write(**vars(parser.parse_args(argv))))
 

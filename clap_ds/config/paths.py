@@ -34,9 +34,13 @@ def cache_folder() -> Path:
 
 def compile_cache_dir(name: str) -> Path:
     """Create a cache folder that only this user can write. Raises PermissionError if it is another user's."""
-    folder = cache_folder() / name
+    return make_private(cache_folder() / name)
+
+
+def make_private(folder: Path) -> Path:
+    """Create a folder that only this user can write. Raises PermissionError if it, or a link to it, is another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.geteuid():
+    if {folder.stat().st_uid, folder.lstat().st_uid} != {os.geteuid()}:
         raise PermissionError(1, "belongs to another user, who could have put code there", str(folder))
     folder.chmod(0o700)
     return folder

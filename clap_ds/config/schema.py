@@ -16,6 +16,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
+LocalFolder = Annotated[str, Field(pattern=r"^[/~$]")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
 CAPTION_KEY = "text;caption;txt"  # open_clip's and LAION-CLAP's order
 
@@ -113,6 +114,9 @@ class ShardData(Section):
     """Type of audio sent to the device: `int16`, as in LAION-CLAP's training, rounds by up to 1.5e-5. Both clip to ±1."""
     cache_gb: NonNegativeFloat = 50.0
     """Disk cache of remote shards per host in GB (1e9 bytes), in `$XDG_CACHE_HOME/clap_ds/shards`."""
+    stage_to: LocalFolder | None = None
+    """Folder on a disk of each host, such as `$SLURM_TMPDIR`, to which shards, local and remote, are copied when first read.
+    Variables are those of each host. If the disk is full, the remaining shards are read from their source."""
 
     @property
     def has_epochs(self) -> bool:

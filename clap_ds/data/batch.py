@@ -82,6 +82,7 @@ class BatchSpec:
     micro_batch: int = 1
     rank: int = 0
     world_size: int = 1
+    ranks_per_host: int = 1
     seed: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 

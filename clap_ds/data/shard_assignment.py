@@ -66,6 +66,10 @@ class Source:
     shards_per_pass: int = 0  # drawn per worker with replacement; 0: each of `shards` once
     deal: EpochPartition | None = None  # the part of each pass to read; None: all
 
+    def shards_read(self) -> list[str]:
+        """Return the tars of a pass: a later pass may begin or end in the next one."""
+        return [shard for shard, _, _ in self.deal.parts(self.shards, 0)[0]] if self.deal else self.shards
+
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
     """Find the tars of `clap.data.shards` and their weights. Errors: see `expand_shards`."""

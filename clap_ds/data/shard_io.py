@@ -7,6 +7,7 @@ Credentials come only from the environment: in a URL, they would appear in logs 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import fsspec
@@ -25,7 +26,11 @@ from clap_ds.config.paths import cache_folder
 from clap_ds.config.schema import ShardData
 from clap_ds.data.remote_files import RemoteFiles
 
+if TYPE_CHECKING:
+    from clap_ds.data.staging import StagingFolder
+
 FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
 
 Kind = Literal["encoded", "waveform", "mel"]
@@ -77,7 +82,7 @@ def again(attempt: Callable[[], T]) -> T:
         except (PermissionError, IsADirectoryError, NotADirectoryError, RefusedFileError):
             raise
         except Exception as error:  # each file system package has its own types
-            if is_absent(error):
+            if is_absent(error) or getattr(error, "errno", None) in NO_SPACE:
                 raise
             time.sleep(FIRST_WAIT_S * 2**number)
     return attempt()
@@ -101,33 +106,49 @@ def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
         raise OSError(repr(error)) from error
 
 
-def open_ahead(shards: Iterable[str], cache_bytes: float) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
+def open_ahead(
+    shards: Iterable[str], cache_bytes: float, staging: StagingFolder | None = None
+) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
     """Yield shards in order, each with a function that returns it opened, while the next is being opened."""
     before: list[tuple[str, Callable[[], OpenFile]]] = []
     for shard in shards:
         opened: Future[OpenFile] = Future()  # no executor, because exiting workers would wait for its threads
-        threading.Thread(target=_open, args=(opened, shard, cache_bytes), daemon=True).start()
+        threading.Thread(target=_open, args=(opened, shard, cache_bytes, staging), daemon=True).start()
         yield from before
         before = [(shard, opened.result)]
     yield from before
 
 
-def _open(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
+def _open(opened: Future[OpenFile], shard: str, cache_bytes: float, staging: StagingFolder | None) -> None:
     try:
-        opened.set_result(open_shard(shard, cache_bytes))
+        opened.set_result(staging.open(shard, cache_bytes) if staging else open_shard(shard, cache_bytes))
     except BaseException as error:  # so that the reader never waits forever
         opened.set_exception(error)
 
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:
-    """Open a shard's copy, named by a hash of the remote file's info so that changed shards are fetched again."""
     from webdataset.cache import LRUCleanup  # imported here because it imports torch
 
-    remote = RemoteFiles(url)
-    info = again(remote.info)
-    name, folder = hashlib.sha256(repr((url, info)).encode()).hexdigest()[:32], cache_folder() / "shards"
-    for each in (folder, locks := cache_folder() / "shard_locks"):
+    folder = cache_folder() / "shards"
+    locks = cache_folder() / "shard_locks"
+    for each in (folder, locks):
         each.mkdir(parents=True, exist_ok=True)
+    # A larger shard is possible if its size is known; then it is deleted once read.
+    file = open_copy(url, folder, locks, lambda size: size or cache_bytes)
+    LRUCleanup(folder, cache_bytes, keyfn=os.path.getmtime, interval=None).cleanup()
+    return file
+
+
+def open_copy(shard: str, folder: Path, locks: Path, limit: Callable[[int | None], float]) -> OpenFile:
+    """Open a shard's copy, named by a hash of the source's info so that changed shards are fetched again.
+    `limit` returns the most bytes to copy, given the source's size if that is known."""
+    remote = RemoteFiles(shard)
+    if is_remote(shard):
+        info = again(remote.info)
+    else:
+        status = os.stat(shard)  # of a link's target
+        info = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    name = hashlib.sha256(repr((shard, info)).encode()).hexdigest()[:32]
     copy, part = folder / f"{name}.tar", locks / f"{name}.part"
     with (locks / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process per host fetches it
@@ -135,11 +156,9 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's clock is coarser
                 return OpenFile(copy)
-            # A larger shard is possible if its size is known; then it is deleted once read.
-            again(lambda: remote.download("", part, most=info.get("size") or cache_bytes))
+            again(lambda: remote.download("", part, most=limit(info.get("size"))))
             file = OpenFile(part)  # before the rename, because other processes may delete the copy at once
             part.replace(copy)
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # needed because forked processes also hold it open
-    LRUCleanup(folder, cache_bytes, keyfn=os.path.getmtime, interval=None).cleanup()
     return file

@@ -176,3 +176,19 @@ def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int]
         return None
     counted = {tar: sum(map(is_sample, list_items(tar, lambda name, reason: None))) for tar in unknown}
     return [record.items if record else counted[tar] for tar, record in zip(shards, records, strict=True)]
+
+
+def count_bytes(shards: Iterable[str]) -> dict[str, int]:
+    """Return each shard's size by its folder's manifest or, of a local one, by its file; 0 if neither tells it."""
+    by_folder: dict[str, Mapping[str, ShardRecord]] = {}
+    sizes: dict[str, int] = {}
+    for shard in shards:
+        folder = folder_of(shard)
+        if folder not in by_folder:
+            by_folder[folder] = read_manifest(folder).shards
+        record = by_folder[folder].get(shard.rpartition("/")[2])
+        if record:
+            sizes[shard] = record.bytes
+        else:
+            sizes[shard] = 0 if is_remote(shard) else Path(shard).stat().st_size
+    return sizes

@@ -28,6 +28,7 @@ from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip, value
 from clap_ds.data.shard_assignment import Part, Source
 from clap_ds.data.shard_io import open_ahead
 from clap_ds.data.shard_manifest import FIELD
+from clap_ds.data.staging import StagingFolder
 from clap_ds.data.tar_samples import DAMAGE, Item, fetch, list_items, samples_between, words
 from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
 
@@ -65,6 +66,7 @@ class ShardReader:
     memory: Tensor
     seed: str  # differs between runs' seeds, ranks and workers
     start: Position
+    staging: StagingFolder | None = None
     _broken: list[Broken] = field(default_factory=list)  # not yet sent
     _row: Tensor = field(default_factory=lambda: torch.empty(0))  # next row to fill
 
@@ -139,7 +141,7 @@ class ShardReader:
         return chain(shuffle(buffer, rng=rng)(self._read(own)), self._read(others))
 
     def _read(self, parts: list[Part]) -> Iterator[Item]:
-        opened = open_ahead((shard for shard, _, _ in parts), 1e9 * self.data.cache_gb)
+        opened = open_ahead((shard for shard, _, _ in parts), 1e9 * self.data.cache_gb, self.staging)
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
             yield from samples_between(list_items(shard, self._report, open_file), first, end)
 

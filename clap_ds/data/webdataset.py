@@ -22,8 +22,9 @@ from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import Broken
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
-from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
+from clap_ds.data.shard_manifest import FIELD, count_bytes, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader, note
+from clap_ds.data.staging import StagingFolder
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.weights.tokenizer import load_tokenizer
 
@@ -34,6 +35,19 @@ PIECE_SIZE = 32  # rows
 
 def _digest(contents: Any) -> str:
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+
+
+def _prepare_staging(
+    stage_to: str, shards: list[str], shares: list[list[Source]], ranks_per_host: int
+) -> StagingFolder:
+    """Create the folder for copies of shards, and compare its room with what this host's ranks need."""
+    staging = StagingFolder(stage_to)
+    sizes = count_bytes(shards)
+    of_rank = {shard for share in shares for source in share for shard in source.shards_read()}
+    # Ranks read equally much. Neighbors share a shard on the border.
+    needed_bytes = ranks_per_host * sum(sizes[shard] for shard in of_rank)
+    staging.check_room(min(needed_bytes, sum(sizes.values())))
+    return staging
 
 
 class _Readers(IterableDataset[Chunk]):
@@ -71,7 +85,9 @@ class WebDatasetStream:
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
-            ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
+            ShardReader(
+                worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start, self._staging
+            )
             for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
         self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
@@ -112,6 +128,9 @@ class WebDatasetStream:
         contents: Any = [[[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources]
         paths: Any = [[source.shards, source.weight] for source in sources]
         shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
+        self._staging = None
+        if data.stage_to:
+            self._staging = _prepare_staging(data.stage_to, shards, shares, spec.ranks_per_host)
         if has_epochs:
             contents = [contents, samples]
             paths = [paths, samples]

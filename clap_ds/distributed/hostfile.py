@@ -175,6 +175,20 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     return slots
 
 
+def read_nodefile(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Count slots per host in a list with a line per slot, as PBS and LSF write it. Raises ValueError if it is malformed."""
+    slots: dict[str, int] = {}
+    for line in read_bytes(path).decode().splitlines():
+        host = line.strip()
+        if host and not _HOSTS.fullmatch(f"{host}\n"):
+            raise ValueError(f"{path}: expected a line with a host's name for each slot, found {line!r}")
+        if host:
+            slots[host] = slots.get(host, 0) + 1
+    if not slots:
+        raise ValueError(f"{path}: expected a line with a host's name for each slot, found no host")
+    return slots
+
+
 def port_of(name: str) -> int:
     """Derive rank 0's port from a name that all ranks share."""
     return random.Random(name).choice(PORTS)

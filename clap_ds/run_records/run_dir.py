@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import open_own, read_json, read_object, write_object
 from clap_ds.config.redaction import redacted, redacted_all
+from clap_ds.run_records.cpu_binding import RankPlace, describe_places
 from clap_ds.run_records.jsonl import JsonlWriter, warn_on_disk_full
 from clap_ds.run_records.lock import has_ended
 from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
@@ -74,16 +75,23 @@ class RunDirectory:
         self._stream.close()
 
 
-def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tuple[str, str]]) -> Path:
+def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[RankPlace]) -> Path:
     """Create a run's directory with its first files, and copy the output to its log. Raises ValueError if it can't be written.
 
     Args:
         here: rank 0's environment.
-        everywhere: host and device name of each rank.
+        everywhere: each rank's place.
     """
     clap, sizes = run.clap, run.batch_sizes(len(everywhere))
-    per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
-    places = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host], "device_names": devices}
+    per_host = Counter(place["host"] for place in everywhere)
+    devices = sorted({place["device_name"] for place in everywhere})
+    places: dict[str, Any] = {
+        "world_size": len(everywhere),
+        "num_nodes": len(per_host),
+        "hosts": [*per_host],
+        "device_names": devices,
+    }
+    places["ranks"] = describe_places(everywhere)
     try:
         record = RunDirectory.create(Path(clap.output.dir).resolve(), run.run_name)
         start_log(record.path / "rank0.log")

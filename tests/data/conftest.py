@@ -29,7 +29,7 @@ def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
     """Return a function that opens a rank's batches from shards, or synthetic ones, with settings of `clap.data`."""
 
     def open_data(shards: Any = None, state: dict[str, Any] | None = None, **settings: Any) -> BatchSource:
-        spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "seed": 0, "needs_epochs": False}
+        spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "ranks_per_host": 1, "seed": 0, "needs_epochs": False}
         spec |= {name: settings.pop(name) for name in spec.keys() & settings.keys()}
         if shards is None:
             data: Any = SyntheticData(source="synthetic", **settings)

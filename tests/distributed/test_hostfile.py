@@ -150,6 +150,22 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
     assert main(["--nodelist", "n1"]) == 2
 
 
+def test_nodefile_of_pbs_or_lsf_counts_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line per slot, and a host's lines needn't follow each other."""
+    nodefile = tmp_path / "nodes"
+    nodefile.write_text("n2.site.org\nn1\nn2.site.org\n\n")
+    for options, expected in (
+        ((), "n2.site.org slots=2\nn1 slots=1\n"),
+        (("--slots", "4"), "n2.site.org slots=4\nn1 slots=4\n"),
+    ):
+        assert main(["--nodefile", str(nodefile), *options]) == 0
+        assert capsys.readouterr().out == expected
+    for malformed in ("", "n1 4 n2 4\n", "n1\n-oProxyCommand=x\n"):
+        nodefile.write_text(malformed)
+        assert main(["--nodefile", str(nodefile)]) == 2
+        assert "a host's name for each slot" in capsys.readouterr().err
+
+
 def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
     slurm = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5"}
     command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]

@@ -1,0 +1,95 @@
+"""Copy shards to a disk of the host when they are first read, for `clap.data.stage_to`.
+
+All ranks of a host, and their workers, share one copy of each shard. Copies are named by the source's path, size and time of
+change, so a changed shard is copied again. They are never deleted here: SLURM or the user removes the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from clap_ds.config.errors import printable
+from clap_ds.config.paths import make_private
+from clap_ds.data.shard_io import NO_SPACE, OpenFile, open_copy, open_shard
+from clap_ds.distributed.hostfile import this_host
+
+FIELD = "clap.data.stage_to"
+KEPT_FREE = 0.01
+"""Share of the disk that copies leave free for others."""
+
+
+class StagingFolder:
+    """A folder of copies on this host's disk. A full disk is no error: shards without a copy are read from their source."""
+
+    def __init__(self, stage_to: str) -> None:
+        """Create the folder. Raises ValueError if a variable isn't set on this host, or if the folder can't be written."""
+        place = f"{FIELD}: {stage_to!r} on {this_host()}"
+        path = os.path.expanduser(os.path.expandvars(stage_to))
+        if unset := re.search(r"\$(\w+|\{[^}]*\})", path):
+            raise ValueError(
+                f"{place}: {unset[0]} isn't set; name a folder on the host's disk, or set it for all ranks"
+            )
+        if not os.path.isabs(path):
+            raise ValueError(f"{place}: expected an absolute path, found {path!r}")
+        # Others may share the disk, as in /tmp.
+        self.folder = Path(path) / f"clap_ds-shards-{os.geteuid()}"
+        try:
+            make_private(self.folder)
+            for folder in (self._copies, self._locks):
+                make_private(folder)
+            (self._locks / "warning").touch(0o600)
+        except OSError as error:
+            raise ValueError(f"{place}: {error.filename or path} can't be written: {error.strerror}") from None
+        self._has_quota_left = True
+        self._warning_lock: TextIO | None = None
+
+    @property
+    def _copies(self) -> Path:
+        return self.folder / "shards"
+
+    @property
+    def _locks(self) -> Path:
+        return self.folder / "locks"
+
+    def free_bytes(self) -> float:
+        """Return how many bytes may still be copied."""
+        disk = os.statvfs(self.folder)
+        return max(0.0, (disk.f_bavail - KEPT_FREE * disk.f_blocks) * disk.f_frsize)
+
+    def check_room(self, needed_bytes: float) -> None:
+        """Warn if the shards that this host's ranks read need more room than there is, copies of earlier runs included."""
+        room = self.free_bytes() + sum(copy.stat().st_size for copy in self._copies.glob("*.tar"))
+        if needed_bytes > room:
+            self._warn(f"shards need {needed_bytes / 1e9:,.3f} GB, and there is room for {room / 1e9:,.3f} GB")
+
+    def open(self, shard: str, cache_bytes: float) -> OpenFile:
+        """Open a shard's copy, copying the shard if it is new, or the shard itself if that fails. Raises OSError."""
+        try:
+            return open_copy(shard, self._copies, self._locks, self._limit)
+        except Exception as error:  # any error of the file system package
+            file = open_shard(shard, cache_bytes)
+            # Of a quota nothing tells how much is left: don't copy until it ends again for each shard.
+            self._has_quota_left &= getattr(error, "errno", None) not in NO_SPACE
+            self._warn(f"{shard} can't be copied: {error}")
+            return file
+
+    def _limit(self, size: int | None) -> float:
+        return self.free_bytes() if self._has_quota_left else -1
+
+    def _warn(self, problem: str) -> None:
+        """Print a problem, unless a process of this host already printed one: it holds the lock until it ends."""
+        if self._warning_lock is not None:
+            return
+        try:
+            # Opened here, because a file that forked workers share has one lock for all of them.
+            self._warning_lock = (self._locks / "warning").open("w")
+            fcntl.flock(self._warning_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        text = f"{FIELD}: {this_host()}: {self.folder}: {problem}. Shards without a copy are read from their source"
+        print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
