@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,11 @@ def test_ctrl_c_while_sbatch_runs_says_how_to_find_the_job(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.write("sbatch", f"#!/bin/sh\n[ $1 = --test-only ] || kill -INT {os.getpid()}\nsleep 5\n")
-    folder = _start(tmp_path, code=130)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
+    try:
+        folder = _start(tmp_path, code=130)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert f"clap-ds sweep status {folder}" in capsys.readouterr().err
 
 
