@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, Submitted, site_file
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
@@ -102,21 +102,6 @@ def test_a_killed_sweep_finds_the_job_that_it_submitted(cluster: SlurmCluster, t
     assert f"n001: recorded job {queued[0]}" in sweep("status", "s")
     assert "resubmitting 1 of 2 jobs: n002" in sweep("resume", "s")
     cluster.run("ctl", "scancel", "--user=root")
-
-
-def test_a_second_job_in_a_folder_disturbs_nothing(submit: Submit, cluster: SlurmCluster) -> None:
-    first = submit(1, clap=ENDLESS, sbatch=("--nodelist=node1",))
-    first.wait_for_steps()
-    before = {path: path.read_bytes() for path in (first.folder / "job").glob("[ah]*") if path.is_file()}
-    assert len(before) == 2
-    again = ["sbatch", "--parsable", "--gpus-per-node=2", "--nodelist=node2", str(first.folder / "job.sbatch")]
-    second = Submitted(cluster, cluster.run("ctl", *again, folder=ROOT).stdout.strip(), first.folder)
-    assert second.wait()["ExitCode"] == "2:0"
-    assert f"SLURM job {first.number}, " in (first.folder / f"{second.number}.out").read_text()
-    assert {path: path.read_bytes() for path in before} == before
-    assert cluster.job(first.number)["JobState"] == "RUNNING"
-    cluster.run("ctl", "scancel", first.number)
-    first.wait()
 
 
 def test_a_lock_of_another_host_is_stale_once_slurm_says_so(cluster: SlurmCluster, tmp_path: Path) -> None:
