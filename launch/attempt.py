@@ -63,7 +63,7 @@ def outcome_of(
     hosts: Sequence[str],
     stopped: signal.Signals | None,
     down: dict[str, str],
-    launcher: LauncherErrors | None = None,
+    launcher: LauncherErrors,
 ) -> AttemptOutcome:
     """Determine how an attempt ended.
 
@@ -72,6 +72,7 @@ def outcome_of(
         hosts: host of each rank.
         stopped: the signal that this job received.
         down: hosts that SLURM considers down, with their SLURM states.
+        launcher: what the launcher printed.
     """
     run, summary = run_directory_of(folder), summary_of(folder)
     state, error = summary.get("state"), summary.get("error")
@@ -85,7 +86,6 @@ def outcome_of(
         return AttemptOutcome("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
     if stopped is not None:
         return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
-    launcher = launcher or LauncherErrors(hosts)
     # Ranks of a completed run end without files.
     is_complete = state == "completed"
     cause = find_root_cause(run.path if run else None, folder, () if is_complete else hosts, launcher.first)

@@ -54,7 +54,6 @@ class Request:
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
     time: str | None = None
-    exclude: str | None = None
     spare_nodes: int = 0
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
@@ -147,7 +146,7 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     gres = f"gpu:{gpus}" if shown or not partitions else None
     dependency = options.pop("dependency", None)
     return Request(
-        profile, gpus, gres, arguments.train, time, None, arguments.spare_nodes, arguments.auto_requeue,
+        profile, gpus, gres, arguments.train, time, arguments.spare_nodes, arguments.auto_requeue,
         arguments.train_options, options, [f"--dependency={dependency}"] if dependency else [],
     )  # fmt: skip
 
@@ -201,7 +200,6 @@ def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
         "time": request.time_limit(nodes),
         "account": profile.account,
         "partition": profile.partition,
-        "exclude": request.exclude,
         "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
         **request.options,

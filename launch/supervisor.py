@@ -70,7 +70,7 @@ class RunningJob:
         earlier = read_object(path) if path.exists() else {}
         self.attempts: list[dict[str, Any]] = earlier["attempts"] if earlier.get("job") == self.job else []
         self.stopped: signal.Signals | None = None
-        self.launcher: LauncherErrors | None = None  # of the last attempt, if this process started it
+        self.launcher = LauncherErrors([])  # of the last attempt, if this process started it
         self.record: dict[str, Any] = {
             "job": self.job, "command": self.command, "hosts": self.slots, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
@@ -83,7 +83,7 @@ class RunningJob:
             self.attempts and not (last := self.attempts[-1])["finished"]
         ):  # SLURM ended that start, or its host went down
             down = slurm.lost_nodes(last["hosts"]) or dict.fromkeys(last["at_fault"], "down")
-            self.note(outcome_of(1, self._folder(), last["hosts"], signal.SIGTERM, down))
+            self.note(outcome_of(1, self._folder(), last["hosts"], signal.SIGTERM, down, self.launcher))
         hosts = self.choose_hosts()
         while True:
             outcome = self._attempt(hosts)

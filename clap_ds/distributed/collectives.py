@@ -51,10 +51,17 @@ def _decode(content: Tensor) -> Any:
     return json.loads(content.numpy().tobytes())
 
 
-def _buffer(size: Tensor) -> Tensor:
+def _pad(content: Tensor) -> Tensor:
+    """Pad this rank's JSON with spaces to the longest of all ranks. A collective."""
+    if world_size() == 1:
+        return content
+    size = torch.tensor(len(content))
+    dist.all_reduce(size, dist.ReduceOp.MAX, group=hosts())
     if size > MOST_BYTES:
         raise RuntimeError(f"expected at most {MOST_BYTES:,} bytes from a rank, not {int(size):,}")
-    return torch.zeros(int(size), dtype=torch.uint8)
+    padded = torch.full((int(size),), ord(" "), dtype=torch.uint8)
+    padded[: len(content)] = content
+    return padded
 
 
 def gather_tensor(tensor: Tensor) -> list[Tensor]:
@@ -68,17 +75,7 @@ def gather_tensor(tensor: Tensor) -> list[Tensor]:
 
 def gather(value: T) -> list[T]:
     """Return every rank's value, by rank, on rank 0, and only the own value elsewhere."""
-    content = _encode(value)
-    if world_size() == 1:
-        return [_decode(content)]
-    sizes = torch.empty(world_size(), dtype=torch.int64)
-    dist.all_gather([*sizes.split(1)], torch.tensor([len(content)]), group=hosts())
-    padded = _buffer(sizes.max())  # gathered tensors must have one shape
-    padded[: len(content)] = content
-    by_rank = gather_tensor(padded)
-    if rank() > 0:
-        return [_decode(content)]
-    return [_decode(part[:size]) for part, size in zip(by_rank, sizes.tolist(), strict=True)]
+    return [_decode(content) for content in gather_tensor(_pad(_encode(value)))]
 
 
 def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
@@ -113,11 +110,8 @@ def run_on_rank0(task: Callable[[], T]) -> T:
             answer = _encode({"result": task()})
         except (ValueError, OSError) as error:
             answer = _encode({"problem": str(error)})
+    answer = _pad(answer)
     if world_size() > 1:
-        size = torch.tensor(len(answer))
-        dist.broadcast(size, src=0, group=hosts())
-        if rank() > 0:
-            answer = _buffer(size)
         dist.broadcast(answer, src=0, group=hosts())
     outcome = _decode(answer)
     if "problem" in outcome:

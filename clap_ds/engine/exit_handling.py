@@ -22,8 +22,8 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
-SWALLOWED_S = 20
-"""Time for a signal's exception to reach `record_outcome`: a library may catch it."""
+SWALLOWED_S = 20.0
+"""Time after which a process ends whose signal's exception a library has caught."""
 
 
 class NonFiniteError(RuntimeError):
@@ -83,9 +83,13 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
         _ignore_signals()  # the first one counts, and recording it must not be interrupted
         stop = StopSignal(number)
         record.finish(stop.state, f"stopped by {stop}")  # every rank: later ones see the others' end as a failure
-        signal.signal(signal.SIGALRM, lambda *_: init.exit_now(128 + number))
-        signal.alarm(SWALLOWED_S)
+        signal.signal(signal.SIGALRM, lambda *_: exit_if_caught(stop))
+        signal.setitimer(signal.ITIMER_REAL, SWALLOWED_S, SWALLOWED_S)
         raise stop
+
+    def exit_if_caught(stop: StopSignal) -> None:
+        if sys.exception() is not stop:  # else it is on its way, and a block that it leaves may wait for a checkpoint
+            init.exit_now(128 + stop.number)
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
@@ -99,7 +103,6 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
-        signal.alarm(0)
         state, kind, message, said = outcome_of(error, what())
         code, word = (128 + error.number, "") if isinstance(error, StopSignal) else (1, "error: ")
         write_error_file(kind, message, code, fault=fault_of(error))
@@ -112,6 +115,7 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
             dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed
         init.leave(code)
     finally:
+        signal.alarm(0)
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -88,18 +88,6 @@ def test_host_without_python_is_replaced_and_named(submit: Submit, cluster: Slur
     assert "No such file or directory" in first["error"]
 
 
-def test_host_of_a_killed_data_worker_is_replaced(submit: Submit, cluster: SlurmCluster) -> None:
-    job = submit(2, clap={**ENDLESS, "data": {"source": "synthetic", "num_workers": 1}}, asks={"spare_nodes": 1})
-    job.wait_for_steps()
-    rank = min(job.ranks("node2"))
-    cluster.run("node2", "pkill", "-KILL", "-P", rank)
-    job.wait_for_steps(2)
-    cluster.run("ctl", "scancel", job.number)
-    first, second = job.record["attempts"]
-    assert (first["at_fault"], second["hosts"]) == (["node2"], ["node1", "node3"])
-    assert "data worker" in first["error"]
-
-
 def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: SlurmCluster) -> None:
     """Run two jobs at once, as both take a minute. Ranks that wait for the stopped one aren't blamed."""
     timed = submit(2, "torchrun", clap=ENDLESS, sbatch=("--time=10", "--signal=USR1@110", "--cpus-per-task=2"))

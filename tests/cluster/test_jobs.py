@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, Submitted, site_file
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, STEPS, TRAINING, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
@@ -104,21 +104,6 @@ def test_a_killed_sweep_finds_the_job_that_it_submitted(cluster: SlurmCluster, t
     cluster.run("ctl", "scancel", "--user=root")
 
 
-def test_a_second_job_in_a_folder_disturbs_nothing(submit: Submit, cluster: SlurmCluster) -> None:
-    first = submit(1, clap=ENDLESS, sbatch=("--nodelist=node1",))
-    first.wait_for_steps()
-    before = {path: path.read_bytes() for path in (first.folder / "job").glob("[ah]*") if path.is_file()}
-    assert len(before) == 2
-    again = ["sbatch", "--parsable", "--gpus-per-node=2", "--nodelist=node2", str(first.folder / "job.sbatch")]
-    second = Submitted(cluster, cluster.run("ctl", *again, folder=ROOT).stdout.strip(), first.folder)
-    assert second.wait()["ExitCode"] == "2:0"
-    assert f"SLURM job {first.number}, " in (first.folder / f"{second.number}.out").read_text()
-    assert {path: path.read_bytes() for path in before} == before
-    assert cluster.job(first.number)["JobState"] == "RUNNING"
-    cluster.run("ctl", "scancel", first.number)
-    first.wait()
-
-
 def test_a_lock_of_another_host_is_stale_once_slurm_says_so(cluster: SlurmCluster, tmp_path: Path) -> None:
     program = f"from clap_ds.run_records.lock import *; FolderLock(Path({str(tmp_path)!r})).acquire()"
     acquire = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
@@ -183,7 +168,7 @@ def test_deepspeeds_own_line(
     assert json.loads((run.parent / "environment.json").read_text())["hosts"] == expected.split()
 
 
-def test_options_of_sbatch_reach_slurm_and_what_cannot_start_is_rejected(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_options_of_sbatch_reach_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
     profile = site_file(tmp_path, sbatch=["--begin=now+1hour"])
     run = ["--cluster", profile, "--config", str(tmp_path / "tiny.json")]
@@ -195,16 +180,8 @@ def test_options_of_sbatch_reach_slurm_and_what_cannot_start_is_rejected(cluster
     def queue() -> list[str]:
         return sorted(cluster.run("ctl", "squeue", "-hro", "%P %l %E").stdout.splitlines())
 
-    for options, message in (("short", "allows at most 5:00"), ("shrt", "did you mean 'short'")):
-        rejected = call("submit", *run, "--partition", options)
-        assert rejected.returncode == 2
-        assert message in rejected.stderr
     first = call("submit", *run, "-p", "short", "-t", "5", "--parsable").stdout.strip()
     after = f"--dependency=afterok:{first}"
     assert call("sweep", *run, "--folder", sweep, "--array", "--vary", "clap.seed=1,2", after).returncode == 0
     assert queue() == ["gpu 15:00 " + f"afterok:{first}(unfulfilled)"] * 2 + ["short 5:00 (null)"]
-    cluster.run("ctl", "scancel", "--user=root")
-    assert "allows at most 5:00" in call("sweep", "resume", sweep, "-p", "short").stderr
-    assert call("sweep", "resume", sweep, "-p", "short", "--time", "4").returncode == 0
-    assert queue() == ["short 4:00 (null)"] * 2
     cluster.run("ctl", "scancel", "--user=root")

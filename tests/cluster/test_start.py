@@ -1,14 +1,13 @@
-"""Hosts that can't take part in a run, on a real cluster: other code, no name resolution, a step that SLURM refuses."""
+"""Hosts that can't take part in a run, on a real cluster: no name resolution, a step that SLURM refuses."""
 
 import contextlib
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import RANKS, TRAINING, Submit, site_file
+from tests.cluster.conftest import TRAINING, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import ROOT
 
@@ -30,22 +29,6 @@ def _preflight(cluster: SlurmCluster, folder: Path, *allocation: str) -> tuple[i
     words += [sys.executable, str(ROOT / "launch" / "preflight.py"), "--cluster", site_file(folder), "--megabytes", "1"]
     done = cluster.run("ctl", *words, folder=folder, timeout=240, check=False)
     return done.returncode, done.stdout + done.stderr
-
-
-def test_host_with_other_code_ends_the_job_unless_allowed(
-    submit: Submit, cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    shutil.copytree(ROOT / "clap_ds", tmp_path / "older", symlinks=True)
-    (tmp_path / "older" / "new_module.py").write_text("")
-    with replaced(cluster, "node2", ROOT / "clap_ds", tmp_path / "older"):
-        nodes = ("--nodelist=node[1-2]", "--cpus-per-task=2")
-        job = submit(2, sbatch=nodes)
-        job.ends("FAILED", 2)
-        assert "node2: code" in job.record["error"]
-        job = submit(2, sbatch=nodes, clap={"debug": {"allow_mixed_code": True}})
-        job.ends("COMPLETED", 0)
-        assert "warning: the hosts of this run have different software: node2" in job.output
-    assert cluster.left_behind(RANKS) == {}
 
 
 def test_host_that_cannot_resolve_names_is_left_out(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ NO_PYTHON = "slurmstepd-cn2: error: execve(): /x/.venv/bin/python: No such file 
     ("output", "kind", "hosts", "message"),
     [
         ("srun: error: cn2: task 2: Killed\n" + CANCELLED, "killed", ["cn2"], "cn2: task 2: Killed"),
-        ("srun: error: cn2: task 2: Segmentation fault (core dumped)\n" + CANCELLED, "killed", ["cn2"], "Segmentation"),
-        ("srun: error: cn2: tasks 2-3: Out Of Memory\n", "killed", ["cn2"], "Out Of Memory"),
         ("3: srun: error: cn2: task 2: Bus error\r\n", "killed", ["cn2"], "Bus error"),
         ("srun: error: cn2: task 2: Exited with exit code 137\n", "killed", ["cn2"], "137"),
         (NO_PYTHON + "srun: error: cn2: task 2: Exited with exit code 2\n" + CANCELLED, "import", ["cn2"], "code 2"),

@@ -31,7 +31,7 @@ def test_the_script_is_read_at_a_glance() -> None:
         partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
     request = Request(
-        site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, auto_requeue=True
+        site, 4, "gpu:4", train=True, time="1-00:00:00", options={"exclude": "n[1-2]"}, spare_nodes=1, auto_requeue=True
     )
     assert (
         script(request, 2, "name", "/jobs/one/slurm-%j.out", [Path("/jobs/one")])
@@ -50,9 +50,9 @@ def test_the_script_is_read_at_a_glance() -> None:
 #SBATCH --time=1-00:00:00
 #SBATCH --account=mine
 #SBATCH --partition=gpu
-#SBATCH --exclude=n[1-2]
 #SBATCH --signal=USR1@300
 #SBATCH --open-mode=append
+#SBATCH --exclude=n[1-2]
 
 set -euo pipefail
 cd {shlex.quote(str(ROOT))}

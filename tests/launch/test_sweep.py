@@ -277,15 +277,3 @@ def test_a_sweep_whose_files_have_former_names_is_resumed(
     assert "resubmitting 1 of 2 jobs: n002" in capsys.readouterr().out
     assert json.loads((folder / "submission.json").read_text())["jobs"][1]["slurm_id"] == "103"
     assert not (folder / "n002" / "job.json").exists()
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_script_that_is_a_pipe_is_an_error(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm.write("refuse", "busy")
-    folder = _start(tmp_path, code=2)
-    (folder / "n001.sbatch").unlink()
-    os.mkfifo(folder / "n001.sbatch")
-    assert main(["resume", str(folder)]) == 2
-    assert "expected a regular file" in capsys.readouterr().err
