@@ -75,7 +75,6 @@ SQUEUE = {
 @pytest.mark.parametrize(
     ("answer", "changes", "is_over"),
     [
-        ("running", {}, False),
         ("started again", {}, True),
         ("over", {}, True),
         ("forgotten", {}, True),
@@ -83,7 +82,6 @@ SQUEUE = {
         ("controller down", {"job": str(JOB)}, True),  # another SLURM job in the same folder of a job
         ("running", {"job": str(JOB)}, False),
         ("no SLURM", {}, False),
-        ("over", {"slurm_cluster": "another"}, False),
         ("over", {"slurm_cluster": "another", "slurm_job": "12", "job": str(JOB)}, False),
         ("running", {"slurm_job": "12"}, True),  # requeued
         ("over", {"slurm_job": "-h"}, False),
