@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -50,8 +51,8 @@ class StagingFolder:
 
     def free_bytes(self) -> float:
         """Return how many bytes may still be copied."""
-        disk = os.statvfs(self.folder)
-        return max(0.0, (disk.f_bavail - KEPT_FREE * disk.f_blocks) * disk.f_frsize)
+        disk = shutil.disk_usage(self.folder)
+        return max(0.0, disk.free - KEPT_FREE * disk.total)
 
     def check_room(self, needed_bytes: float) -> None:
         """Warn if the shards that this host's ranks read need more room than there is, copies of earlier runs included."""

@@ -1,6 +1,7 @@
 import errno
 import multiprocessing
 import os
+import shutil
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ def content(staging: StagingFolder, shard: Path | str) -> bytes:
 
 
 def limit_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_blocks=free, f_frsize=1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=free))
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

@@ -178,3 +178,20 @@ def test_uploads_under_way_and_folders_of_others_stay(
     assert [name for name in left if any(f"{name} has no manifest" in warning for warning in warnings)] == left[:2]
     assert copy(url, theirs) == []
     assert names(f"{url}/step-00000001") == ["manifest.json", "state.safetensors", "weights.safetensors"]
+
+
+def test_logs_are_uploaded_again_only_if_they_changed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "here" / "history.jsonl"
+    saved = [make_checkpoint(log.parent, step) for step in (1, 2, 3)]
+    sync = BackgroundSync(url, CheckpointSettings(remote_sync_every_minutes=0), log.parent)
+    uploads = []
+    put_file = Unreliable.put_file
+    monkeypatch.setattr(Unreliable, "put_file", lambda *args: (uploads.append(args[2]), put_file(*args)))
+    for checkpoint, text in zip(saved, ("1", "1", "1\n2"), strict=True):
+        if not log.exists() or log.read_text() != text:
+            log.write_text(text)
+        assert sync._copy(checkpoint)
+    assert len([target for target in uploads if target.endswith("history.jsonl")]) == 2
+    assert fsspec.url_to_fs(url)[0].cat_file(f"{url}/history.jsonl") == b"1\n2"
