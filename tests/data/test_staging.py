@@ -3,10 +3,11 @@ import multiprocessing
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -18,16 +19,10 @@ from tests.data.tars import marked_tars, numbers_in, put
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Mock:
+def copied() -> Iterator[Mock]:
     """Return a mock that is called with each file that is copied."""
-    mock, download = Mock(), RemoteFiles.download
-
-    def note_download(self: RemoteFiles, name: str, to: Path, most: float) -> None:
-        mock(self._root)
-        download(self, name, to, most)
-
-    monkeypatch.setattr(RemoteFiles, "download", note_download)
-    return mock
+    with patch.object(RemoteFiles, "download", autospec=True, side_effect=RemoteFiles.download) as download:
+        yield download
 
 
 @pytest.fixture
@@ -104,9 +99,8 @@ def test_a_full_disk_is_one_warning_and_the_source_is_read(
     worker.join()
     assert worker.exitcode == 0
     limit_disk(monkeypatch, 10**9)
-    fails = Mock(side_effect=OSError(errno.EDQUOT, "Disk quota exceeded"))
-    monkeypatch.setattr(RemoteFiles, "download", fails)
-    read_all()
+    with patch.object(RemoteFiles, "download", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")) as fails:
+        read_all()
     assert fails.call_count == 2 * 2
     (warning,) = capfd.readouterr().err.splitlines()
     assert "room on the disk" in warning
