@@ -142,8 +142,9 @@ class ShardReader:
         return chain(shuffle(buffer, rng=rng)(self._read(own)), self._read(others))
 
     def _read(self, parts: list[Part]) -> Iterator[Item]:
-        open_file = self.staging.open if self.staging else open_shard
-        opened = open_ahead((shard for shard, _, _ in parts), partial(open_file, cache_bytes=1e9 * self.data.cache_gb))
+        open_source = self.staging.open if self.staging else open_shard
+        shards = (shard for shard, _, _ in parts)
+        opened = open_ahead(shards, partial(open_source, cache_bytes=1e9 * self.data.cache_gb))
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
             yield from samples_between(list_items(shard, self._report, open_file), first, end)
 
