@@ -13,8 +13,8 @@ from clap_ds.config.schema import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
 from clap_ds.data.loader_throughput import describe
 from clap_ds.data.synthetic import SyntheticStream
-from clap_ds.distributed.accelerator import CORES
 from clap_ds.distributed.collectives import gather, rank
+from clap_ds.run_records.cpu_binding import CORES
 from clap_ds.run_records.run_dir import RunDirectory
 
 _Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the source's state after the batch
@@ -71,7 +71,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         without waiting for data."""
         rates, found = [*rates], self._pieces.throughput()
         if not self._is_reported and rank() == 0 and found is not None and len(rates) > 1:
-            print(describe(found, max(rates), ranks_per_host=ranks_per_host, cores=CORES), flush=True)
+            print(describe(found, max(rates), ranks_per_host=ranks_per_host, cores=len(CORES)), flush=True)
             self._is_reported = True
 
     def record_statistics(self, record: RunDirectory) -> None:

@@ -6,9 +6,9 @@ the user named is followed. No more bytes are received than the caller allows an
 
 from __future__ import annotations
 
-import asyncio
 import os
 import posixpath
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -73,17 +73,14 @@ class RemoteFiles:
     def download(self, name: str, to: Path, most: float) -> None:
         """Copy a file of at most `most` bytes to a local path in a folder that only this user can write. Raises OSError if the
         download is incomplete."""
-        disk = os.statvfs(to.parent)
-        limit = _Limit(self._join(name), min(most, disk.f_bavail * disk.f_frsize))
-        to.unlink(missing_ok=True)
+        limit = _Limit(self._join(name), min(most, shutil.disk_usage(to.parent).free))
         try:
             with self._source(name) as (path, size):
                 limit.set_size(size)
                 self._fs.get_file(path, str(to), callback=limit)
-            received = to.stat().st_size
-            limit.absolute_update(received)  # not every package does
-            if size not in (None, received):
-                raise OSError(f"{self._join(name)}: download stopped after {received:,} bytes")
+            limit.absolute_update(to.stat().st_size)  # not every package does
+            if size not in (None, limit.value):
+                raise OSError(f"{self._join(name)}: download stopped after {limit.value:,} bytes")
         except BaseException:
             to.unlink(missing_ok=True)
             raise
@@ -174,13 +171,13 @@ async def _open_http_client(**options: Any) -> Any:
 
         async def read(self) -> bytes:
             if self._body is None:
-                try:
-                    await self.content.readexactly(MOST_BYTES + 1)
-                except asyncio.IncompleteReadError as answer:
-                    self._body = answer.partial
-                else:
-                    self.close()
-                    raise RefusedFileError(f"{self.url} answers with more than {MOST_BYTES:,} bytes")
+                body = bytearray()
+                async for block in self.content.iter_any():
+                    body += block
+                    if len(body) > MOST_BYTES:
+                        self.close()
+                        raise RefusedFileError(f"{self.url} answers with more than {MOST_BYTES:,} bytes")
+                self._body = bytes(body)
             return self._body
 
     return aiohttp.ClientSession(response_class=LimitedResponse, **options)

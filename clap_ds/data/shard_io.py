@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import fsspec
@@ -26,11 +26,9 @@ from clap_ds.config.paths import cache_folder
 from clap_ds.config.schema import ShardData
 from clap_ds.data.remote_files import RemoteFiles
 
-if TYPE_CHECKING:
-    from clap_ds.data.staging import StagingFolder
-
 FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+LASTING = (*NO_SPACE, errno.ELOOP, errno.ENAMETOOLONG)
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
 
 Kind = Literal["encoded", "waveform", "mel"]
@@ -82,7 +80,7 @@ def again(attempt: Callable[[], T]) -> T:
         except (PermissionError, IsADirectoryError, NotADirectoryError, RefusedFileError):
             raise
         except Exception as error:  # each file system package has its own types
-            if is_absent(error) or getattr(error, "errno", None) in NO_SPACE:
+            if is_absent(error) or getattr(error, "errno", None) in LASTING:
                 raise
             time.sleep(FIRST_WAIT_S * 2**number)
     return attempt()
@@ -107,21 +105,21 @@ def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
 
 
 def open_ahead(
-    shards: Iterable[str], cache_bytes: float, staging: StagingFolder | None = None
+    shards: Iterable[str], open_file: Callable[[str], OpenFile]
 ) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
-    """Yield shards in order, each with a function that returns it opened, while the next is being opened."""
+    """Yield shards in order, each with a function that returns it opened, while `open_file` opens the next."""
     before: list[tuple[str, Callable[[], OpenFile]]] = []
     for shard in shards:
         opened: Future[OpenFile] = Future()  # no executor, because exiting workers would wait for its threads
-        threading.Thread(target=_open, args=(opened, shard, cache_bytes, staging), daemon=True).start()
+        threading.Thread(target=_open, args=(opened, shard, open_file), daemon=True).start()
         yield from before
         before = [(shard, opened.result)]
     yield from before
 
 
-def _open(opened: Future[OpenFile], shard: str, cache_bytes: float, staging: StagingFolder | None) -> None:
+def _open(opened: Future[OpenFile], shard: str, open_file: Callable[[str], OpenFile]) -> None:
     try:
-        opened.set_result(staging.open(shard, cache_bytes) if staging else open_shard(shard, cache_bytes))
+        opened.set_result(open_file(shard))
     except BaseException as error:  # so that the reader never waits forever
         opened.set_exception(error)
 
@@ -143,11 +141,7 @@ def open_copy(shard: str, folder: Path, locks: Path, limit: Callable[[int | None
     """Open a shard's copy, named by a hash of the source's info so that changed shards are fetched again.
     `limit` returns the most bytes to copy, given the source's size if that is known."""
     remote = RemoteFiles(shard)
-    if is_remote(shard):
-        info = again(remote.info)
-    else:
-        status = os.stat(shard)  # of a link's target
-        info = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    info = again(remote.info)
     name = hashlib.sha256(repr((shard, info)).encode()).hexdigest()[:32]
     copy, part = folder / f"{name}.tar", locks / f"{name}.part"
     with (locks / f"{name}.lock").open("w") as lock:

@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 from pydantic import Field, TypeAdapter
 
 from clap_ds.config.errors import printable
-from clap_ds.config.files import MOST_BYTES, open_regular, parse_json, read_bytes, write_atomically
+from clap_ds.config.files import MOST_BYTES, parse_json, write_atomically
 from clap_ds.config.model import AudioConfig, ClapConfig, Count
 from clap_ds.data.decoding import RESAMPLING_FILTER
 from clap_ds.data.remote_files import RemoteFiles
@@ -108,7 +108,7 @@ def read_manifest(folder: str) -> ShardManifest:
     """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
     path = f"{folder}/{MANIFEST}"
     try:
-        content = parse_json(_read_start(path, MOST_BYTES) if is_remote(path) else read_bytes(path))
+        content = parse_json(_read_start(path, MOST_BYTES))
         is_own = isinstance(content, dict) and "shards" in content  # else another program's
         return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
@@ -120,10 +120,7 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def _read_start(path: str, size: int) -> bytes:
     """Read up to `size` bytes of a regular file or URL."""
-    if is_remote(path):
-        return again(lambda: RemoteFiles(path).read_start("", size))
-    with open_regular(path) as file:
-        return file.read(size)
+    return again(lambda: RemoteFiles(path).read_start("", size))
 
 
 def describe_contents(paths: Sequence[str]) -> str:
@@ -169,8 +166,7 @@ def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, warns:
 
 def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
     """Count each tar's samples from manifests or, for up to `most_bytes` of local tars, headers. Return None otherwise."""
-    manifests = {folder: read_manifest(folder).shards for folder in set(map(folder_of, shards))}
-    records = [manifests[folder_of(tar)].get(tar.rpartition("/")[2]) for tar in shards]
+    records = _find_records(shards)
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
     if any(map(is_remote, unknown)) or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes:
         return None
@@ -178,17 +174,17 @@ def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int]
     return [record.items if record else counted[tar] for tar, record in zip(shards, records, strict=True)]
 
 
-def count_bytes(shards: Iterable[str]) -> dict[str, int]:
+def count_bytes(shards: Sequence[str]) -> dict[str, int]:
     """Return each shard's size by its folder's manifest or, of a local one, by its file; 0 if neither tells it."""
-    by_folder: dict[str, Mapping[str, ShardRecord]] = {}
     sizes: dict[str, int] = {}
-    for shard in shards:
-        folder = folder_of(shard)
-        if folder not in by_folder:
-            by_folder[folder] = read_manifest(folder).shards
-        record = by_folder[folder].get(shard.rpartition("/")[2])
+    for shard, record in zip(shards, _find_records(shards), strict=True):
         if record:
             sizes[shard] = record.bytes
         else:
             sizes[shard] = 0 if is_remote(shard) else Path(shard).stat().st_size
     return sizes
+
+
+def _find_records(shards: Sequence[str]) -> list[ShardRecord | None]:
+    manifests = {folder: read_manifest(folder).shards for folder in set(map(folder_of, shards))}
+    return [manifests[folder_of(tar)].get(tar.rpartition("/")[2]) for tar in shards]

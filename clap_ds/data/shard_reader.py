@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any
 
@@ -26,7 +27,7 @@ from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip, values_by_name
 from clap_ds.data.shard_assignment import Part, Source
-from clap_ds.data.shard_io import open_ahead
+from clap_ds.data.shard_io import open_ahead, open_shard
 from clap_ds.data.shard_manifest import FIELD
 from clap_ds.data.staging import StagingFolder
 from clap_ds.data.tar_samples import DAMAGE, Item, fetch, list_items, samples_between, words
@@ -141,7 +142,9 @@ class ShardReader:
         return chain(shuffle(buffer, rng=rng)(self._read(own)), self._read(others))
 
     def _read(self, parts: list[Part]) -> Iterator[Item]:
-        opened = open_ahead((shard for shard, _, _ in parts), 1e9 * self.data.cache_gb, self.staging)
+        open_source = self.staging.open if self.staging else open_shard
+        shards = (shard for shard, _, _ in parts)
+        opened = open_ahead(shards, partial(open_source, cache_bytes=1e9 * self.data.cache_gb))
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
             yield from samples_between(list_items(shard, self._report, open_file), first, end)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -38,28 +39,20 @@ class StagingFolder:
             raise ValueError(f"{place}: expected an absolute path, found {path!r}")
         # Others may share the disk, as in /tmp.
         self.folder = Path(path) / f"clap_ds-shards-{os.geteuid()}"
+        self._copies = self.folder / "shards"
+        self._locks = self.folder / "locks"
         try:
-            make_private(self.folder)
-            for folder in (self._copies, self._locks):
+            for folder in (self.folder, self._copies, self._locks):
                 make_private(folder)
-            (self._locks / "warning").touch(0o600)
         except OSError as error:
             raise ValueError(f"{place}: {error.filename or path} can't be written: {error.strerror}") from None
         self._has_quota_left = True
         self._warning_lock: TextIO | None = None
 
-    @property
-    def _copies(self) -> Path:
-        return self.folder / "shards"
-
-    @property
-    def _locks(self) -> Path:
-        return self.folder / "locks"
-
     def free_bytes(self) -> float:
         """Return how many bytes may still be copied."""
-        disk = os.statvfs(self.folder)
-        return max(0.0, (disk.f_bavail - KEPT_FREE * disk.f_blocks) * disk.f_frsize)
+        disk = shutil.disk_usage(self.folder)
+        return max(0.0, disk.free - KEPT_FREE * disk.total)
 
     def check_room(self, needed_bytes: float) -> None:
         """Warn if the shards that this host's ranks read need more room than there is, copies of earlier runs included."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 HIDE_ALL_GPUS = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
-CORES = len(os.sched_getaffinity(0))  # available to this process
 
 
 def choose_accelerator() -> str:

@@ -6,7 +6,7 @@ Launchers bind ranks (srun's `--cpu-bind`, `numactl`, `deepspeed --bind_cores_to
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,11 +41,8 @@ def place_of_rank(host: str, device_name: str, gpu: Any = None) -> RankPlace:
 
 def numa_nodes(cores: Iterable[int], system: Path = Path("/sys")) -> list[int]:
     """Return the nodes with any of these cores; none if the kernel doesn't list nodes."""
-    folders = system.glob("devices/system/node/node[0-9]*")
-    wanted = {f"cpu{core}" for core in cores}
-    return sorted(
-        int(folder.name[4:]) for folder in folders if wanted & {path.name for path in folder.glob("cpu[0-9]*")}
-    )
+    nodes = (node.name for core in cores for node in system.glob(f"devices/system/cpu/cpu{core}/node[0-9]*"))
+    return sorted({int(name.removeprefix("node")) for name in nodes})
 
 
 def numa_node_of_gpu(properties: Any, system: Path = Path("/sys")) -> int | None:
@@ -83,30 +80,27 @@ def describe_places(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
 def find_wrong_binding(places: Sequence[RankPlace], num_workers: int) -> str | None:
     """Describe the first host whose ranks share cores in part, or have fewer than one for each of their processes: the rank and
     its data workers. Ranks that aren't bound are right: each has all cores of the host."""
-    by_host: dict[str, list[int]] = defaultdict(list)
+    ranks_with_core = Counter((place["host"], core) for place in places for core in place["cores"])
+    ranks_with_cores = Counter((place["host"], *place["cores"]) for place in places)
+    problems: dict[str, str] = {}  # by host
     for rank, place in enumerate(places):
-        by_host[place["host"]].append(rank)
-    problems = [problem for ranks in by_host.values() if (problem := _problem_of(ranks, places, num_workers))]
+        host = place["host"]
+        cores = place["cores"]
+        if host in problems or len(cores) == place["host_cores"]:
+            continue
+        num_ranks = max(ranks_with_core[host, core] for core in cores)
+        if num_ranks > ranks_with_cores[host, *cores]:
+            problem = "and shares some of them with a rank that has others"
+        elif len(cores) < num_ranks * (num_workers + 1):
+            problem = (
+                f"which {num_ranks} rank(s) share; expected {num_workers + 1} per rank, for itself and its data workers"
+            )
+        else:
+            continue
+        allowed = f"{len(cores)} of {place['host_cores']} cores ({format_ranges(cores)})"
+        problems[host] = f"{host}: rank {rank} may use {allowed}, {problem}"
     if not problems:
         return None
-    others = f" (and on {len(problems) - 1:,} other host(s))" if len(problems) > 1 else ""
-    return f"{problems[0]}{others}. Bind each rank to cores of its own: “Core binding” in docs/clusters.md"
-
-
-def _problem_of(ranks: Sequence[int], places: Sequence[RankPlace], num_workers: int) -> str | None:
-    users = Counter(core for rank in ranks for core in places[rank]["cores"])
-    for rank in ranks:
-        place = places[rank]
-        cores = place["cores"]
-        if len(cores) == place["host_cores"]:
-            continue
-        num_ranks = max(users[core] for core in cores)
-        where = (
-            f"{place['host']}: rank {rank} may use {len(cores)} of {place['host_cores']} cores ({format_ranges(cores)})"
-        )
-        if num_ranks > sum(places[other]["cores"] == cores for other in ranks):
-            return f"{where}, and shares some of them with a rank that has others"
-        if len(cores) < num_ranks * (num_workers + 1):
-            shared = f", which {num_ranks} ranks share" if num_ranks > 1 else ""
-            return f"{where}{shared}; expected {num_workers + 1} per rank, for itself and its data workers"
-    return None
+    first, *others = problems.values()
+    elsewhere = f" (and on {len(others):,} other host(s))" if others else ""
+    return f"{first}{elsewhere}. Bind each rank to cores of its own: “Core binding” in docs/clusters.md"

@@ -96,15 +96,13 @@ class FolderLock:
 
     def _is_over(self, holder: dict[str, Any]) -> bool:
         is_over = has_ended(holder)
-        if is_over is None and holder.get("slurm_job") != self._own.get("slurm_job"):
+        if is_over is None and holder.get("slurm_job") != self._own["slurm_job"]:
             is_over = has_slurm_ended(holder)
-        if is_over is not None:
-            return is_over
-        cluster = self._own["slurm_cluster"]
-        if holder.get("slurm_cluster", cluster) != cluster:
-            return False
-        # An earlier attempt or start of this job has ended.
-        return any(holder.get(name) == self._own[name] != "" for name in ("job", "slurm_job"))
+        if is_over is None:  # An earlier attempt or start of this job has ended.
+            cluster = self._own["slurm_cluster"]
+            is_own_job = any(holder.get(name) == self._own[name] != "" for name in ("job", "slurm_job"))
+            is_over = is_own_job and holder.get("slurm_cluster", cluster) == cluster
+        return is_over
 
     def _remove(self, holder: dict[str, Any]) -> None:
         """Remove a stale holder's file unless another process has replaced it since it was read."""

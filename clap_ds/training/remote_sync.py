@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from clap_ds.config.files import MOST_BYTES, RefusedFileError
 from clap_ds.config.schema import CheckpointSettings
@@ -93,16 +94,24 @@ class RemoteFolder:
                     f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another program's folder. It stays"
                 )
 
-    def upload_logs(self, sources: Iterable[Path]) -> None:
-        """Upload files, and folders with all their regular files, under their names. Warn of links, which aren't followed."""
+    def upload_logs(self, sources: Iterable[Path], uploaded: dict[Path, Any] | None = None) -> None:
+        """Upload files, and folders with all their regular files, under their names. Warn of links, which aren't followed.
+        Files that have the size and time of change in `uploaded` are left out; it receives those of the others."""
+        uploaded = {} if uploaded is None else uploaded
         for source in sources:
             for path in [source, *source.rglob("*")]:
-                if path.is_file() and not path.is_symlink():
-                    name = str(path.relative_to(source.parent))
-                    try:
-                        self._remote.upload(source.parent, name, name)
-                    except RefusedFileError as error:
-                        _warn_once(f"{path} isn't copied to {self.url}: {error}")
+                if path.is_symlink() or not path.is_file():
+                    continue
+                status = path.stat()
+                version = (status.st_size, status.st_mtime_ns)
+                if uploaded.get(path) == version:
+                    continue
+                name = str(path.relative_to(source.parent))
+                try:
+                    self._remote.upload(source.parent, name, name)
+                    uploaded[path] = version
+                except RefusedFileError as error:
+                    _warn_once(f"{path} isn't copied to {self.url}: {error}")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Download the newest good checkpoint into a local folder unless it is there, and return it or None. `damaged` receives
@@ -160,6 +169,7 @@ class BackgroundSync:
         self._logs = [folder / HISTORY, folder / "tensorboard", *([logs] if logs else [])]
         self._last: Path | None = None
         self._copied_s = -math.inf
+        self._uploaded_logs: dict[Path, Any] = {}
         self._copies: dict[Path, Future[bool]] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint sync")
 
@@ -194,7 +204,7 @@ class BackgroundSync:
         try:
             if checkpoint.exists():
                 RemoteFolder(self._url).upload(checkpoint, self._rule)
-            RemoteFolder(self._url).upload_logs(self._logs)
+            RemoteFolder(self._url).upload_logs(self._logs, self._uploaded_logs)
         except Exception as error:  # its type depends on the file system's package
             problem = f"{type(error).__name__}: {error}"
             warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training continues")

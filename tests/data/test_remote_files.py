@@ -1,17 +1,15 @@
 """Transfers end at their limits, follow no links, and happen in one module."""
 
-import ast
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
-from fsspec import AbstractFileSystem
 
 from clap_ds.config.files import RefusedFileError
 from clap_ds.data import remote_files
@@ -23,18 +21,8 @@ ROOT = Path(remote_files.__file__).parents[2]
 BLOCK = bytes(2**20)
 ENDLESS = 200  # MiB, so that a test ends if it fails
 CONTENT = b"content" * 100_000
-TRANSFERS = {
-    "get_file",
-    "put_file",
-    "cat_file",
-    "pipe_file",
-    "rm_file",
-    "cp_file",
-    "rm",
-    "mv",
-    "url_to_fs",
-    "filesystem",
-}
+CALLS = "get_file|put_file|cat_file|pipe_file|rm_file|cp_file|rm|mv|url_to_fs|filesystem"
+TRANSFER = re.compile(rf"from fsspec|fsspec\.(?!get_filesystem_class)\w|\.({CALLS})\b")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -75,40 +63,13 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-class Web(AbstractFileSystem):
-    """A file system like fsspec's for HTTP, without the package that needs."""
-
-    protocol = "web"
-    cachable = False
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.replace("web://", "http://")
-
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        with urlopen(Request(path, method="HEAD")) as answer:
-            size = answer.headers["Content-Length"]
-            return {"name": path, "size": size and int(size)}  # without a type
-
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        return []
-
-    def isdir(self, path: str) -> bool:
-        return False
-
-    def _open(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        return urlopen(path)
-
-
-@pytest.fixture(params=["web", "http"])
-def server(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "http":
-        needs.package("aiohttp", "s3")
-    fsspec.register_implementation("web", Web, clobber=True)
+@pytest.fixture
+def server() -> Iterator[str]:
+    needs.package("aiohttp", "test")
     Handler.sent = 0
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield f"{request.param}://127.0.0.1:{http.server_port}"
+        yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
 
 
@@ -123,9 +84,8 @@ def test_what_is_received_is_limited_whatever_the_server_states(server: str, tmp
             open_shard(f"{server}/{place}/a.tar", 10**7)
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
     assert Handler.sent < 6 * ENDLESS / 2 * len(BLOCK)
-    if server.startswith("http"):
-        with pytest.raises(RefusedFileError, match="bytes"):
-            RemoteFiles(f"{server}/endless").ls()
+    with pytest.raises(RefusedFileError, match="bytes"):
+        RemoteFiles(f"{server}/endless").ls()
     honest = RemoteFiles(f"{server}/honest")
     assert honest.read_start("a", 10**7) == CONTENT
     assert honest.read_start("a", 99_999) == CONTENT[:99_999]
@@ -151,7 +111,7 @@ def test_a_disk_without_room_is_named_before_the_download(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["link", "folder/secret"])
 def test_no_link_below_the_named_folder_is_followed(tmp_path: Path, is_local: bool, name: str) -> None:
     victim, named = tmp_path / "victim", tmp_path / "named"
-    (victim / "deep").mkdir(parents=True)
+    victim.mkdir()
     (victim / "secret").write_text("precious")
     named.mkdir()
     (named / "link").symlink_to(victim / "secret")
@@ -160,44 +120,28 @@ def test_no_link_below_the_named_folder_is_followed(tmp_path: Path, is_local: bo
     (named / "good").write_text("good")
     files = RemoteFiles(f"{tmp_path}/root")
     files._is_local = is_local  # else as file systems whose paths can't be pinned, such as sftp's
-    with pytest.raises(RefusedFileError):
-        files.read_start(name, 100)
-    with pytest.raises(RefusedFileError):
-        files.download(name, tmp_path / "copy", 100)
-    with pytest.raises(RefusedFileError):
-        files.upload(named, name, "new")
-    for act in (
+    for read in (
+        lambda: files.read_start(name, 100),
+        lambda: files.download(name, tmp_path / "copy", 100),
+        lambda: files.upload(named, name, "new"),
+    ):
+        with pytest.raises(RefusedFileError):
+            read()
+    for write in (
         lambda: files.write(name, b"changed"),
         lambda: files.upload(named, "good", name),
         lambda: files.remove(name),
     ):
-        try:
-            act()  # a link at the end is replaced or deleted itself
-        except RefusedFileError:
-            continue
-        assert name == "link"
-    assert [path.name for path in sorted(victim.iterdir())] == ["deep", "secret"]
-    assert (victim / "secret").read_text() == "precious"
+        with suppress(RefusedFileError):  # a link at the end is replaced or deleted itself
+            write()
+        assert [path.name for path in victim.iterdir()] == ["secret"]
+        assert (victim / "secret").read_text() == "precious"
     files.upload(named, "good", "new")
     assert files.read_start("new", 9) == b"good"
-    assert sorted(files.ls()) == sorted(path.name for path in named.iterdir())
 
 
 def test_no_other_module_transfers_remote_files() -> None:
     """In others, links and endless answers would be met again. `fsspec.get_filesystem_class` transfers nothing."""
-    calls = []
-    for folder in ("clap_ds", "launch", "analysis", "benchmarks", "examples"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.samefile(remote_files.__file__):
-                continue
-            tree = ast.parse(path.read_text())
-            attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-            imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-            calls += [f"{path}:{node.lineno}" for node in attributes if node.attr in TRANSFERS]
-            calls += [
-                f"{path}:{node.lineno}"
-                for node in attributes
-                if ast.unparse(node.value) == "fsspec" and node.attr != "get_filesystem_class"
-            ]
-            calls += [f"{path}:{node.lineno}" for node in imports if (node.module or "").startswith("fsspec")]
-    assert calls == []
+    folders = ("clap_ds", "launch", "analysis", "benchmarks", "examples")
+    paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert [path for path in paths if TRANSFER.search(path.read_text())] == [Path(remote_files.__file__)]

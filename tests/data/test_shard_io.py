@@ -58,7 +58,7 @@ def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypa
 
 def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, tmp_path: Path) -> None:
     (tmp_path / "local.tar").write_bytes(b"local")
-    opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], 1e9)
+    opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], open_shard)
     name, first = next(opened)
     assert (name, first().read(0, 1)) == (urls[0], b"\0")
     (name, second), (_, local), (_, gone) = opened
@@ -69,5 +69,5 @@ def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, t
     assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
     with pytest.raises(FileNotFoundError):
         gone()
-    assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, 1e9))] == [b"\2"] * 5
+    assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, open_shard))] == [b"\2"] * 5
     assert fetched.call_count == 3, "simultaneous requests fetch it once"

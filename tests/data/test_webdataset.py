@@ -146,19 +146,26 @@ def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSo
 def test_remote_shards_give_what_local_ones_do(
     tmp_path: Path, open_source: OpenSource, shard_cache: Path, num_workers: int
 ) -> None:
-    """With and without space for their copies, and with a truncated one."""
+    """With and without space for their copies, from copies on the host's disk, and with a truncated one."""
     pattern, cut = marked_tars(tmp_path, 4, 4), tmp_path / "002.tar"
     cut.write_bytes(cut.read_bytes()[:9000])
     write_manifest(tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
     for path in tmp_path.glob("*.*"):
         put(f"memory://copied/{path.name}", path.read_bytes())
     found = []
-    for shards, cache_gb in ((pattern, 0), ("memory://copied/{000..003}.tar", 0), ("memory://copied/*.tar", 1)):
+    stage_to = str(tmp_path / "disk")
+    for shards, cache_gb, settings in (
+        (pattern, 0, {}),
+        ("memory://copied/{000..003}.tar", 0, {}),
+        ("memory://copied/*.tar", 0, {"stage_to": stage_to}),
+        ("memory://copied/*.tar", 1, {}),
+    ):
         assert not list(shard_cache.glob("*.tar"))
-        with open_source(shards, cache_gb=cache_gb, num_workers=num_workers, shuffle_buffer=5) as source:
+        with open_source(shards, cache_gb=cache_gb, num_workers=num_workers, shuffle_buffer=5, **settings) as source:
             found.append((numbers_in(source, 8), source.statistics()["num_broken_items"]))
-    assert found[0] == found[1] == found[2]
+    assert found[1:] == [found[0]] * 3
     assert found[0][1] == 1
+    assert len(list(tmp_path.glob("disk/*/shards/*.tar"))) == 4
     assert len(list(shard_cache.glob("*.tar"))) == 4
 
 
