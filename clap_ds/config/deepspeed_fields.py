@@ -30,8 +30,8 @@ _BOUNDS = {
     "exclusiveMaximum": "lt", "exclusiveMinimum": "gt", "maximum": "le", "maxItems": "max_length", "minimum": "ge",
     "minItems": "min_length",
 }  # fmt: skip
-_LARGEST = {"integer": 2**63 - 1, "number": 3.4e38}
-"""Numbers that int64 and float32 hold: torch and DeepSpeed fail with larger ones."""
+_LARGEST = 3.4e38
+"""Number that float32 holds: torch and DeepSpeed fail with larger ones. Whole numbers are bounded in `settings.py`."""
 
 
 class _DeepSpeedSection(Section):
@@ -74,8 +74,8 @@ def _make_type(name: str, schema: Schema) -> Any:
     else:
         plain = _TYPES[schema["type"]]
     bounds: Any = {argument: schema[key] for key, argument in _BOUNDS.items() if key in schema}
-    if schema["type"] in _LARGEST:
-        bounds.setdefault("le", _LARGEST[schema["type"]])
+    if schema["type"] == "number":
+        bounds.setdefault("le", _LARGEST)
     return Annotated[plain, Field(**bounds)]
 
 

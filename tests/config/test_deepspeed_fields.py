@@ -82,7 +82,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("scheduler", {"type": "WarmupLR"}, "params"),
     ("scheduler", {"params": {}}, "scheduler.type: missing"),
     ("scheduler.params.total_num_steps", 0, "greater"),
-    ("scheduler.params.total_num_steps", 10**20, "less"),
+    ("scheduler.params.total_num_steps", 10**20, "at most"),
     ("scheduler.params.warmup_num_steps", 1e3, "integer"),
     ("scheduler.params.warmup_type", "linera", "did you mean 'linear'"),
     ("steps_per_print", 1.5, "integer"),
