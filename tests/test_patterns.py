@@ -40,7 +40,7 @@ LETTERS = (codes.IN, codes.ANY, codes.NOT_LITERAL)
 
 
 def is_slow(function: Callable[[Any], object], text: Any) -> bool:
-    """Return whether 100 KB take too long. Parts are tried before: if one is fast enough, all is, too, even in quadratic time."""
+    """Return whether 100 KB take too long. If a part, tried before, is fast enough, all is, even in quadratic time."""
     for share in (10, 3, 1):
         started_s = time.process_time()
         with suppress(ValueError):
