@@ -32,8 +32,6 @@ _PYTHON_TYPES: Mapping[Any, tuple[Any, str]] = {
     str: (str, "text"), Literal: (str, "text"), int: (int, "a whole number"), float: ((int, float), "a number"),
     bool: (bool, "true or false"), list: (list, "a list"), dict: (dict, "an object"),
 }  # fmt: skip
-LARGEST_BITS = 1000
-"""Of whole numbers, so that they are floats, too."""
 
 
 def is_record(path: Path) -> bool:
@@ -101,10 +99,14 @@ def _find_wrong_type(value: Any, expected: Any, place: str) -> str:
         return ""
     fields = get_type_hints(expected) if is_typeddict(expected) else {}
     python_type, expectation = (dict, "an object") if fields else _PYTHON_TYPES[kind]
-    if not isinstance(value, python_type) or (isinstance(value, int) and value.bit_length() > LARGEST_BITS):
+    if not isinstance(value, python_type):
         return f"{place} is {value!r}; expected {expectation}"
-    parts = dict(enumerate(value)) if isinstance(value, list) else value
-    for name, part in parts.items() if isinstance(parts, dict) else ():
+    parts: dict[Any, Any] = {}
+    if isinstance(value, list):
+        parts = dict(enumerate(value))
+    if isinstance(value, dict):
+        parts = value
+    for name, part in parts.items():
         part_type = fields.get(name, Any) if fields else arguments[-1]
         if wrong := _find_wrong_type(part, part_type, f"{place}.{name}"):
             return wrong

@@ -246,9 +246,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
     csv_text.write_csv(path, [COLUMNS, *cells])
 
 
-def _csv_cell(value: str | float | None) -> str | float:
-    if value is None:
-        return ""
+def _csv_cell(value: str | float | None) -> str | float | None:
     return f"{value:.7g}" if isinstance(value, float) else value
 
 

@@ -52,37 +52,45 @@ BOMBS: dict[str, Callable[[Path], object]] = {
 BUILD = Namespace(audio_column=None, caption_columns=None, multilabel_column=[], audio_root=None, follow_links=False)
 
 
-def build_from(folder: Path, other: str) -> None:
-    (folder / other).write_text("a caption")
-    (entry,) = read_entries(folder, BUILD)
+def build_from(path: Path) -> None:
+    """Pack a sound and its caption, one of which is this file."""
+    other = path.with_suffix(".txt" if path.suffix == ".wav" else ".wav")
+    other.write_text("a caption")
+    (entry,) = read_entries(path.parent, BUILD)
     identify_audio(9, entry)
     list(members_of([(0, entry)], as_it_is, []))
 
 
+def download(folder: Path) -> object:
+    return RemoteFolder(str(folder)).download_newest(folder / "new", {})
+
+
 READERS: dict[str, Callable[[Path], object]] = {
-    "summary.json": read_record,
-    "run.log": lambda folder: read_runs([folder / "run.log"], given(nodes=1, gpus=1)),
-    "table.csv": lambda folder: read_runs([folder / "table.csv"], given()),
-    "list.jsonl": lambda folder: read_paths(folder / "list.jsonl"),
-    "metrics.jsonl": read_record,
-    "run.json": lambda folder: load_run(folder / "run.json"),
-    "manifest.json": lambda folder: read_manifest(str(folder)),
-    "initial.safetensors": lambda folder: describe_contents([str(folder / "initial.safetensors")]),
-    "shard.tar": lambda folder: list(list_items(str(folder / "shard.tar"), print)),
-    "tokenizer/tokenizer.json": lambda folder: load_tokenizer(str(folder / "tokenizer"), vocab_size=512),
-    "step-00000001/manifest.json": newest_good,
-    "vectors.parquet": lambda folder: read_table(folder / "vectors.parquet"),
-    "clap.pt": lambda folder: load_weights(folder / "clap.pt"),
-    "hf/config.json": lambda folder: load_weights(folder / "hf"),
-    "local/open_clip_model.safetensors": lambda folder: load_weights(folder / "local"),
-    "preset.json": lambda folder: load_preset(str(folder / "preset.json")),
-    "list.csv": lambda folder: read_entries(folder / "list.csv", BUILD),
-    "list.json": lambda folder: read_paths(folder / "list.json"),
-    "sounds/a.txt": lambda folder: build_from(folder / "sounds", "a.wav"),
-    "sounds/a.json": lambda folder: build_from(folder / "sounds", "a.wav"),
-    "sounds/a.wav": lambda folder: build_from(folder / "sounds", "a.txt"),
-    "step-00000001/weights.safetensors": lambda folder: (newest_good(folder), load_weights(folder / "step-00000001")),
-    "step-00000001/state.safetensors": lambda folder: RemoteFolder(str(folder)).download_newest(folder / "new", {}),
+    "summary.json": lambda path: read_record(path.parent),
+    "run.log": lambda path: read_runs([path], given(nodes=1, gpus=1)),
+    "table.csv": lambda path: read_runs([path], given()),
+    "list.jsonl": read_paths,
+    "metrics.jsonl": lambda path: read_record(path.parent),
+    "run.json": load_run,
+    "manifest.json": lambda path: read_manifest(str(path.parent)),
+    "initial.safetensors": lambda path: describe_contents([str(path)]),
+    "shard.tar": lambda path: list(list_items(str(path), print)),
+    "tokenizer/tokenizer.json": lambda path: load_tokenizer(str(path.parent), vocab_size=512),
+    "step-00000001/manifest.json": lambda path: newest_good(path.parents[1]),
+    "vectors.parquet": read_table,
+    "clap.pt": load_weights,
+    "hf/config.json": lambda path: load_weights(path.parent),
+    "local/open_clip_model.safetensors": lambda path: load_weights(path.parent),
+    "preset.json": lambda path: load_preset(str(path)),
+    "list.csv": lambda path: read_entries(path, BUILD),
+    "list.json": read_paths,
+    "sounds/a.txt": build_from,
+    "sounds/a.json": build_from,
+    "sounds/a.wav": build_from,
+    "step-00000001/weights.safetensors": lambda path: (newest_good(path.parents[1]), load_weights(path.parent)),
+    "step-00000001/state.safetensors": lambda path: RemoteFolder(str(path.parents[1])).download_newest(
+        path.parents[1] / "new", {}
+    ),
 }
 
 
@@ -96,7 +104,7 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     path.unlink(missing_ok=True)
     BOMBS[bomb](path)
     with suppress(UserError, ValueError, OSError):  # reported by every command in one line
-        READERS[name](tmp_path)
+        READERS[name](path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
 
 
@@ -132,9 +140,9 @@ WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
     "hostfile": lambda run: hostfile.main(["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]),
     "results.json": lambda run: show_results("", {}, run / "results.json"),  # of plan, flops and evaluate
     "labels.csv": lambda run: csv_text.write_csv(run / "labels.csv", [["a"]]),  # of classify, search and score
-    SHARDS: lambda run: builds.run(sounds_beside(run), run, "--train_tokenizer", 300),
-    ".build": lambda run: builds.run(sounds_beside(run), run),
-    "tokenizer": lambda run: builds.run(sounds_beside(run), run, "--train_tokenizer", 300),
+    SHARDS: lambda run: build(run),
+    ".build": lambda run: build(run),
+    "tokenizer": lambda run: build(run),
     PREPARED: lambda run: prepare(run),
     ("sounds-000.tar", "classes.json", "tokenizer/tokenizer.json"): lambda run: synthetic_sounds.main(
         [str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"]
@@ -142,20 +150,18 @@ WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
 }
 
 
-def sounds_beside(run: Path) -> Path:
-    folder = run.parent / "sounds"
-    if folder.exists():
-        return folder / "list.csv"
-    folder.mkdir()
-    return builds.write_list(folder, 3)
+def build(folder: Path) -> None:
+    sounds = folder.with_name("sounds")
+    if not sounds.exists():
+        sounds.mkdir()
+        builds.write_list(sounds, 3)
+    builds.run(sounds / "list.csv", folder, "--train_tokenizer", 300)
 
 
-def prepare(run: Path) -> None:
+def prepare(folder: Path) -> None:
     """Prepare shards that have a tokenizer beside them."""
-    built = run.parent / "built"
-    if not built.exists():
-        builds.run(sounds_beside(run), built, "--train_tokenizer", 300)
-    shards.main(["prepare", f"{built}/*.tar", str(run), "--kind", "waveform", "--preset", "micro", "--workers", "1"])
+    build(built := folder.with_name("built"))
+    shards.main(["prepare", f"{built}/*.tar", str(folder), "--kind", "waveform", "--preset", "micro", "--workers", "1"])
 
 
 def _remote_folder(folder: Path) -> RemoteFolder:

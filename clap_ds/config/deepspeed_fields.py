@@ -30,8 +30,8 @@ _BOUNDS = {
     "exclusiveMaximum": "lt", "exclusiveMinimum": "gt", "maximum": "le", "maxItems": "max_length", "minimum": "ge",
     "minItems": "min_length",
 }  # fmt: skip
-_LARGEST_FLOAT32 = 3.4e38
-"""torch and DeepSpeed fail with larger numbers."""
+_LARGEST = 3.4e38
+"""Number that float32 holds: torch and DeepSpeed fail with larger ones. Whole numbers are bounded in `settings.py`."""
 
 
 class _DeepSpeedSection(Section):
@@ -75,7 +75,7 @@ def _make_type(name: str, schema: Schema) -> Any:
         plain = _TYPES[schema["type"]]
     bounds: Any = {argument: schema[key] for key, argument in _BOUNDS.items() if key in schema}
     if schema["type"] == "number":
-        bounds.setdefault("le", _LARGEST_FLOAT32)
+        bounds.setdefault("le", _LARGEST)
     return Annotated[plain, Field(**bounds)]
 
 

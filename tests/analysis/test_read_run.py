@@ -1,5 +1,6 @@
 """Complete and damaged run directories."""
 
+import itertools
 import json
 import shutil
 from contextlib import suppress
@@ -142,27 +143,20 @@ def test_a_summary_names_no_file_but_a_history(record: Path) -> None:
         assert len(read_steps(record, "timed", history=str(record.parent / name))) == expected
 
 
-WRONG: tuple[Any, ...] = (True, 0, -1, 1.5, 1e308, 10**400, "x", "", [], [1.5], {}, {"a": [1]})
+WRONG: tuple[Any, ...] = (True, 0, -1, 1e308, 10**400, "x", [1.5], {"a": [1]})
+
+
 FIELDS = {
-    "summary": (
-        "error",
-        "state",
-        "finished",
-        "history",
-        "stragglers",
-        "samples_per_s_per_gpu",
-        "world_size",
-        "device_name",
-    ),
-    "environment": ("device_names", "versions", "hosts", "command", "git_commit", "process", "world_size"),
-    "config": ("clap", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "optimizer"),
+    "summary": "error state finished history stragglers samples_per_s_per_gpu world_size device_name",
+    "environment": "device_names versions hosts command git_commit process world_size",
+    "config": "clap gradient_accumulation_steps train_micro_batch_size_per_gpu optimizer",
 }
 
 
-@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in FIELDS.items() for field in fields])
-def test_a_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: str, field: str) -> None:
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: str) -> None:
     content = json.loads((RECORD / f"{name}.json").read_text())
-    for value in WRONG:
+    for field, value in itertools.product(FIELDS[name].split(), WRONG):
         write(record / f"{name}.json", json.dumps({**content, field: value}))
         with suppress(UserError):
             run = read_record(record)
@@ -173,18 +167,10 @@ def test_a_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: st
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [
-        ("environment", "device_names", 1.5),
-        ("environment", "versions", True),
-        ("environment", "process", {"pid": "../home"}),
-        ("summary", "error", 1.5),
-        ("summary", "stragglers", [1]),
-        ("config", "clap", "x"),
-    ],
+    [("environment", "device_names", 1.5), ("environment", "versions", True), ("summary", "stragglers", [1])],
 )
 def test_the_field_of_a_wrong_type_is_named(record: Path, name: str, field: str, value: Any) -> None:
-    content = json.loads((RECORD / f"{name}.json").read_text())
-    write(record / f"{name}.json", json.dumps({**content, field: value}))
+    write(record / f"{name}.json", json.dumps({field: value}))
     with pytest.raises(UserError, match=rf"{name}\.{field}.* expected"):
         read_record(record)
 
