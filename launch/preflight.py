@@ -117,8 +117,8 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
     problems += odd_hosts(there)
     shown = []
     for host, has in there.items():
-        code = has.get("commit") or has["code"]
-        shown.append(f"{host}  GPUs {has['GPUs']}, torch {has.get('torch')}, code {code}")
+        revision = has.get("commit") or has["code"]
+        shown.append(f"{host}  GPUs {has['GPUs']}, torch {has.get('torch')}, code {revision}")
     if (folder / "measured.json").exists():
         measured = read_object(folder / "measured.json")
         for number, (host, rank) in enumerate(zip(hosts, measured["ranks"], strict=True)):
