@@ -34,8 +34,9 @@ class AttemptOutcome:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether no rank reported a cause other than an unresponsive peer."""
-        return self.state == "failed" and not self.at_fault and self.kind in ("", LOST_PEER, STALL, UNREACHABLE)
+        """Whether no rank reported a cause other than an unresponsive peer, or a stop that may be its host's."""
+        kinds = (STOPPED, "", LOST_PEER, STALL, UNREACHABLE) if self.state == "failed" else (STOPPED,)
+        return not self.at_fault and self.kind in kinds
 
 
 def run_directory_of(folder: Path) -> RunDirectory | None:
@@ -90,7 +91,7 @@ def outcome_of(
     is_complete = state == "completed"
     cause = find_root_cause(run.path if run else None, folder, () if is_complete else hosts, launcher.first)
     if cause is not None and cause.kind == STOPPED and state != "failed":
-        return AttemptOutcome("terminated", error or cause.message, code or 128 + signal.SIGTERM)
+        return AttemptOutcome("terminated", cause.message, code or 128 + signal.SIGTERM, kind=STOPPED)
     if cause is not None and cause.kind != STOPPED:
         # srun's exit code is the highest of all ranks, including those it killed.
         code = USER_ERROR if cause.kind == USER else code if cause.kind in (SIGNAL, KILLED) and code else 1

@@ -115,7 +115,10 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
     problems += [(answer["host"], fault) for answer in answers for fault in answer["faults"]]
     there = hosts_of(answers)
     problems += odd_hosts(there)
-    shown = [f"{host}  GPUs {has['GPUs']}, torch {has.get('torch')}, code {has['code']}" for host, has in there.items()]
+    shown = []
+    for host, has in there.items():
+        revision = has.get("commit") or has["code"]
+        shown.append(f"{host}  GPUs {has['GPUs']}, torch {has.get('torch')}, code {revision}")
     if (folder / "measured.json").exists():
         measured = read_object(folder / "measured.json")
         for number, (host, rank) in enumerate(zip(hosts, measured["ranks"], strict=True)):

@@ -18,7 +18,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from clap_ds.config.files import write_object
-from clap_ds.config.paths import commit, digest_code, version
+from clap_ds.config.paths import describe_software, version
 from clap_ds.distributed.accelerator import find_gpu, nvidia_smi
 from clap_ds.distributed.hostfile import this_host
 from clap_ds.distributed.init import Ranks, initialize, run_command
@@ -35,7 +35,7 @@ def main(ranks: Ranks) -> None:
     answer["faults"] = [f"no GPU is visible despite {evidence}"] * bool(evidence)
     if ranks.local_rank == 0:
         versions = {name: version(name) for name in packages.split(",")}
-        answer["software"] = {"code": commit() or digest_code(), "python": platform.python_version(), **versions}
+        answer["software"] = {**describe_software(), "python": platform.python_version(), **versions}
     write_object(folder / f"rank-{ranks.rank}.json", answer)
     try:
         device = initialize(ranks, collective_timeout_s=TIMEOUT_S, allow_mixed_code=True)

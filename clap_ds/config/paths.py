@@ -18,6 +18,7 @@ CONFIGS = PACKAGE / "ds_configs"
 CODE = ("clap_ds", "launch", "analysis")
 """Folders of the checkout with the package's code."""
 CODE_SUFFIXES = (".py", ".json", ".cpp", ".h")
+GIT_LIMIT_S = 10.0  # git may wait for a slow disk, and only describes a run
 COMMIT_FILE = "commit.txt"
 """File in built packages with the commit they were built from."""
 
@@ -69,11 +70,11 @@ def commit() -> str | None:
         return recorded.read_text().strip() if recorded.is_file() else None
     if not (CHECKOUT / ".git").exists():
         return None  # no repository, or inside another one
-    git: Any = partial(subprocess.check_output, cwd=CHECKOUT, stderr=subprocess.DEVNULL)
+    git: Any = partial(subprocess.check_output, cwd=CHECKOUT, stderr=subprocess.DEVNULL, timeout=GIT_LIMIT_S)
     try:
         head = git(["git", "rev-parse", "HEAD"]).decode().strip()
         changes = git(["git", "diff", "--no-ext-diff", "HEAD", "--", *CODE])
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+" + hashlib.blake2b(changes, digest_size=4).hexdigest() if changes else "")
 

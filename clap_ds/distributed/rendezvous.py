@@ -149,6 +149,7 @@ def meet(
     def connect() -> tuple[Store, str]:
         """Return the store, and how hosts' software differs, once all ranks have connected."""
         _resolve(ranks.host, address, port)
+        _choose_interface(ranks)
         listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
         if listens:
             _check_address(address, port)
@@ -197,6 +198,23 @@ def _resolve(host: str, address: str, port: int) -> None:
             if time.monotonic() - began >= RESOLVE_LIMIT_S:
                 raise UnreachableError(f"{host} can't resolve {address}: {error.strerror}", [host]) from None
         time.sleep(BEAT_S)
+
+
+def _choose_interface(ranks: Ranks) -> None:
+    """Give gloo the interface to other hosts if this host's name has no address that they can reach, but 127.0.1.1 or none."""
+    import psutil  # not at the top: a supervisor outside of the ranks' container may lack it
+
+    others = [host for host in ranks.hosts if host != ranks.host]
+    with suppress(OSError):
+        if socket.gethostbyname(socket.gethostname()).partition(".")[0] != "127":
+            return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if others:
+            probe.connect((others[0], 1))  # sends nothing
+            address = probe.getsockname()[0]
+            for name, addresses in psutil.net_if_addrs().items():
+                if any(each.address == address for each in addresses):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _check_address(address: str, port: int) -> None:

@@ -145,7 +145,7 @@ def _order(error: RankError) -> int:
     aborted = error.kind == SIGNAL and not error.hosts
     if aborted or (error.kind == ERROR and error.fault == LINK):
         return 2
-    return {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
+    return {KILLED: 1, LOST_PEER: 3, STOPPED: 3}.get(error.kind, 0)
 
 
 def _blamed(error: RankError, errors: Sequence[RankError], hosts: Sequence[str]) -> RankError:

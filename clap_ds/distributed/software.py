@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from clap_ds.config.errors import some
 
@@ -21,21 +22,20 @@ def describe_differences(by_rank: Sequence[tuple[str, Versions | None]]) -> str:
     for rank, (host, versions) in enumerate(by_rank):
         if versions is not None and hosts.setdefault(host, versions) != versions:
             hosts[f"{host} (rank {rank})"] = versions
-    findings = odd_hosts(hosts)
-    if all(finding.startswith("commit") for _, finding in findings):
-        return ""
-    return "; ".join(merged(findings))
+    return "; ".join(merged(odd_hosts(hosts)))
 
 
 def odd_hosts(hosts: Mapping[str, Versions]) -> Findings:
-    """Return what a host lacks or has in another version than most hosts."""
+    """Return what a host lacks or has in another version than most hosts. The commit only describes code that differs:
+    git may be missing, or refuse to run."""
     findings = []
-    for name in dict.fromkeys(name for versions in hosts.values() for name in versions):
-        ((usual, _),) = Counter(versions.get(name) for versions in hosts.values()).most_common(1)
-        for host, versions in hosts.items():
-            version = versions.get(name)
-            if version != usual:
-                findings.append((host, f"{name}: {version or 'not installed'}, elsewhere {usual or 'not installed'}"))
+    names = dict.fromkeys(name for versions in hosts.values() for name in versions)
+    usual = {name: Counter(versions.get(name) for versions in hosts.values()).most_common(1)[0][0] for name in names}
+    for name, (host, versions) in product(names, hosts.items()):
+        version, expected = versions.get(name), usual[name]
+        is_same_code = name == "commit" and versions.get("code") == usual.get("code")
+        if version != expected and not is_same_code:
+            findings.append((host, f"{name}: {version or 'not installed'}, elsewhere {expected or 'not installed'}"))
     return findings
 
 

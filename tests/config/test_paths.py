@@ -77,6 +77,17 @@ def test_uncommitted_code_is_told_apart(elsewhere: Path, monkeypatch: pytest.Mon
     assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.parametrize("program", ["exec sleep 60", "echo dubious ownership >&2; exit 128"])
+def test_git_that_hangs_or_refuses_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    (tmp_path / "git").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(paths, "GIT_LIMIT_S", 0.5)
+    assert commit() is None
+
+
 def test_digest_of_code_depends_on_files_and_not_on_the_kind_of_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from clap_ds.distributed import rendezvous
+from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.rendezvous import KEY_FILE, SignedStore, UnreachableError, create_key
 from tests.processes import Command
 from tests.rank_pool import free_port
@@ -130,3 +132,14 @@ def test_values_of_programs_without_the_key_are_rejected(tmp_path: Path) -> None
     for name in ("rank 1", "rank 2"):
         with pytest.raises(UnreachableError, match=f"{name} .*key"):
             ours.get_all(["rank 0", name])
+
+
+@pytest.mark.parametrize(("address", "interface"), [("127.0.1.1", "lo"), ("10.0.0.1", None)])
+def test_host_whose_name_others_cannot_reach_gets_an_interface(
+    monkeypatch: pytest.MonkeyPatch, address: str, interface: str | None
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+    rendezvous._choose_interface(Ranks(0, 2, 0, 1, ("node1", "localhost")))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface

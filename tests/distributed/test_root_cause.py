@@ -152,7 +152,8 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
         # Ranks that end in order remove their file.
         ({3: (ABORTED,)}, {1: (LOST_PEER,), 2: (STOPPED,)}, (SIGNAL, [3], [], "Aborted")),
         ({}, {rank: (STOPPED, "by SIGTERM", rank) for rank in range(4)}, (STOPPED, [0], [], "by SIGTERM")),
-        ({}, {0: (STOPPED,), 3: (LOST_PEER, "closed", 9)}, (LOST_PEER, [3], [], "closed")),
+        ({}, {0: (LOST_PEER, "closed", 1), 3: (STOPPED, "", 2)}, (LOST_PEER, [0], [], "closed")),
+        ({}, {0: (LOST_PEER, "closed", 9), 3: (STOPPED, "by SIGTERM", 8)}, (STOPPED, [3], [], "by SIGTERM")),
     ],
 )  # fmt: skip
 def test_the_first_cause(

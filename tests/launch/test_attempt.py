@@ -114,6 +114,13 @@ def test_what_the_launcher_said_first_while_ranks_were_stopped(tmp_path: Path) -
     assert outcome.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
 
 
+def test_rank_that_was_stopped_is_named_and_not_one_that_lost_it(ended: Ended) -> None:
+    """Its host may be going down, so that SLURM is asked."""
+    outcome = ended(143, {"state": "terminated", "error": "stopped by SIGTERM"}, {2: STOPPED, 0: GONE})
+    assert (outcome.state, outcome.exit_code, outcome.is_unclear) == ("terminated", 143, True)
+    assert "rank 2 on n2" in outcome.error
+
+
 def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
     number, full = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.open("/dev/full", os.O_WRONLY)

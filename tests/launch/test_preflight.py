@@ -54,7 +54,8 @@ def _odd(**changes: dict[str, str | None]) -> list[str]:
     """Return findings about three hosts with two ranks, each with one GPU; `changes` by host."""
     answers: list[dict[str, Any]] = []
     for rank in range(6):
-        has = {"gpu": "H100", "code": "abc", "torch": "2.13.0"} | changes.get(host := f"n{rank // 2 + 1}", {})
+        host = f"n{rank // 2 + 1}"
+        has = {"gpu": "H100", "commit": "dd3a5b2a", "code": "abc", "torch": "2.13.0", **changes.get(host, {})}
         answers.append(
             {"host": host, "gpus": {f"GPU-{rank}": has.pop("gpu")}} | ({} if rank % 2 else {"software": has})
         )
@@ -62,7 +63,7 @@ def _odd(**changes: dict[str, str | None]) -> list[str]:
 
 
 def test_the_host_that_differs_is_named() -> None:
-    assert _odd() == []
+    assert _odd() == _odd(n2={"commit": None}) == []
     assert _odd(n2={"code": "x"}) == ["problem: n2: code: x, elsewhere abc"]
     assert _odd(n2={"gpu": "A100"}) == ["problem: n2: GPUs: 2 × A100, elsewhere 2 × H100"]
 
