@@ -25,9 +25,13 @@ OVER = (
 )  # fmt: skip
 """States of jobs that have ended; the list of other states is longer."""
 TRIES, PAUSE_S = 3, 3.0
-UPDATE = 'for _ in {1..60}; do scontrol update "$@" 2>/dev/null && exit; sleep 1; done'
-"""Shell command that changes this job after requeueing it. SLURM accepts no change of a job that lost a node until accounting
-has it or, without accounting, its last process has ended."""
+UPDATE = """scontrol update "$@" 2>/dev/null || sbatch --quiet --job-name=clap-update-$SLURM_JOB_ID --ntasks=1 --time=5 \\
+        --output=/dev/null ${SLURM_JOB_PARTITION:+--partition=$SLURM_JOB_PARTITION} \\
+        ${SLURM_JOB_ACCOUNT:+--account=$SLURM_JOB_ACCOUNT} ${SLURM_JOB_QOS:+--qos=$SLURM_JOB_QOS} \\
+        ${SLURM_JOB_RESERVATION:+--reservation=$SLURM_JOB_RESERVATION} \\
+        --wrap="while scontrol update $* 2>&1 | grep -q DB.index; do sleep 3; done\""""
+"""Shell command that changes this job after requeueing it. Without accounting, SLURM accepts no change of a job that lost a
+node until its last process, which may be this one, has ended: another job tries until then. SLURM changes no job that runs."""
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _UNREACHABLE = re.compile(r"contact slurm controller|munge|authentication|configuration (file|source)", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")

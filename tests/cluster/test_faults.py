@@ -157,18 +157,21 @@ def test_lost_host_without_a_spare_left(submit: Submit, cluster: SlurmCluster, c
         assert [attempt["at_fault"] for attempt in attempts] == at_fault
         assert attempts[-2]["error"].startswith("lost node2: ")
         assert job.summaries[-1]["resumed_at_step"] > 0
+    assert cluster.job(spared.number)["NumNodes"] == "1"
     assert plain.summaries[0]["error"] == plain.record["attempts"][0]["error"]
 
 
 def test_job_with_spares_whose_first_host_is_lost(
     submit: Submit, cluster: SlurmCluster, cut: Callable[[str], None]
 ) -> None:
-    job = submit(1, clap=ENDLESS, asks={"spare_nodes": 1})
+    """All nodes that are left are needed: the new start must not wait for a spare one, nor for the job that changes this."""
+    job = submit(2, clap=ENDLESS, asks={"spare_nodes": 1})
     job.wait_for_steps()
     cut("node1")
     cluster.wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", LONGEST_S, "another start")
     job.wait_for_steps(2)
+    assert cluster.run("ctl", "squeue", "-h", "-o", "%i").stdout.split() == [job.number]
     cluster.run("ctl", "scancel", job.number)
     first, second = job.record["attempts"]
     assert (first["state"], first["error"].split(":")[0]) == ("failed", "lost node1")
-    assert second["hosts"] == ["node2"]
+    assert second["hosts"] == ["node2", "node3"]

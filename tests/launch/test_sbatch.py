@@ -88,9 +88,11 @@ def test_a_lost_first_host_requeues_this_start_of_the_job(
     the other tasks of an array."""
     programs = {
         "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
-        "sleep": f"[ $1 = 10 ] || exec /bin/sleep 1; mkdir {shlex.quote(str(tmp_path / 'slept'))}",  # fails the second time
+        "sleep": f"mkdir {shlex.quote(str(tmp_path / 'slept'))}",  # fails the second time
         "sinfo": f"echo '{host}'",
-        "scontrol": f'[ "$1" = -o ] || exec echo "$@"; echo "A=1 JobState={state} B=2 Restarts={restarts} C=3"',
+        "scontrol": f'''[ "$1" = -o ] || {{ echo "$@"; [ "$1" = requeue ]; exit; }}
+            echo "A=1 JobState={state} B=2 Restarts={restarts} C=3"''',
+        "sbatch": 'shift $(($# - 1)); echo "$1"',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -103,7 +105,8 @@ def test_a_lost_first_host_requeues_this_start_of_the_job(
     )
     number = f"{requeued}_2" if array else requeued
     update = f"update JobId={number} NumNodes=1 NumCPUs=1"
-    assert done.stdout == (f"requeue {number}\n{update}\n" if requeued else ""), done.stderr
+    refused = f"--wrap=while scontrol {update} 2>&1 | grep -q DB.index; do sleep 3; done"  # by another job
+    assert done.stdout == (f"requeue {number}\n{update}\n{refused}\n" if requeued else ""), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Non
     assert requeue(1, []) is None
     assert slurm.lines("asked")[-1] == "requeue 42_3"
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
-    (slurm.folder / "sleep").symlink_to("/bin/true")
     slurm.write("scontrol", f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n')
     assert requeue(1, ["n1"]) is None
     slurm.write(
