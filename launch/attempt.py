@@ -101,8 +101,9 @@ def outcome_of(
         return AttemptOutcome(ended, cause.message, code, cause.hosts, cause.fault or cause.kind)
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
+    printed = launcher.first.message if launcher.first else launcher.remark
     unexplained = (
         f"the launcher exited with code {code}, and no rank reported an error (killed, out of memory?);"
-        f" see the launcher's output above{': ' if launcher.remark else ''}{launcher.remark}"
+        f" see the launcher's output above{': ' if printed else ''}{printed}"
     )
     return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unexplained, code or 1)
