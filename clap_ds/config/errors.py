@@ -182,6 +182,8 @@ def _suggest_field(field: str, root: Any) -> str:
             siblings[valid_name] = valid_field
         if valid_name == name:
             namesakes.append(valid_field)
+    if name in siblings:  # of another `source`
+        return f"; only another kind of {section} has it"
     near = find_near(name, siblings)
     if near is not None:
         return f"; did you mean {siblings[near]!r}?"
