@@ -28,7 +28,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"data": {"source": "synthetic", "placment": "host"}},
         r"data\.placment: no such field; did you mean 'clap.data.placement'",
     ),
-    ({"data": {"source": "synthetic", "resampled": True}}, r"data\.resampled: no such field; only another kind of clap\.data"),
+    (
+        {"data": {"source": "synthetic", "resampled": True}},
+        r"data\.resampled: no such field; only another kind of clap\.data",
+    ),
     (
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
         r"context_length = 16, found \['99'\]",
