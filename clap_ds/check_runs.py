@@ -36,7 +36,8 @@ PATHS = (
     "train.pretrained", "train.resume",
 )  # fmt: skip
 """Fields of `clap` with paths of files that must exist; benchmarks read the first two."""
-_ELSEWHERE = re.compile(r"\w+:.*|(?!.*\.(tar|safetensors|pt|pth|bin|ckpt)$)\w[\w.-]*(/\w[\w.-]*)?")
+_URL = re.compile(r"\w+:.*")
+_URL_OR_NAME = re.compile(rf"{_URL.pattern}|(?!.*\.(safetensors|pt|pth|bin|ckpt)$)\w[\w.-]*(/\w[\w.-]*)?")
 """URLs, names on the Hub, and `auto`."""
 
 
@@ -49,14 +50,17 @@ def missing(packages: Iterable[str]) -> str:
 def find_missing_paths(clap: dict[str, Any], *, train: bool) -> Iterator[tuple[str, str]]:
     """Yield fields of `clap`, with the first local path in each folder that isn't here."""
     for field in PATHS if train else PATHS[:2]:
-        if value := find_field(clap, field):
+        value = find_field(clap, field)
+        if value is not None:
             from braceexpand import braceexpand  # not at the top: a run without shards doesn't need it
 
-            exists = os.path.isfile if field.endswith("shards") else os.path.exists
+            are_shards = field.endswith("shards")
+            exists = os.path.isfile if are_shards else os.path.exists
+            elsewhere = _URL if are_shards else _URL_OR_NAME
             missing_by_folder: dict[str, str] = {}
             for pattern in [value] if isinstance(value, str) else value:
                 for path in braceexpand(pattern.removeprefix("file://")):
-                    if not (_ELSEWHERE.fullmatch(path) or any(map(exists, glob.glob(path) or [path]))):
+                    if not (elsewhere.fullmatch(path) or any(map(exists, glob.glob(path) or [path]))):
                         missing_by_folder.setdefault(os.path.dirname(path), path)
             for path in missing_by_folder.values():
                 yield f"clap.{field}", path
@@ -86,7 +90,8 @@ def check(paths: list[Path], *, train: bool, may_appear: bool = False) -> None:
 
             problems += [f"{path}: {problem}" for problem in problems_for_training(run.clap, run.deepspeed)]
         for field, missing_path in find_missing_paths(run.clap.model_dump(), train=train):
-            problem = f"{field}: {platform.node()} has no such file: {missing_path} (working folder: {Path.cwd()})"
+            shown_path = missing_path or "''"
+            problem = f"{field}: {platform.node()} has no such file: {shown_path} (working folder: {Path.cwd()})"
             folder = os.path.dirname(missing_path) or os.curdir
             if may_appear or folder == "/" or not os.path.isdir(folder):
                 print(f"note: {problem}; the job fails if its hosts lack it, too")

@@ -58,7 +58,10 @@ def start(arguments: argparse.Namespace) -> None:
     if arguments.array and len(arguments.nodes) > 1:
         raise UserError("--array: the jobs of an array have one number of nodes; submit a sweep for each")
     sweep = Jobs(folder, plan(arguments, folder / "runs"), array=arguments.array)
-    sweep.prepare(request)
+    try:
+        sweep.prepare(request)
+    except UserError as error:  # of a job's folder, which no longer exists
+        raise UserError(str(error).replace(f"{folder}/", "").replace("/run.json: ", ": ")) from None
     print(f"sweep: {folder}")
     if not arguments.dry_run:
         return submit(sweep, sweep.jobs, *request.once)

@@ -119,8 +119,8 @@ positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a num
 """An argparse `type=` for numbers above 0."""
 
 
-one_line = partial(_parse, str, str.isprintable, "printable characters only")
-"""An argparse `type=` for texts without line ends and other control characters."""
+one_line = partial(_parse, str, lambda text: text.strip() and text.isprintable(), "text of printable characters only")
+"""An argparse `type=` for texts that aren't blank, without line ends and other control characters."""
 
 
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:

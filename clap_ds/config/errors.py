@@ -24,6 +24,8 @@ OTHER_NAMES = {
 MOST_SHOWN = 5
 UNION_TAGS = ("synthetic", "webdataset", "array", "integer", "number", "string")
 """Parts that pydantic adds to a field's place: kinds of `data`, and JSON types of DeepSpeed's fields."""
+PATTERNS = {r"\S": "text that isn't blank", r"\{\}": "text with {}", "^[/~$]": "a path that begins with /, ~ or $"}
+"""What the schema's patterns of texts expect."""
 
 
 EXTRAS = {
@@ -182,6 +184,8 @@ def _suggest_field(field: str, root: Any) -> str:
             siblings[valid_name] = valid_field
         if valid_name == name:
             namesakes.append(valid_field)
+    if name in siblings:  # of another `source`
+        return f"; only another kind of {section} has it"
     near = find_near(name, siblings)
     if near is not None:
         return f"; did you mean {siblings[near]!r}?"
@@ -199,6 +203,9 @@ def explain(details: Any, root: Any) -> str:
     message = details["msg"]
     value = details["input"]
     context = details.get("ctx", {})
+    if kind == "string_pattern_mismatch":
+        pattern = context["pattern"]
+        message = f"expected {PATTERNS.get(pattern, pattern)}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     if kind == "too_short":

@@ -73,6 +73,8 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
     """Parse `a.b=1,2` to name and values, which may be JSON lists. Raises UserError without a name or `=`."""
     name, _ = parse_assignment(text)
     values = text.partition("=")[2]
+    if not values.strip():
+        raise UserError(f"{text!r}: expected NAME=A,B, such as optimizer.params.lr=1e-4,3e-4")
     with suppress(ValueError):
         return name, parse_json(f"[{values}]")
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]

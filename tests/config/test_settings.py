@@ -23,10 +23,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"source": "shard"}}, r"clap\.data\.source: expected 'synthetic' or 'webdataset', found \"shard\"$"),
     ({"data": {"source": "webdatset"}}, r"clap\.data\.source: .*; did you mean 'webdataset'\?"),
     ({"compile": "tower"}, r"clap\.compile: expected .*, found \"tower\"; did you mean 'towers'\?"),
+    ({"data": {"source": "webdataset", "stage_to": "tmp"}}, r"clap\.data\.stage_to: expected a path .*, found \"tmp\""),
     ({"data": {"source": "webdataset", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
     (
         {"data": {"source": "synthetic", "placment": "host"}},
         r"data\.placment: no such field; did you mean 'clap.data.placement'",
+    ),
+    (
+        {"data": {"source": "synthetic", "resampled": True}},
+        r"data\.resampled: no such field; only another kind of clap\.data",
     ),
     (
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},

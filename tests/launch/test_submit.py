@@ -143,6 +143,16 @@ def test_options_of_sbatch_override_the_profiles_and_a_dependency_counts_once(
     assert not {"gres", "dependency"} & values.keys(), "partition cpu has no GPUs"
 
 
+@pytest.mark.parametrize(("option", "value"), [("--qos", "a\nrm x"), ("--dependency", "")])
+def test_option_that_is_blank_or_has_a_line_end_is_rejected(
+    option: str, value: str, call: Call, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        call(option, value)
+    assert "printable" in capsys.readouterr().err
+    assert slurm.lines("calls") == []
+
+
 def test_job_that_sbatch_rejects_can_be_submitted_again(
     call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

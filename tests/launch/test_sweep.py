@@ -44,8 +44,9 @@ def test_nothing_is_queued_unless_every_job_can_run(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
-        (["--vary", "clap.bench.windws=2,3"], "did you mean 'clap.bench.windows'?"),
+        (["--vary", "clap.bench.windws=2,3"], "error: n001-windws_2: clap.bench.windws: no such field"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
+        (["--vary", "optimizer.params.lr="], "expected NAME=A,B"),
         (["--vary", "train_batch_size=16,18", "--gpus_per_node", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
         (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected"),
         (["--gpus_per_node", "1", "--nodes", "2", "2"], "duplicate"),
