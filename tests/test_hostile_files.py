@@ -2,6 +2,7 @@
 
 import os
 import resource
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
 from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
-from clap_ds.data.build_shards.caption_lists import read_entries, read_paths
+from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries, read_paths
 from clap_ds.data.shard_manifest import describe_contents, read_manifest
 from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
@@ -31,12 +32,13 @@ from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.inference.vectors import read_table
 from clap_ds.launch import hostfile
+from clap_ds.launch.attempt import summary_of
 from clap_ds.run_records import csv_text
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import RunDirectory, start_log
 from clap_ds.training.remote_sync import RemoteFolder, try_target
-from clap_ds.weights.checkpoint_files import newest_good
+from clap_ds.weights.checkpoint_files import clear_leftovers, newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
 from examples.synthetic_sounds import __main__ as synthetic_sounds
@@ -82,6 +84,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "sounds/a.json": lambda folder: build_from(folder / "sounds", "a.wav"),
     "sounds/a.wav": lambda folder: build_from(folder / "sounds", "a.txt"),
     "step-00000001/weights.safetensors": lambda folder: (newest_good(folder), load_weights(folder / "step-00000001")),
+    "run_directory": summary_of,
     "step-00000001/state.safetensors": lambda folder: RemoteFolder(str(folder)).download_newest(folder / "new", {}),
 }
 
@@ -98,6 +101,24 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     with suppress(UserError, ValueError, OSError):  # reported by every command in one line
         READERS[name](tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
+
+
+def test_folders_nested_deeply_are_named_and_no_start_fails(tmp_path: Path) -> None:
+    """The walkers of Python 3.11's standard library recurse."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for name in (".step-00000001.partial", *"d" * 1500):
+        os.mkdir(name, dir_fd=folder)
+        outer, folder = folder, os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(outer)
+    os.close(folder)
+    deep = tmp_path / ".step-00000001.partial"
+    for read in (audio_files_in, lambda path: read_runs([path], given())):
+        with suppress(OSError), pytest.raises(UserError, match="nested"):
+            read(deep)
+    try:
+        clear_leftovers(tmp_path)
+    finally:
+        subprocess.run(["rm", "-rf", deep], check=True)
 
 
 RECORD = DATA / "record_2ranks"

@@ -165,6 +165,7 @@ def read_caption_list(text: str) -> object:
     return [*caption_lists._csv_rows(Path("list.csv"), f'path,caption\n"{text}')]
 
 
+COLUMNS = [f"caption_{number}" for number in range(30_000)]
 FUNCTIONS: dict[str, Callable[[str], object]] = {
     "redacted": redacted,
     "redacted_all": lambda text: redacted_all({"a": [text]}),
@@ -180,6 +181,7 @@ FUNCTIONS: dict[str, Callable[[str], object]] = {
     "headings": lambda text: caption_lists._headings(
         Path("list.csv"), [f"{text[:5]}{column}" for column in range(30_000)]
     ),
+    "captions": lambda text: caption_lists._divided(dict.fromkeys(COLUMNS, text[:5]), COLUMNS, []),
     "log": lambda text: Log().read(text),
     "JSON": lambda text: parse_json(json.dumps([text])),
 }
@@ -195,5 +197,5 @@ def test_functions_for_text_of_others_are_fast(name: str) -> None:
     for repeated in REPEATED:
         text = repeated * (LENGTH // len(repeated))
         assert cpu_s(FUNCTIONS[name], text) < LIMIT_S, f"{name}: {repeated!r} repeated"
-        if name in ("many nodes", "rows of a file", "fields", "headings"):
+        if name in ("many nodes", "rows of a file", "fields", "headings", "captions"):
             break
