@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -103,22 +103,24 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
 
 
-def test_folders_nested_deeply_are_named_and_no_start_fails(tmp_path: Path) -> None:
-    """The walkers of Python 3.11's standard library recurse."""
+@pytest.fixture
+def deep_folder(tmp_path: Path) -> Iterator[Path]:
+    """A leftover of a checkpoint, with folders nested more deeply than the walkers of Python 3.11 can follow."""
     folder = os.open(tmp_path, os.O_RDONLY)
     for name in (".step-00000001.partial", *"d" * 1500):
         os.mkdir(name, dir_fd=folder)
         outer, folder = folder, os.open(name, os.O_RDONLY, dir_fd=folder)
         os.close(outer)
     os.close(folder)
-    deep = tmp_path / ".step-00000001.partial"
+    yield tmp_path / ".step-00000001.partial"
+    subprocess.run(["rm", "-rf", tmp_path], check=True)  # which pytest can't
+
+
+def test_folders_nested_deeply_are_named_and_no_start_fails(deep_folder: Path) -> None:
     for read in (audio_files_in, lambda path: read_runs([path], given())):
-        with suppress(OSError), pytest.raises(UserError, match="nested"):
-            read(deep)
-    try:
-        clear_leftovers(tmp_path)
-    finally:
-        subprocess.run(["rm", "-rf", deep], check=True)
+        with pytest.raises((UserError, OSError), match=r"nested|File name too long"):
+            read(deep_folder)
+    clear_leftovers(deep_folder.parent)
 
 
 RECORD = DATA / "record_2ranks"
