@@ -53,6 +53,8 @@ def _with_scaling(runs: Sequence[Run], variant: str) -> Iterator[Run]:
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Group runs of the same settings, code and hardware; name groups by as few differences as distinguish them."""
+    if len(group) == 1:
+        return [("", [*group])]
     import pandas as pd
 
     facts = pd.DataFrame([_facts(run) for run in group]).fillna("not recorded")

@@ -33,7 +33,11 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     its run directory is also an input. UserError if no input has a run.
     """
     problems, runs = dict[Path, str](), list[Run]()
-    for source in dict.fromkeys(source for path in paths for source in _inputs_in(path)):
+    try:
+        sources = dict.fromkeys(source for path in paths for source in _inputs_in(path))
+    except RecursionError:
+        raise UserError(f"{', '.join(map(str, paths))}: folders are nested too deeply") from None
+    for source in sources:
         try:
             runs += [_complete(run, given) for run in _read(source, given)]
         except UserError as error:

@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -186,7 +187,10 @@ def checked(row: _Row, where: str) -> _Row:
 
 
 def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
-    return [[row for row in rows if row.series == series] for series in dict.fromkeys(row.series for row in rows)]
+    members = defaultdict[object, list[_Row]](list)
+    for row in rows:
+        members[row.series].append(row)
+    return [*members.values()]
 
 
 def noted(row: _Row, note: str) -> _Row:

@@ -36,8 +36,10 @@ PATHS = (
     "train.pretrained", "train.resume",
 )  # fmt: skip
 """Fields of `clap` with paths of files that must exist; benchmarks read the first two."""
-_URL = re.compile(r"\w+:.*")
-_URL_OR_NAME = re.compile(rf"{_URL.pattern}|(?!.*\.(safetensors|pt|pth|bin|ckpt)$)\w[\w.-]*(/\w[\w.-]*)?")
+_URL = re.compile(r"\w{1,40}:.*")
+_URL_OR_NAME = re.compile(
+    rf"{_URL.pattern}|(?!.{{0,200}}\.(safetensors|pt|pth|bin|ckpt)$)\w[\w.-]{{0,95}}(/\w[\w.-]{{0,95}})?"
+)
 """URLs, names on the Hub, and `auto`."""
 
 

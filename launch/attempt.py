@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
+from clap_ds.config.files import read_bytes
 from clap_ds.distributed.error_file import IMPORT, KILLED, LOST_PEER, SIGNAL, STALL, STOPPED, UNREACHABLE, USER
 from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch.launcher_errors import LauncherErrors
@@ -42,7 +43,7 @@ class AttemptOutcome:
 def run_directory_of(folder: Path) -> RunDirectory | None:
     """Return the run directory of an attempt's folder, or None if rank 0 has not created one."""
     path = folder / "run_directory"
-    return RunDirectory(Path(path.read_text().strip())) if path.is_file() else None
+    return RunDirectory(Path(read_bytes(path).decode().strip())) if path.is_file() else None
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 import os
 import resource
+import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -23,7 +24,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
 from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
-from clap_ds.data.build_shards.caption_lists import read_entries, read_paths
+from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries, read_paths
 from clap_ds.data.shard_manifest import describe_contents, read_manifest
 from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
@@ -31,12 +32,13 @@ from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.inference.vectors import read_table
 from clap_ds.launch import hostfile
+from clap_ds.launch.attempt import summary_of
 from clap_ds.run_records import csv_text
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import RunDirectory, start_log
 from clap_ds.training.remote_sync import RemoteFolder, try_target
-from clap_ds.weights.checkpoint_files import newest_good
+from clap_ds.weights.checkpoint_files import clear_leftovers, newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
 from examples.synthetic_sounds import __main__ as synthetic_sounds
@@ -91,6 +93,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "step-00000001/state.safetensors": lambda path: RemoteFolder(str(path.parents[1])).download_newest(
         path.parents[1] / "new", {}
     ),
+    "run_directory": lambda path: summary_of(path.parent),
 }
 
 
@@ -106,6 +109,26 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     with suppress(UserError, ValueError, OSError):  # reported by every command in one line
         READERS[name](path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
+
+
+@pytest.fixture
+def deep_folder(tmp_path: Path) -> Iterator[Path]:
+    """A leftover of a checkpoint, with folders nested more deeply than the walkers of Python 3.11 can follow."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for name in (".step-00000001.partial", *"d" * 1500):
+        os.mkdir(name, dir_fd=folder)
+        outer, folder = folder, os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(outer)
+    os.close(folder)
+    yield tmp_path / ".step-00000001.partial"
+    subprocess.run(["rm", "-rf", tmp_path], check=True)  # which pytest can't
+
+
+def test_folders_nested_deeply_are_named_and_no_start_fails(deep_folder: Path) -> None:
+    for read in (audio_files_in, lambda path: read_runs([path], given())):
+        with pytest.raises((UserError, OSError), match=r"nested|File name too long"):
+            read(deep_folder)
+    clear_leftovers(deep_folder.parent)
 
 
 RECORD = DATA / "record_2ranks"

@@ -165,6 +165,7 @@ def merge_rows(names: list[str]) -> object:
         lambda nodes: expand(",".join(nodes)),
         lambda fields: refuse_duplicates([(name, 0) for name in [*fields, "a", "a"]]),
         lambda columns: caption_lists._headings(Path("list.csv"), columns),
+        lambda columns: caption_lists._divided(dict.fromkeys(columns, "text"), columns, []),
         merge_rows,
     ],
 )

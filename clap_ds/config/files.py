@@ -245,6 +245,8 @@ def create_atomically(path: Path, text: str) -> None:
 def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file, by default in the folder of `path`, that replaces `path` once it is on disk.
     On OSError the old file stays."""
+    if os.path.realpath(path.parent) == "/dev":  # root can replace devices and /dev/stdout
+        raise OSError(errno.EINVAL, "expected a file outside /dev", str(path))
     partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat across hosts
     try:
         with partial.open("xb") as file:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from clap_ds.config.files import MOST_BYTES, RefusedFileError, open_regular, own_path
+
+_LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 
 
 class RemoteFiles:
@@ -179,5 +182,10 @@ async def _open_http_client(**options: Any) -> Any:
                         raise RefusedFileError(f"{self.url} answers with more than {MOST_BYTES:,} bytes")
                 self._body = bytes(body)
             return self._body
+
+        async def text(self, *args: Any, **options: Any) -> str:
+            """Return only the links of a page: fsspec's pattern takes cubic time, and a server may name a slow encoding."""
+            page = (await self.read()).decode(errors="ignore")
+            return "".join(f'<a href="{link}">' for link in _LINK.findall(page))
 
     return aiohttp.ClientSession(response_class=LimitedResponse, **options)

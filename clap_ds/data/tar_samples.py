@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,8 +23,24 @@ UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError,
 DAMAGE = (*UNREADABLE, OSError)  # errors of reading a damaged or deleted tar
 
 _HEADER_BUFFER_BYTES = 2**13  # the default is megabytes on some file systems, which each seek to a header would read
+_MOST_HEADER_BYTES = 2**20
+_DIGITS = re.compile(
+    rb"\d{256}"
+)  # no file name has as many; tarfile before Python 3.11.10 takes quadratic time for them
 _MOST_READ_BEHIND = 2**24  # bytes after the last member: block padding
 _MOST_REMEMBERED = 200_000  # items per process, about 700 bytes each
+
+
+class _Headers(io.BufferedReader):
+    """A tar as tarfile reads it, which reads extended headers whole."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header has more than {_MOST_HEADER_BYTES:,} bytes")
+        content = super().read(size)
+        if size > tarfile.BLOCKSIZE and _DIGITS.search(content):
+            raise tarfile.ReadError("a header has more than 255 digits in a row")
+        return content
 
 
 class Place(NamedTuple):
@@ -75,7 +93,7 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[str | int, ...], re
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
     """Yield the files of a tar for `group_by_keys`. Detect damage and truncation, which tarfile treats as the end."""
     with (
-        os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
+        _Headers(io.FileIO(os.dup(file.number)), _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,
     ):
         size, offset = os.fstat(file.number).st_size, 0

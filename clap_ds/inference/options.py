@@ -111,5 +111,7 @@ def left_out(num_files: int, reasons: Sequence[tuple[str, str]]) -> int:
 
 def check_output(path: Path | None, option: str = "--output") -> None:
     """Raise UserError for a file that can't be written."""
-    if path not in (None, Path("-")) and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path in (None, Path("-")):
+        return
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         raise UserError(f"{option} {path}: expected a file in a writable folder")

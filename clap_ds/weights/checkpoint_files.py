@@ -4,6 +4,7 @@ Checkpoints are written under a hidden name and then renamed, and renamed before
 one whole or absent. Files are verified before loading. Imports neither torch nor DeepSpeed.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -158,14 +159,18 @@ def verify(folder: Path) -> Manifest:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint atomically."""
-    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+    """Delete a checkpoint atomically. Raises OSError."""
+    try:
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+    except RecursionError:
+        raise OSError(errno.ELOOP, "folders in it are nested too deeply", str(folder)) from None
 
 
 def clear_leftovers(folder: Path) -> None:
     """Delete a killed process's partly written or deleted checkpoints."""
     for path in folder.glob(".step-*.*"):
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(RecursionError):  # others may have nested folders deeply
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def move_aside(folder: Path, *, but: str) -> Path | None:

@@ -18,6 +18,12 @@ def test_what_is_there_stays_where_the_new_cannot_be_written(tmp_path: Path, mon
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("a.txt", "old\n")]
 
 
+def test_devices_are_not_replaced() -> None:
+    """Root could replace /dev/null, for all programs of its host."""
+    with pytest.raises(OSError, match="expected a file outside"):
+        write_atomically("/dev/null-of-a-test", "")
+
+
 def test_results_are_text_and_a_json_file_or_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_results("| a |", {"a": 1}, tmp_path / "a.json")
     assert capsys.readouterr().out == "| a |\n"

@@ -93,3 +93,17 @@ def test_whatever_is_changed_in_a_tar_it_ends_and_nothing_escapes(
     path = tmp_path_factory.mktemp("fuzz") / "a.tar"
     path.write_bytes(content)
     assert len(list(list_items(str(path), lambda name, reason: None))) < 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [(tarfile.XHDTYPE, 10**5), (tarfile.XGLTYPE, 4 * 10**9), (tarfile.GNUTYPE_LONGNAME, 4 * 10**9)]
+)
+def test_extended_headers_that_take_all_time_or_memory_are_reported(tar: Path, kind: bytes, size: int) -> None:
+    header = tarfile.TarInfo("a.wav")
+    header.type = kind
+    header.size = size
+    tar.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + b"1" * 10**5)
+    os.truncate(tar, size + 10**6)
+    items, reported = items_of(tar)
+    assert items == []
+    assert "a header has more than" in reported[0]

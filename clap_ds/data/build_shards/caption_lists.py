@@ -251,13 +251,14 @@ def path_in(row: Row, audio: str) -> str:
     return path.strip() if isinstance(path, str) else ""
 
 
-def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
+def _divided(row: Row, columns: Sequence[str], lists: Iterable[str]) -> tuple[list[str], Row]:
     """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is split into a list."""
     for name in row.keys() & set(lists):
         if isinstance(cell := row[name], str):
             row[name] = [part.strip() for part in re.split("[,;|]", cell) if part.strip()]
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
-    more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
+    known = {*columns}  # a list of others may have a million
+    more = {name: value for name, value in row.items() if name not in known or not _CAPTION_COLUMN.fullmatch(name)}
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
 
 
@@ -273,7 +274,10 @@ def audio_files_in(folder: Path) -> list[Path]:
         raise error
 
     found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
-    paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
+    try:
+        paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
+    except RecursionError:
+        raise UserError(f"{folder}: folders are nested too deeply") from None
     if not paths:
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) found")
     return paths
