@@ -15,9 +15,9 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 """Spreadsheets compute a cell that begins with one of these."""
 
 
-def guard_formula(cell: str | float) -> str | float:
+def guard_formula(cell: str | float | None) -> str | float | None:
     """Return a cell with an apostrophe before text that a spreadsheet would compute. Numbers stay numbers."""
-    if not isinstance(cell, str) or not cell.startswith(FORMULA_STARTS):
+    if not isinstance(cell, str) or not cell.lstrip("'").startswith(FORMULA_STARTS):
         return cell
     try:
         float(cell)
@@ -28,10 +28,11 @@ def guard_formula(cell: str | float) -> str | float:
 
 def unguarded(cell: str) -> str:
     """Return a cell as it was before `guard_formula`."""
-    return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA_STARTS) else cell
+    is_guarded = cell.startswith("'") and cell.lstrip("'").startswith(FORMULA_STARTS)
+    return cell[1:] if is_guarded else cell
 
 
-def write_csv(output: Path | None, rows: Iterable[Sequence[str | float]]) -> None:
+def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
     """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell, and formulas text. Raises OSError."""
     text = io.StringIO()
     for row in rows:
