@@ -82,13 +82,16 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add sbatch's options that a later submission of the same jobs may change. `options` has their names and values."""
+    """Add sbatch's options that a later submission of the same jobs may change."""
     for usage, text in _OPTIONS.items():
         *names, metavar = usage.split()
-        with_name = lambda value, name=names[-1]: (name.removeprefix("--"), one_line(value))  # noqa: E731
-        parser.add_argument(
-            *names, dest="options", action="append", default=[], type=with_name, metavar=metavar, help=text
-        )
+        parser.add_argument(*names, type=one_line, metavar=metavar, help=text)
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the values of sbatch's options that were given, by name."""
+    names = [usage.split()[-2].removeprefix("--") for usage in _OPTIONS]
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def parse_options(lines: Sequence[str]) -> dict[str, str]:
@@ -99,7 +102,7 @@ def parse_options(lines: Sequence[str]) -> dict[str, str]:
         words = [word for line in lines for word in shlex.split(line, comments=True)]
     except ValueError as error:
         raise UserError(f"options of sbatch: {' '.join(lines)}: {error}") from None
-    return dict(parser.parse_known_args(words)[0].options)
+    return options_of(parser.parse_known_args(words)[0])
 
 
 def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
@@ -121,7 +124,7 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
     profile = load_profile(arguments.cluster)
     listed = parse_options(profile.sbatch)
-    options = dict(arguments.options)
+    options = options_of(arguments)
     partition = options.get("partition") or profile.partition or listed.get("partition")
     partitions = slurm.partitions(partition)
     shown = max((each.gpus for each in partitions), default=0)

@@ -24,7 +24,7 @@ from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.overrides import parse_assignment, parse_varied
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
-from clap_ds.launch.sbatch import add_limits, add_request, request_of
+from clap_ds.launch.sbatch import add_limits, add_request, options_of, request_of
 
 DONE = ("completed", "out_of_memory")  # states that a retry would not change
 
@@ -89,7 +89,7 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     """Resubmit jobs that are neither done nor queued nor running."""
     standings = sweep.standings()
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
-    options = [f"--{name}={value}" for name, value in dict(arguments.options).items()]
+    options = [f"--{name}={value}" for name, value in options_of(arguments).items()]
     sweep.check_scripts(missing, options)
     names = ", ".join(job.name for job in missing)
     print(f"resubmitting {len(missing)} of {len(sweep.jobs)} jobs{': ' if missing else ''}{names}")
