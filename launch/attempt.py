@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
 from clap_ds.config.files import read_bytes
-from clap_ds.distributed.error_file import IMPORT, KILLED, LOST_PEER, SIGNAL, STALL, STOPPED, UNREACHABLE, USER
+from clap_ds.distributed.error_file import (
+    IMPORT,
+    KILLED,
+    LINK,
+    LOST_PEER,
+    SIGNAL,
+    STALL,
+    STOPPED,
+    UNREACHABLE,
+    USER,
+    RankError,
+)
 from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.run_records.metrics_schema import State
@@ -36,7 +47,7 @@ class AttemptOutcome:
     @property
     def is_unclear(self) -> bool:
         """Whether no rank reported a cause other than an unresponsive peer, or a stop that may be its host's."""
-        kinds = (STOPPED, "", LOST_PEER, STALL, UNREACHABLE) if self.state == "failed" else (STOPPED,)
+        kinds = (STOPPED, "", LINK, LOST_PEER, STALL, UNREACHABLE) if self.state == "failed" else (STOPPED,)
         return not self.at_fault and self.kind in kinds
 
 
@@ -76,30 +87,49 @@ def outcome_of(
         down: hosts that SLURM considers down, with their SLURM states.
         launcher: what the launcher printed.
     """
-    run, summary = run_directory_of(folder), summary_of(folder)
-    state, error = summary.get("state"), summary.get("error")
+    run = run_directory_of(folder)
+    summary = summary_of(folder)
+    state = summary.get("state")
     if code == 0 and state == "completed" and stopped is None:
         return AttemptOutcome("completed", "", 0)
     if down:
         return lost(down, code)
-    if state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1:
-        saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
-        at = f", and saved at step {summary.get('step')}" if saved else ""
-        return AttemptOutcome("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
+    if state == "timeout" or signal.SIGUSR1 in (stopped, code - 128):
+        return _timed_out(summary)
     if stopped is not None:
         return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
-    # Ranks of a completed run end without files.
-    is_complete = state == "completed"
-    cause = find_root_cause(run.path if run else None, folder, () if is_complete else hosts, launcher.first)
-    if cause is not None and cause.kind == STOPPED and state != "failed":
+    expected_hosts = () if state == "completed" else hosts  # ranks of a completed run end without files
+    cause = find_root_cause(run.path if run else None, folder, expected_hosts, launcher.first)
+    if cause is None or (cause.kind == STOPPED and state == "failed"):
+        return _without_cause(code, summary, launcher)
+    if cause.kind == STOPPED:
         return AttemptOutcome("terminated", cause.message, code or 128 + signal.SIGTERM, kind=STOPPED)
-    if cause is not None and cause.kind != STOPPED:
-        # srun's exit code is the highest of all ranks, including those it killed.
-        code = USER_ERROR if cause.kind == USER else code if cause.kind in (SIGNAL, KILLED) and code else 1
-        if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
-            cause = replace(cause, message=f"{cause.message} ({launcher.remark})")
-        ended: State = "out_of_memory" if "out_of_memory" in (cause.kind, state) else "failed"
-        return AttemptOutcome(ended, cause.message, code, cause.hosts, cause.fault or cause.kind)
+    return _with_cause(cause, code, state, launcher)
+
+
+def _timed_out(summary: Mapping[str, Any]) -> AttemptOutcome:
+    """Return the outcome of a time limit. It is a success if the last checkpoint was saved."""
+    last_checkpoint = (summary.get("checkpoints") or [{}])[-1]
+    if summary.get("state") == "failed" or not last_checkpoint.get("saved"):
+        return AttemptOutcome("timeout", "stopped before the time limit", 128 + signal.SIGUSR1)
+    return AttemptOutcome("timeout", f"stopped before the time limit, and saved at step {summary.get('step')}", 0)
+
+
+def _with_cause(cause: RankError, code: int, state: str | None, launcher: LauncherErrors) -> AttemptOutcome:
+    message = cause.message
+    if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
+        message = f"{message} ({launcher.remark})"
+    if cause.kind == USER:
+        code = USER_ERROR
+    elif cause.kind not in (SIGNAL, KILLED):
+        code = 1  # srun's is the highest of all ranks, including those it killed
+    ended: State = "out_of_memory" if "out_of_memory" in (cause.kind, state) else "failed"
+    return AttemptOutcome(ended, message, code or 1, cause.hosts, cause.fault or cause.kind)
+
+
+def _without_cause(code: int, summary: Mapping[str, Any], launcher: LauncherErrors) -> AttemptOutcome:
+    state = summary.get("state")
+    error = summary.get("error")
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     printed = launcher.first.message if launcher.first else launcher.remark
@@ -107,4 +137,5 @@ def outcome_of(
         f"the launcher exited with code {code}, and no rank reported an error (killed, out of memory?);"
         f" see the launcher's output above{': ' if printed else ''}{printed}"
     )
-    return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unexplained, code or 1)
+    ended: State = "out_of_memory" if state == "out_of_memory" else "failed"
+    return AttemptOutcome(ended, error or unexplained, code or 1)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from clap_ds.config.errors import CollectiveUserError, first_line, printable, some
 from clap_ds.config.files import read_bytes
-from clap_ds.distributed.error_file import UNREACHABLE, this_rank, write_error_file
+from clap_ds.distributed.error_file import LINK, PROGRAM, UNREACHABLE, this_rank, write_error_file
 from clap_ds.distributed.software import Versions, describe_differences
 
 if TYPE_CHECKING:
@@ -45,16 +45,18 @@ SIGNATURE_DIGITS = 64
 
 
 class UnreachableError(RuntimeError):
-    """A rank or host, named in the message, is unreachable; `hosts` are those of the missing ranks."""
+    """A rank or host, named in the message, is unreachable; `hosts` are those of the missing ranks. `fault` is LINK on a rank
+    that can't reach another one, of which either may be broken."""
 
-    def __init__(self, message: str, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, hosts: Sequence[str] = (), fault: str = PROGRAM) -> None:
         super().__init__(message)
         self.hosts = list(hosts)
+        self.fault = fault
 
 
 def give_up(error: UnreachableError) -> NoReturn:
     """Record and print the error, and exit at once."""
-    write_error_file(UNREACHABLE, str(error), 1, hosts=error.hosts)
+    write_error_file(UNREACHABLE, str(error), 1, hosts=error.hosts, fault=error.fault)
     print("error:", printable(str(error)), file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -183,8 +185,8 @@ def meet(
     except UnreachableError:
         raise
     except (OSError, RuntimeError) as error:
-        said = f"{socket.gethostname()}: rank {rank} can't reach {what}: {first_line(error)}"
-        raise UnreachableError(said) from None
+        message = f"{socket.gethostname()}: rank {rank} can't reach {what}: {first_line(error)}"
+        raise UnreachableError(message, fault=LINK) from None
 
 
 def _resolve(host: str, address: str, port: int) -> None:

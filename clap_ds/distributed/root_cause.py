@@ -141,7 +141,7 @@ def _order(error: RankError) -> int:
     """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken one, and a link's error
     points to its other end."""
     if error.kind == UNREACHABLE:
-        return 3 if "can't reach" in error.message else 0  # rank 0 lists those that are missing
+        return 3 if error.fault == LINK else 0  # rank 0 lists those that are missing
     aborted = error.kind == SIGNAL and not error.hosts
     if aborted or (error.kind == ERROR and error.fault == LINK):
         return 2

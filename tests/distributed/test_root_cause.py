@@ -30,6 +30,7 @@ from clap_ds.distributed.root_cause import find_root_cause
 HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0
 WAITS = 'Timeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/a/worker.py", line 1 in work\n'
+CANT_REACH = (UNREACHABLE, "can't reach rank 0", 0, [], LINK)
 CRASHED, ABORTED = "Fatal Python error: Segmentation fault\n\n", "Fatal Python error: Aborted\n"
 GONE = "doesn't respond"
 Counts = dict[str, tuple[int, int]]
@@ -142,8 +143,8 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
         ({}, {1: (USER, "no GPU")}, (USER, [1], [], "rank 1 on n1: no GPU")),
         ({}, {1: (OUT_OF_MEMORY, "CUDA error: x")}, (OUT_OF_MEMORY, [1], [], "CUDA error: x")),
         # A list of missing ranks outweighs a rank that can't reach rank 0.
-        ({}, {1: (UNREACHABLE, "can't reach a peer")}, (UNREACHABLE, [], [], "can't reach a peer")),
-        ({}, {1: (UNREACHABLE, "can't reach rank 0", 0), 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [], ["n2"], LATE)),
+        ({}, {1: CANT_REACH}, (UNREACHABLE, [], [], "can't reach rank 0")),
+        ({}, {1: CANT_REACH, 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [], ["n2"], LATE)),
         # Silent ranks were killed; a link's error points to its other end.
         (EVERYONE, {0: (LOST_PEER,), 1: (STOPPED,)}, (KILLED, [2, 3], ["n2"], LOST)),
         (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "NCCL error", 0, [], LINK), 3: (STOPPED,)}, (KILLED, [2], ["n2"], LOST)),
