@@ -18,9 +18,10 @@ def _measured(spoil: dict[int, float]) -> dict[str, Any]:
     all_reduce, rank = dist.all_reduce, dist.get_rank()
     durations_s = itertools.cycle([2.0, 0.25 * (1 + rank), 3.0])
 
-    def spoiled(buffer: torch.Tensor) -> None:
-        all_reduce(buffer)
-        for place, value in spoil.items() if rank else ():
+    def spoiled(buffer: torch.Tensor, *operation: Any, **group: Any) -> None:
+        all_reduce(buffer, *operation, **group)
+        is_measured = not operation  # else it is a size
+        for place, value in spoil.items() if rank and is_measured else ():
             buffer[place] = value
 
     with pytest.MonkeyPatch.context() as patch:

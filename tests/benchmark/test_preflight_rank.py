@@ -31,4 +31,4 @@ def test_a_host_is_described_even_if_it_cannot_measure(
     assert found["gpus"] == ({"GPU-1aa": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"} if gpus else {})
     assert found["faults"] == [] if gpus else ["no GPU is visible despite SLURM_GPUS_ON_NODE=1"]
     software = found["software"]
-    assert (software["code"], software["torch"], software["webdatasset"]) == (commit(), torch.__version__, None)
+    assert (software["commit"], software["torch"], software["webdatasset"]) == (commit(), torch.__version__, None)
