@@ -199,7 +199,8 @@ def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str)
     if record.get("state") == "running":  # the supervisor was killed, but the run may have recorded its own end
         attempts = (folder / "attempts").glob("*")
         summary = summary_of(max(attempts, key=lambda attempt: attempt.lstat().st_mtime, default=folder))
-        state, error = str(summary.get("state") or state), str(summary.get("error") or error)
+        state = str(summary.get("state") or state)
+        error = str(summary.get("error") or error)
     if state != "running":
         return JobStatus(state, error)
     unsaid = f"SLURM: {slurm_state or 'no longer known'}; see its log"

@@ -166,11 +166,13 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
     threads = profile.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
     words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
-    options, guard = f"--slots={request.gpus}", []
+    options = f"--slots={request.gpus}"
+    guard = []
     if request.spare_nodes:  # after lost hosts, SLURM may start the job again without them
         options += f" --spare_nodes=$((SLURM_JOB_NUM_NODES - {nodes}))"
         guard = [f"without_spares={slurm.without_spares(nodes, request.gpus)!r}", GUARD]
-    options += " --auto_requeue" * request.auto_requeue
+    if request.auto_requeue:
+        options += " --auto_requeue"
     lines = [
         "#!/bin/bash",
         *_header(request, nodes, name, log),

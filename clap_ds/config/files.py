@@ -179,8 +179,9 @@ def own_folder(path: Path, *, creates: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path]:
-    """Yield the path of a file by its name in a folder. No folder in `name` is a link, also if one is planted meanwhile;
-    `creates` makes missing ones. Raises RefusedFileError for links, also if the caller opens one with `O_NOFOLLOW`."""
+    """Yield the path of a file by its name in a folder, which has no `..`. No folder in `name` is a link, also if one is
+    planted meanwhile; `creates` makes missing ones. Raises RefusedFileError for links, also if the caller opens one with
+    `O_NOFOLLOW`."""
     path = folder
     try:
         with contextlib.ExitStack() as stack:

@@ -15,6 +15,7 @@ _WORDS = (
     r"|credential|signature|(?:api|access|account|auth|private|shared|storage|wandb|encryption)[._-]?key"
     r"|(?<![a-z0-9])(?:sig|sas)(?![a-z0-9])"
 )
+"""Words in names of secrets. A tokenizer's special tokens, such as `pad_token`, are none."""
 _NAME = rf"(?<![\w.-])(?=[\w.-]*?(?:{_WORDS}))[\w.-]++"
 """A name that contains one of the words: of an option (with its dashes), a variable or a field."""
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)

@@ -156,7 +156,8 @@ class _Limit(NoOpCallback):
 
     def __init__(self, path: str, most: float) -> None:
         super().__init__()
-        self._path, self._most = path, most
+        self._path = path
+        self._most = most
 
     def call(self, *args: Any, **kwargs: Any) -> None:
         if max(self.value, self.size or 0) > self._most:

@@ -129,8 +129,8 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
 
     folder = cache_folder() / "shards"
     locks = cache_folder() / "shard_locks"
-    for each in (folder, locks):
-        each.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    locks.mkdir(parents=True, exist_ok=True)
     # A larger shard is possible if its size is known; then it is deleted once read.
     file = open_copy(url, folder, locks, lambda size: size or cache_bytes)
     LRUCleanup(folder, cache_bytes, keyfn=os.path.getmtime, interval=None).cleanup()

@@ -210,13 +210,14 @@ def _choose_interface(ranks: Ranks) -> None:
     with suppress(OSError):
         if socket.gethostbyname(socket.gethostname()).partition(".")[0] != "127":
             return
+    if not others:
+        return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if others:
-            probe.connect((others[0], 1))  # sends nothing
-            address = probe.getsockname()[0]
-            for name, addresses in psutil.net_if_addrs().items():
-                if any(each.address == address for each in addresses):
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        probe.connect((others[0], 1))  # sends nothing
+        own_address = probe.getsockname()[0]
+        for interface, addresses in psutil.net_if_addrs().items():
+            if own_address in {entry.address for entry in addresses}:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _check_address(address: str, port: int) -> None:

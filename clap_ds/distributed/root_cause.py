@@ -126,7 +126,8 @@ def find_root_cause(
 
 
 def _killed(host_of_rank: dict[int, str]) -> RankError:
-    ranks, hosts = list(host_of_rank), list(dict.fromkeys(host_of_rank.values()))
+    ranks = list(host_of_rank)
+    hosts = list(dict.fromkeys(host_of_rank.values()))
     who = f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)} on {some(hosts)}"
     message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
     return RankError(0.0, ranks[0], hosts[0], KILLED, message, ranks=ranks, hosts=hosts)

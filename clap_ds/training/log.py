@@ -162,7 +162,8 @@ class TrainLogger:
                     f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({each.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
                 )
                 print(f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s", flush=True)
-                self._saved_s, self._failed_saves = each.begin, 0
+                self._saved_s = each.begin
+                self._failed_saves = 0
                 continue
             self._failed_saves += 1
             if self._failed_saves > FEW_FAILED_SAVES:
