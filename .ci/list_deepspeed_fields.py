@@ -1,10 +1,12 @@
-"""Write `clap_ds/config/deepspeed_fields.json`: the fields of a DeepSpeed configuration that runs may set, as JSON schemas.
+"""Write `clap_ds/config/deepspeed_fields.json`: the fields of a DeepSpeed configuration that runs
+may set, as JSON schemas.
 
 python .ci/list_deepspeed_fields.py
 
-Names, types, defaults and bounds are read from the installed DeepSpeed and torch. DeepSpeed parses some sections with pydantic
-models. For others, a dictionary records the names that DeepSpeed's parser asks for, and defaults tell the types. The `params`
-of optimizers and schedulers are arguments of their classes. `TYPES` and `PARAM_TYPES` have what these don't tell.
+Names, types, defaults and bounds are read from the installed DeepSpeed and torch. DeepSpeed parses
+some sections with pydantic models. For others, a dictionary records the names that DeepSpeed's
+parser asks for, and defaults tell the types. The `params` of optimizers and schedulers are
+arguments of their classes. `TYPES` and `PARAM_TYPES` have what these don't tell.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def _one_of(values: Collection[Any], *, ignore_case: bool = False) -> Any:
     literal: Any = Literal
     extra: Any = {"ignoreCase": True} if ignore_case else {}
     return Annotated[
-        literal[tuple(value for value in values if isinstance(value, str))], Field(json_schema_extra=extra)
+        literal[tuple(value for value in values if isinstance(value, str))],
+        Field(json_schema_extra=extra),
     ]
 
 
@@ -104,22 +107,30 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Momentum = Fraction | Annotated[list[Fraction], Field(min_length=1)]
 NewSchedule = Annotated[int, Field(ge=-1, le=-1)]
-"""torch's schedulers continue from another step only if the optimizer's groups have their initial rates."""
+"""torch's schedulers continue from another step only if the optimizer's groups have their initial
+rates."""
 Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 DTYPE = _one_of(ds_config.DtypeEnum._value2member_map_)
 COMMUNICATION_DTYPE = _one_of(("fp16", "bf16", "fp32"), ignore_case=True) | None
 
 TYPES: dict[str, Any] = {
     "activation_checkpointing.number_checkpoints": int | None,
-    "checkpoint.tag_validation": _one_of(ds_checkpoint.CHECKPOINT_TAG_VALIDATION_MODES, ignore_case=True),
+    "checkpoint.tag_validation": _one_of(
+        ds_checkpoint.CHECKPOINT_TAG_VALIDATION_MODES, ignore_case=True
+    ),
     "checkpoint.writer.type": _one_of(ds_checkpoint.CHECKPOINT_WRITER_TYPES, ignore_case=True),
-    "checkpoint.writer.data_parallel": _one_of(ds_checkpoint.CHECKPOINT_DATA_PARALLEL_UNITS, ignore_case=True) | None,
+    "checkpoint.writer.data_parallel": _one_of(
+        ds_checkpoint.CHECKPOINT_DATA_PARALLEL_UNITS, ignore_case=True
+    )
+    | None,
     "comet.mode": Literal["get", "create", "get_or_create"] | None,
     "comms_logger.prof_ops": list[str],
     "communication_data_type": COMMUNICATION_DTYPE,
     "data_types.grad_accum_dtype": DTYPE | None,
     "data_types.keep_in_fp32_modules": list[str] | Literal["auto"],
-    "flops_profiler.module_depth": Annotated[int, Field(ge=-1, le=8)],  # deeper than all modules, it fails
+    "flops_profiler.module_depth": Annotated[
+        int, Field(ge=-1, le=8)
+    ],  # deeper than all modules, it fails
     "flops_profiler.output_file": str | None,
     "fp16.loss_scale": NonNegativeFloat,
     "fp16.loss_scale_window": PositiveInt,
@@ -147,24 +158,36 @@ TYPES: dict[str, Any] = {
 }
 """Types of fields whose default is null, or that DeepSpeed checks elsewhere."""
 PARAM_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("adam_lr", "eps", "initial_accumulator_value", "lr", "lr_decay", "momentum"), NonNegativeFloat),
+    **dict.fromkeys(
+        ("adam_lr", "eps", "initial_accumulator_value", "lr", "lr_decay", "momentum"),
+        NonNegativeFloat,
+    ),
     **dict.fromkeys(("momentum_decay", "muon_lr", "weight_decay"), NonNegativeFloat),
     **dict.fromkeys(("cos_min_ratio", "min_ratio", "warmup_min_ratio"), NonNegativeFloat),
     **dict.fromkeys(
-        ("decay_lr_rate", "eta_min", "gamma", "lr_range_test_step_rate", "power", "threshold"), NonNegativeFloat
+        ("decay_lr_rate", "eta_min", "gamma", "lr_range_test_step_rate", "power", "threshold"),
+        NonNegativeFloat,
     ),
     **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), NonNegativeFloat),
-    **dict.fromkeys(("base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom"), Rate),
+    **dict.fromkeys(
+        ("base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom"), Rate
+    ),
     **dict.fromkeys(("lr_range_test_min_lr", "max_lr", "min_lr", "warmup_min_lr"), Rate),
     **dict.fromkeys(("base_momentum", "max_momentum"), Momentum),
     **dict.fromkeys(("pct_start", "rho"), Fraction),
     **dict.fromkeys(("div_factor", "final_div_factor"), PositiveFloat),
     **dict.fromkeys(("cooldown", "patience", "total_iters"), NonNegativeInt),
     **dict.fromkeys(("cycle_first_step_size", "decay_power"), PositiveFloat),
-    **dict.fromkeys(("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None),
-    **dict.fromkeys(("T_max", "decay_num_steps", "step_size", "step_size_up", "total_num_steps"), PositiveInt),
+    **dict.fromkeys(
+        ("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None
+    ),
+    **dict.fromkeys(
+        ("T_max", "decay_num_steps", "step_size", "step_size_up", "total_num_steps"), PositiveInt
+    ),
     "step_size_down": PositiveInt | None,
-    **dict.fromkeys(("T_0", "T_mult", "lr_range_test_step_size", "warmup_num_steps"), ExactPositiveInt),
+    **dict.fromkeys(
+        ("T_0", "T_mult", "lr_range_test_step_size", "warmup_num_steps"), ExactPositiveInt
+    ),
     **dict.fromkeys(("epochs", "steps_per_epoch", "total_steps"), ExactPositiveInt | None),
     "Adafactor.beta2_decay": Annotated[float, Field(le=0)],
     "Adafactor.d": Annotated[float, Field(ge=1)],
@@ -209,7 +232,17 @@ OPTIMIZERS = {
     ds_config.MUON_OPTIMIZER: (),
 }
 """By DeepSpeed's names, in any case. Those of mup need a model made for it."""
-TORCH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+TORCH_OPTIMIZERS = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 """Others of torch need closures or sparse gradients."""
 TORCH_SCHEDULERS = (
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR", "MultiStepLR",
@@ -242,7 +275,9 @@ def list_fields() -> dict[str, Any]:
     optimizers = {kind: _describe_arguments(*classes) for kind, classes in OPTIMIZERS.items()}
     for kind, names in ENGINE_PARAMS.items():
         optimizers[kind] |= {name: _describe(name, PARAM_TYPES[name]) for name in names}
-    schedulers = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES] + [WarmupStableDecayLR]
+    schedulers = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES] + [
+        WarmupStableDecayLR
+    ]
     schedulers += [getattr(torch.optim.lr_scheduler, name) for name in TORCH_SCHEDULERS]
     return {
         "deepspeed": version("deepspeed"),
@@ -250,7 +285,9 @@ def list_fields() -> dict[str, Any]:
         "params": {
             "optimizer": optimizers
             | {name: _describe_arguments(getattr(torch.optim, name)) for name in TORCH_OPTIMIZERS},
-            "scheduler": {scheduler.__name__: _describe_arguments(scheduler) for scheduler in schedulers},
+            "scheduler": {
+                scheduler.__name__: _describe_arguments(scheduler) for scheduler in schedulers
+            },
         },
         "refused": REFUSED,
     }
@@ -270,7 +307,8 @@ def record_parser() -> RecordingDict:
 
 
 def _describe_recorded(prefix: str, section: RecordingDict) -> Schema:
-    """Return JSON schemas of what a parser asked a section for, by name. Raises KeyError if `TYPES` lacks one."""
+    """Return JSON schemas of what a parser asked a section for, by name. Raises KeyError if `TYPES`
+    lacks one."""
     schemas: Schema = {}
     for name, default in section.defaults.items():
         path = prefix + name
@@ -289,7 +327,8 @@ def _describe_recorded(prefix: str, section: RecordingDict) -> Schema:
 
 
 def _describe_model(path: str, model: type[BaseModel]) -> Schema:
-    """Return JSON schemas of a pydantic model's fields, by name and by alias, which states the name."""
+    """Return JSON schemas of a pydantic model's fields, by name and by alias, which states the
+    name."""
     schemas: Schema = {}
     for name, field in model.model_fields.items():
         if f"{path}.{name}" in REFUSED:
@@ -306,7 +345,8 @@ def _describe_model(path: str, model: type[BaseModel]) -> Schema:
 
 
 def _describe_arguments(*classes: type) -> Schema:
-    """Return JSON schemas of the classes' arguments after the first one, which is the optimizer or its parameters."""
+    """Return JSON schemas of the classes' arguments after the first one, which is the optimizer or
+    its parameters."""
     schemas: Schema = {}
     for cls in classes:
         # torch imports the names of some annotations only for type checkers.
@@ -316,9 +356,13 @@ def _describe_arguments(*classes: type) -> Schema:
             name = parameter.name
             default = parameter.default
             if name not in ARGUMENTS_LEFT_OUT and name not in schemas:
-                presence = {"required": True} if default is parameter.empty else {"default": default}
+                presence = (
+                    {"required": True} if default is parameter.empty else {"default": default}
+                )
                 hint = PARAM_TYPES.get(name, _find_type(hints.get(name), default))
-                schemas[name] = _describe(name, PARAM_TYPES.get(f"{cls.__name__}.{name}", hint), **presence)
+                schemas[name] = _describe(
+                    name, PARAM_TYPES.get(f"{cls.__name__}.{name}", hint), **presence
+                )
     return schemas
 
 
@@ -341,7 +385,8 @@ def _describe(path: str, hint: Any, **presence: Any) -> Schema:
 
 
 def _inline(path: str, schema: Schema, definitions: Schema) -> Schema:
-    """Return a JSON schema with its references resolved, and without what the check doesn't read."""
+    """Return a JSON schema with its references resolved, and without what the check doesn't
+    read."""
     if "$ref" in schema:
         schema = {**definitions[schema["$ref"].rpartition("/")[2]], **schema}
     if "const" in schema:
@@ -358,7 +403,9 @@ def _inline(path: str, schema: Schema, definitions: Schema) -> Schema:
         inner = f"{path}.{name}"
         default = {"default": field["default"]} if "default" in field else {}
         properties[name] = (
-            _describe(inner, TYPES[inner], **default) if inner in TYPES else _inline(inner, field, definitions)
+            _describe(inner, TYPES[inner], **default)
+            if inner in TYPES
+            else _inline(inner, field, definitions)
         )
     return {"properties": properties}
 

@@ -1,4 +1,5 @@
-"""Add the repository's files that pages link to to the site and adjust the links, as an mkdocs hook."""
+"""Add the repository's files that pages link to to the site and adjust the links, as an mkdocs
+hook."""
 
 import os
 import re

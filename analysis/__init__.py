@@ -1,1 +1,2 @@
-"""Tables, plots, comparisons and projections from run records and logs. Imports neither torch nor DeepSpeed."""
+"""Tables, plots, comparisons and projections from run records and logs. Imports neither torch nor
+DeepSpeed."""

@@ -1,7 +1,7 @@
 """Combine repeats of one scale into one row with their mean and its uncertainty.
 
-± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the table; a scale with a far
-larger one uses its own. A scale that ran once has no ±.
+± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the
+table; a scale with a far larger one uses its own. A scale that ran once has no ±.
 """
 
 from __future__ import annotations
@@ -49,25 +49,33 @@ class RunSpread:
 
     def label(self) -> str:
         differ = f"runs of one scale differ by {100 * self.deviation:.2g}%"
-        return f"95% by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
+        return (
+            f"95% by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
+        )
 
 
 def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
-    """Return each scale's spread for its ±: that of all scales, or its own if that is far larger; None if it ran once."""
+    """Return each scale's spread for its ±: that of all scales, or its own if that is far larger;
+    None if it ran once."""
     pooled, own = pooled_spread(scales), [pooled_spread([runs]) for runs in scales]
     return [
-        spread and pooled and (spread if spread.deviation > FAR_LARGER * pooled.deviation else pooled) for spread in own
+        spread
+        and pooled
+        and (spread if spread.deviation > FAR_LARGER * pooled.deviation else pooled)
+        for spread in own
     ]
 
 
 def counted(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs of one scale that count: those that completed, or all with a rate if none did."""
+    """Return the runs of one scale that count: those that completed, or all with a rate if none
+    did."""
     with_rate = [run for run in runs if run.rate]
     return [run for run in with_rate if run.state in GOOD_STATES] or with_rate
 
 
 def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
-    """Return the spread of all repeated scales, at least what the rates' digits resolve; None without repeats."""
+    """Return the spread of all repeated scales, at least what the rates' digits resolve; None
+    without repeats."""
     squares = 0.0
     degrees = 0
     repeats = 0
@@ -82,11 +90,16 @@ def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
         degrees += len(logs) - 1
         repeats += len(logs)
         rounding = max(rounding, min(run.rounding for run in repeated))
-    return RunSpread(max(math.sqrt(squares / degrees), rounding), degrees, repeats) if degrees else None
+    return (
+        RunSpread(max(math.sqrt(squares / degrees), rounding), degrees, repeats)
+        if degrees
+        else None
+    )
 
 
 def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
-    """Make one row from the runs of one series at one scale. Throughput is empty if no run measured it."""
+    """Make one row from the runs of one series at one scale. Throughput is empty if no run measured
+    it."""
     first, used = runs[0], counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
     for name in _AVERAGED:
@@ -94,7 +107,9 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
         known[name] = fmean(values) if values else None
     rate, exposed = known["samples_per_s_per_gpu"], known["exposed_communication_s"]
     peak = next((run.peak_tflops for run in used if run.peak_tflops), None)
-    half, half_from = (used[0].samples_per_s_per_gpu_ci95, used[0].uncertainty_from) if used else (None, "")
+    half, half_from = (
+        (used[0].samples_per_s_per_gpu_ci95, used[0].uncertainty_from) if used else (None, "")
+    )
     if rate and spread and len(used) > 1:
         half, half_from = rate * spread.half_width(len(used)), spread.label()
     states = Counter(run.state for run in runs)

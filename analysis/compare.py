@@ -1,11 +1,12 @@
-"""Compare the throughput of two sets of runs: their ratio with its interval, and whether the difference is significant.
+"""Compare the throughput of two sets of runs: their ratio with its interval, and whether the
+difference is significant.
 
 Examples:
     clap-ds compare runs/before runs/after
 
-A and B are each a folder of runs, a run directory, a log or a table. Rows of the same model, variant and scale are paired.
-Significance follows from the spread of each row's repeats (Welch's interval). Single runs don't suffice, and two on a side
-seldom do.
+A and B are each a folder of runs, a run directory, a log or a table. Rows of the same model,
+variant and scale are paired. Significance follows from the spread of each row's repeats (Welch's
+interval). Single runs don't suffice, and two on a side seldom do.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from clap_ds.config.errors import UserError, run_alone
 from clap_ds.run_records.intervals import student_t
 
 COVERAGE = 0.99
-"""Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing load."""
+"""Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing
+load."""
 
 
 def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale]]:
-    """Pair rows of A and B by model, variant and scale. A model that isn't stated matches any. UserError if no rows match."""
+    """Pair rows of A and B by model, variant and scale. A model that isn't stated matches any.
+    UserError if no rows match."""
     sides = [[row for row in scaling_table(runs) if row.rate] for runs in (a_runs, b_runs)]
     pairs = [(a, b) for a, b in product(*sides) if _is_pair(a, b)]
     if not pairs:
-        a_rows, b_rows = (", ".join(f"{row.title} on {row.scale}" for row in rows) for rows in sides)
-        raise UserError(f"A and B have no model, variant and scale with a rate in common. A: {a_rows}. B: {b_rows}")
+        a_rows, b_rows = (
+            ", ".join(f"{row.title} on {row.scale}" for row in rows) for rows in sides
+        )
+        raise UserError(
+            f"A and B have no model, variant and scale with a rate in common. A: {a_rows}. B: {b_rows}"
+        )
     return pairs
 
 
@@ -42,18 +49,24 @@ def _is_pair(a: Scale, b: Scale) -> bool:
 
 
 def interval(a: Scale, b: Scale) -> tuple[float, float] | None:
-    """Return Welch's interval of B's rate over A's with coverage `COVERAGE`; None unless both sides were repeated.
+    """Return Welch's interval of B's rate over A's with coverage `COVERAGE`; None unless both sides
+    were repeated.
 
-    Two guards keep its coverage with few runs of unequal spreads (simulated in tests/analysis/test_compare.py): the larger
-    spread stands for both sides, and the degrees of freedom are at most 1.5 times those of the smaller side.
+    Two guards keep its coverage with few runs of unequal spreads (simulated in
+    tests/analysis/test_compare.py): the larger spread stands for both sides, and the degrees of
+    freedom are at most 1.5 times those of the smaller side.
     """
     spreads = [spread for row in (a, b) if (spread := pooled_spread([row.runs]))]
     if len(spreads) < 2:
         return None
     variances = [spread.deviation**2 / spread.runs for spread in spreads]
-    degrees = sum(variances) ** 2 / sum(v**2 / spread.degrees for v, spread in zip(variances, spreads, strict=True))
+    degrees = sum(variances) ** 2 / sum(
+        v**2 / spread.degrees for v, spread in zip(variances, spreads, strict=True)
+    )
     degrees = min(degrees, 1.5 * min(spread.degrees for spread in spreads))
-    error = max(spread.deviation for spread in spreads) * math.sqrt(sum(1 / spread.runs for spread in spreads))
+    error = max(spread.deviation for spread in spreads) * math.sqrt(
+        sum(1 / spread.runs for spread in spreads)
+    )
     # Few values, for the cache of `student_t`.
     half = student_t(COVERAGE, round(degrees, 1)) * error
     factor = math.exp(min(half, 300.0))  # avoid overflow
@@ -72,7 +85,9 @@ def verdict(a: Scale, b: Scale) -> str:
         answer = "B is faster"
     if high < 1:
         answer = "B is slower"
-    interval_text = f"{100 * COVERAGE:g}% interval by Welch, of {len(a.runs)} and {len(b.runs)} runs"
+    interval_text = (
+        f"{100 * COVERAGE:g}% interval by Welch, of {len(a.runs)} and {len(b.runs)} runs"
+    )
     return f"{ratio} ({low:.5g}–{high:.5g}, {interval_text}): {answer}"
 
 

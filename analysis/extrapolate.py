@@ -3,7 +3,8 @@
 Examples:
     clap-ds extrapolate runs/sweeps/htsat_tiny-… --output projection.png
 
-The projection is the median of draws from several laws of growth (`weak_scaling.py`), the band their 2.5 and 97.5% quantiles.
+The projection is the median of draws from several laws of growth (`weak_scaling.py`), the band
+their 2.5 and 97.5% quantiles.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ def headline(series: Series) -> str:
     """Return the efficiency at `FURTHEST` times the measured nodes, with its band."""
     nodes = series.node_counts[-1]
     band = _band(series, nodes)
-    around = f" (95% band {band})" if band else f" by {USUAL}, without a band, which needs three scales"
+    around = (
+        f" (95% band {band})" if band else f" by {USUAL}, without a band, which needs three scales"
+    )
     (percent,) = series.percents([nodes])
-    return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{series.relative}{around}"
+    return (
+        f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{series.relative}{around}"
+    )
 
 
 def _band(series: Series, nodes: int) -> str:
@@ -49,20 +54,30 @@ def _band(series: Series, nodes: int) -> str:
 
 
 def _scaling(series: Series) -> list[str]:
-    """Return a table of all scales, measured and projected, and what the band means, if there is one."""
+    """Return a table of all scales, measured and projected, and what the band means, if there is
+    one."""
     measured = dict(series.rates)
     rows = []
     for nodes, percent in zip(series.node_counts, series.percents(series.node_counts), strict=True):
         rate = measured.get(nodes)
         known = [f"{rate:.1f}", f"{series.efficiency_percent(rate):.1f}"] if rate else ["", ""]
-        rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, f"{percent:.1f}", _band(series, nodes)])
+        rows.append(
+            [
+                str(nodes),
+                str(nodes * series.gpus_per_node),
+                *known,
+                f"{percent:.1f}",
+                _band(series, nodes),
+            ]
+        )
     header = ["nodes", "GPUs", "samples/s/GPU", "measured %", "projected %", "95% band"]
     about = [ABOUT_BAND] if series.bands([1]) else []
     return ["### Scaling", markdown_table(header, rows), *about]
 
 
 def _hold_outs(series: Series) -> list[str]:
-    """Return a table of scales as the projection and each law alone predict them from smaller ones."""
+    """Return a table of scales as the projection and each law alone predict them from smaller
+    ones."""
     rows, all_errors, in_band = [], [], []
     for small, nodes, actual in series.hold_outs():
         in_band += [low <= actual <= high for low, high in small.bands([nodes]).values()]
@@ -70,11 +85,19 @@ def _hold_outs(series: Series) -> list[str]:
         errors = [percent - actual for percent in predicted]
         all_errors.append(errors)
         cells = (f"{error:+.2f}" for error in errors)
-        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(small, nodes), *cells])
+        rows.append(
+            [str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(small, nodes), *cells]
+        )
     if not rows:
         return ["No hold-outs: they need three scales."]
     names = ["projection", *LAWS]
-    header = ["fitted up to", "nodes", "measured %", "95% band", *(f"{name}, error pp" for name in names)]
+    header = [
+        "fitted up to",
+        "nodes",
+        "measured %",
+        "95% band",
+        *(f"{name}, error pp" for name in names),
+    ]
     means = np.abs(all_errors).mean(axis=0)
     text = "Mean absolute error in points: "
     text += ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means, strict=True)) + "."
@@ -85,11 +108,17 @@ def _hold_outs(series: Series) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also draw this picture, as .pdf and .svg, too")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also draw this picture, as .pdf and .svg, too"
+    )
     options = parser.parse_args(argv)
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
-    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
+    swept = [
+        rows
+        for rows in curves
+        if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1
+    ]
     projected = []
     texts = []
     problems = []

@@ -1,7 +1,7 @@
 """Style and output of figures, and HTML pages that contain them.
 
-Figures are as wide as two columns of a paper, with 7 to 8 pt text. Any two colors differ in lightness and by 35
-or more in CIE L*a*b*, also as color-blind readers see them.
+Figures are as wide as two columns of a paper, with 7 to 8 pt text. Any two colors differ in
+lightness and by 35 or more in CIE L*a*b*, also as color-blind readers see them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply this project's style (context manager or decorator). UserError without matplotlib or for undrawable data."""
+    """Apply this project's style (context manager or decorator). UserError without matplotlib or
+    for undrawable data."""
     try:
         import matplotlib as mpl
         import pandas as pd  # noqa: F401, needed to draw
     except ImportError as error:
-        raise UserError(f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'") from None
+        raise UserError(
+            f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'"
+        ) from None
     try:
         with mpl.rc_context(_STYLE):
             yield
@@ -63,7 +66,9 @@ class Picture:
         """Create empty panels. `heights`: inches per row."""
         from matplotlib import figure
 
-        self.figure = figure.Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.6), layout="constrained")
+        self.figure = figure.Figure(
+            figsize=(WIDTH_INCHES, sum(heights) + 0.6), layout="constrained"
+        )
         panels = self.figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
@@ -74,7 +79,8 @@ class Picture:
         self.figure.suptitle(lines, x=0.01, ha="left")
 
     def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
-        """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of the legend."""
+        """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of
+        the legend."""
         handles, labels = axes.get_legend_handles_labels()
         named, heading = dict(zip(labels, handles, strict=True)), fill(common, 117)
         self._grow(*[f"{heading}\n"] * bool(heading), *[*named][::columns])
@@ -87,7 +93,8 @@ class Picture:
 
     @styled()
     def save(self, path: Path, *beside: str) -> None:
-        """Write the figure in the format of its suffix, such as .png, and also with the suffixes `beside`. UserError for a
+        """Write the figure in the format of its suffix, such as .png, and also with the suffixes
+          `beside`. UserError for a
         folder."""
         if path.is_dir():
             raise UserError(f"--output {path}: expected a file such as scaling.png, found a folder")
@@ -99,7 +106,8 @@ class Picture:
 
 
 def gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True) -> None:
-    """Put a tick at each of these counts. Label the largest, the smallest, and as many others as fit, from the largest down."""
+    """Put a tick at each of these counts. Label the largest, the smallest, and as many others as
+    fit, from the largest down."""
     counts = sorted(set(gpus), reverse=True)
     left, right = (counts[-1] / 1.25, counts[0] * 1.25) if is_log else (0.0, counts[0] * 1.04)
     axes.set_xscale("log" if is_log else "linear")
@@ -111,7 +119,10 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True
     for count in (counts[0], counts[-1], *counts[1:-1]):
         center = axis_points * (scaled(count) - scaled(left)) / (scaled(right) - scaled(left))
         width = DIGIT_POINTS * (len(f"{count:,}") + 1)
-        if all(abs(center - other) >= (width + other_width) / 2 for other, other_width in labels.values()):
+        if all(
+            abs(center - other) >= (width + other_width) / 2
+            for other, other_width in labels.values()
+        ):
             labels[count] = (center, width)
     axes.set_xticks([*labels], [f"{count:,}" for count in labels])
     axes.set_xticks(counts, [""] * len(counts), minor=True)
@@ -127,18 +138,25 @@ def log_axis(axes: Axes) -> None:
 
 
 def page(title: str, markdown: str, folder: Path) -> str:
-    """Render Markdown as a self-contained HTML page, with its pictures, `![](name.png)` in the folder, embedded."""
+    """Render Markdown as a self-contained HTML page, with its pictures, `![](name.png)` in the
+    folder, embedded."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
-        raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
+        raise UserError(
+            "HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'"
+        ) from None
 
     def embedded(match: re.Match[str]) -> str:
         return f'src="data:image/png;base64,{b64encode(read_bytes(folder / match[1])).decode()}"'
 
     body = MarkdownIt("js-default", {"html": False}).disable(["link", "autolink"]).render(markdown)
-    body = body.replace("‹", "&lt;")  # `plain_text` replaced it for viewers of Markdown, which may take tags
-    return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", re.sub(r'src="([\w-]+\.png)"', embedded, body))
+    body = body.replace(
+        "‹", "&lt;"
+    )  # `plain_text` replaced it for viewers of Markdown, which may take tags
+    return _PAGE.replace("TITLE", html.escape(title)).replace(
+        "BODY", re.sub(r'src="([\w-]+\.png)"', embedded, body)
+    )
 
 
 _PAGE = """<!doctype html>

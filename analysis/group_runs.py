@@ -1,6 +1,8 @@
-"""Group runs into repeats and series. Repeats have the same configuration, code and hardware; a series is their scales.
+"""Group runs into repeats and series. Repeats have the same configuration, code and hardware; a
+series is their scales.
 
-Runs that differ in anything else form separate series, named by the difference (`gradient_sync=deepspeed`).
+Runs that differ in anything else form separate series, named by the difference
+(`gradient_sync=deepspeed`).
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ IGNORED_SETTINGS = (
     "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
     "optimizer.params.lr", "scheduler.", "clap.bench.windows", "clap.bench.breakdown_steps",
 )  # fmt: skip
-"""Settings that may differ between repeats: names, paths, seeds, the learning rate, for how long is measured, and batches,
-which are compared separately. Only the last part of a path counts."""
+"""Settings that may differ between repeats: names, paths, seeds, the learning rate, for how long is
+measured, and batches, which are compared separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
 _FOLDERS = re.compile(r'(?<![^\s",\[])[^\s",\[]*/')
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
-    """Fill in `scaling` and `variant`, which identify a series with model, GPU, precision and caption length. Rows of tables
-    that state their scaling stay as they are."""
+    """Fill in `scaling` and `variant`, which identify a series with model, GPU, precision and
+    caption length. Rows of tables that state their scaling stay as they are."""
     found = [run for run in runs if run.scaling]
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         if not run.scaling:
-            groups[run.model, run.device, run.precision, run.context_length or 0, run.variant].append(run)
+            groups[
+                run.model, run.device, run.precision, run.context_length or 0, run.variant
+            ].append(run)
     for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):
             found += _with_scaling(alike, ", ".join(filter(None, (str(given), settings))))
@@ -40,19 +44,26 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
 
 
 def _with_scaling(runs: Sequence[Run], variant: str) -> Iterator[Run]:
-    """Runs of one batch per GPU are weak scaling, of one global batch strong. Otherwise each batch per GPU is a series."""
+    """Runs of one batch per GPU are weak scaling, of one global batch strong. Otherwise each batch
+    per GPU is a series."""
     batches = {run.batch_per_gpu for run in runs if run.batch_per_gpu}
-    is_mixed, is_strong = len(batches) > 1, len({global_batch(run) for run in runs if run.batch_per_gpu}) == 1
+    is_mixed, is_strong = (
+        len(batches) > 1,
+        len({global_batch(run) for run in runs if run.batch_per_gpu}) == 1,
+    )
     for run in runs:
         batch, name = run.batch_per_gpu if is_mixed else max(batches, default=None), variant
         if is_mixed and not is_strong:
             name = ", ".join(filter(None, (variant, f"batch per GPU {batch or 'not stated'}")))
         scaling = "strong" if is_mixed and is_strong else "weak" if batches else ""
-        yield replace(run, variant=name, batch_per_gpu=batch, scaling=scaling)  # a failed run may not state its batch
+        yield replace(
+            run, variant=name, batch_per_gpu=batch, scaling=scaling
+        )  # a failed run may not state its batch
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Group runs of the same settings, code and hardware; name groups by as few differences as distinguish them."""
+    """Group runs of the same settings, code and hardware; name groups by as few differences as
+    distinguish them."""
     if len(group) == 1:
         return [("", [*group])]
     import pandas as pd
@@ -62,18 +73,31 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     if len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
         facts = facts.drop(columns=ACCUMULATION)  # implied by the scale
     titles = pd.Series([""] * len(group))
-    for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # measurement settings matter least
+    for name in sorted(
+        facts, key=lambda name: name.startswith("clap.bench.")
+    ):  # measurement settings matter least
         longer = titles + f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
         titles = longer if longer.nunique() > titles.nunique() else titles
-    return [(title[2:], [group[at] for at in places]) for title, places in titles.groupby(titles).indices.items()]
+    return [
+        (title[2:], [group[at] for at in places])
+        for title, places in titles.groupby(titles).indices.items()
+    ]
 
 
 def _facts(run: Run) -> dict[str, str]:
     """Return settings, code and hardware as text by dotted names, settings first."""
-    found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
+    found = {
+        name: value
+        for name, value in flatten(run.config).items()
+        if not name.startswith(IGNORED_SETTINGS)
+    }
     found[ACCUMULATION] = run.accumulation
     known = {**(run.environment.get("versions") or {}), **run.environment}
-    found |= {name: known[name] for name in ("clap_ds", "torch", "deepspeed", "cpu_kernels") if known.get(name)}
+    found |= {
+        name: known[name]
+        for name in ("clap_ds", "torch", "deepspeed", "cpu_kernels")
+        if known.get(name)
+    }
     if commit := str(known.get("git_commit") or ""):
         found["commit"] = commit[:12] + commit[40:]
     if devices := known.get("device_names"):

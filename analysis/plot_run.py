@@ -4,8 +4,8 @@ Examples:
     clap-ds plot --curves runs/my_run-… --output run.png
     clap-ds plot --curves runs/first-… runs/second-… --output both.svg
 
-For a benchmark: throughput, step times and their breakdown. For training: curves, which include the steps before a resume;
-several runs share the axes.
+For a benchmark: throughput, step times and their breakdown. For training: curves, which include the
+steps before a resume; several runs share the axes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ EVALUATED = 4
 
 
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
-    """Draw one benchmark run, or any number of training runs, in the format of `output`'s suffix. UserError if these aren't
-    run directories with timed steps."""
-    is_training = len(directories) > 1 or read_json(directories[0], "summary").get("command") == "train"
+    """Draw one benchmark run, or any number of training runs, in the format of `output`'s suffix.
+    UserError if these aren't run directories with timed steps."""
+    is_training = (
+        len(directories) > 1 or read_json(directories[0], "summary").get("command") == "train"
+    )
     (draw_training(directories) if is_training else draw_benchmark(directories[0])).save(output)
 
 
@@ -62,7 +64,9 @@ def draw_benchmark(directory: Path) -> Picture:
         step_ms = 1000 * _columns(read_steps(directory, phase), "time_s")["time_s"]
         times.plot(step_ms, look, color=COLORS[2 * (phase == "warmup")], markersize=3, label=label)
     median_ms = 1000 * run.step_time_s
-    times.axhline(median_ms, color="black", linewidth=0.8, linestyle="--", label=f"median {median_ms:,.0f} ms")
+    times.axhline(
+        median_ms, color="black", linewidth=0.8, linestyle="--", label=f"median {median_ms:,.0f} ms"
+    )
     times.set(xlabel="step", ylabel="step time (ms)", ylim=(0, 1.1 * times.dataLim.ymax))
     times.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     if run.breakdown_s:
@@ -82,10 +86,23 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a horizontal bar per scale in ms; the legend shows the last scale's shares."""
     import pandas as pd
 
-    parts = 1000 * pd.DataFrame([row.breakdown_s for row in rows], [str(row.gpus) for row in rows]).fillna(0.0)
-    colors, shares = [PART_COLORS[part] for part in parts], 100 * parts.iloc[-1] / parts.iloc[-1].sum()
+    parts = 1000 * pd.DataFrame(
+        [row.breakdown_s for row in rows], [str(row.gpus) for row in rows]
+    ).fillna(0.0)
+    colors, shares = (
+        [PART_COLORS[part] for part in parts],
+        100 * parts.iloc[-1] / parts.iloc[-1].sum(),
+    )
     parts.columns = [f"{part.replace('_', ' ')} {share:.1f}%" for part, share in shares.items()]
-    parts.plot.barh(ax=axes, stacked=True, width=0.8, color=colors, edgecolor="white", linewidth=0.4, legend=False)
+    parts.plot.barh(
+        ax=axes,
+        stacked=True,
+        width=0.8,
+        color=colors,
+        edgecolor="white",
+        linewidth=0.4,
+        legend=False,
+    )
     axes.invert_yaxis()
     axes.set(ylabel=f"{rows[0].unit}s", xlabel="ms per step")
     picture.name_below(axes, columns=4)
@@ -99,9 +116,13 @@ def draw_training(directories: Sequence[Path]) -> Picture:
     for directory, color in zip(directories, cycle(COLORS), strict=False):
         summary = read_json(directory, "summary")
         history = summary.get("history") if summary.get("resumed_at_step") else None
-        steps = _columns(read_steps(directory, "train", history=history), *CURVES, "samples", "time_s")
+        steps = _columns(
+            read_steps(directory, "train", history=history), *CURVES, "samples", "time_s"
+        )
         if steps.empty:
-            raise UserError(f"{directory}: no training steps in this run (state {summary.get('state')!r})")
+            raise UserError(
+                f"{directory}: no training steps in this run (state {summary.get('state')!r})"
+            )
         steps["speed"] = steps["samples"].diff() / steps["time_s"]
         means = steps.rolling(min(SMOOTHED, max(len(steps) // 10, 1))).mean()
         for axes, name in zip(curves, CURVES, strict=True):
@@ -109,7 +130,9 @@ def draw_training(directories: Sequence[Path]) -> Picture:
         lines = read_steps(directory, "evaluation", history=history)
         _draw_evaluations(evaluation, lines, {"color": color} if len(directories) > 1 else {})
         names = ("preset", "world_size", "device_name", "precision", "global_batch", "state")
-        preset, ranks, device, precision, batch, state = (summary.get(name) or "?" for name in names)
+        preset, ranks, device, precision, batch, state = (
+            summary.get(name) or "?" for name in names
+        )
         title = f"{directory.name}: {preset} on {ranks} × {device}, {precision}, global batch {batch}, {state}"
         titles.append(f"{title}: {steps['samples'].max():,.0f} samples")
     picture.title("\n".join(titles))
@@ -129,9 +152,14 @@ def _columns(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["step", *columns]).set_index("step").astype(float)
 
 
-def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: Mapping[str, str]) -> None:
-    """Draw up to `EVALUATED` metrics, in their own colors unless the run has one, and chance levels as dotted lines."""
-    names = dict.fromkeys(name for line in lines for name in line if name.endswith(("_r1", "_top1", "_map")))
+def _draw_evaluations(
+    axes: Axes, lines: Sequence[Mapping[str, Any]], color: Mapping[str, str]
+) -> None:
+    """Draw up to `EVALUATED` metrics, in their own colors unless the run has one, and chance levels
+    as dotted lines."""
+    names = dict.fromkeys(
+        name for line in lines for name in line if name.endswith(("_r1", "_top1", "_map"))
+    )
     for name, style in zip([*names][:EVALUATED], SERIES_STYLES, strict=False):
         look: dict[str, Any] = {**style, "markersize": 3, "linestyle": "-", **color}
         axes.plot(_columns(lines, name)[name].dropna(), label=name.replace("_", " "), **look)

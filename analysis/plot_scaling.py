@@ -1,9 +1,10 @@
-"""Plot scaling efficiency and samples/s of runs and tables against the number of GPUs, with the ideal line.
+"""Plot scaling efficiency and samples/s of runs and tables against the number of GPUs, with the
+ideal line.
 
 Examples:
-    clap-ds plot runs/sweeps/htsat_tiny-… --output scaling.png
-    clap-ds plot analysis/published/*.csv --output published.png
-    clap-ds plot --curves runs/my_run-… --output curves.png      losses and speed of a run, not its scaling
+    clap-ds plot runs/sweeps/htsat_tiny-… --output scaling.png clap-ds plot analysis/published/*.csv
+    --output published.png clap-ds plot --curves runs/my_run-… --output curves.png      losses and
+    speed of a run, not its scaling
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
 
 def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
     """Return each series' rows with a rate, by title. UserError if there are none."""
-    found = by_series([row for row in scaling_table(read_runs(options.inputs, options)) if row.rate])
+    found = by_series(
+        [row for row in scaling_table(read_runs(options.inputs, options)) if row.rate]
+    )
     if not found:
         raise UserError(f"{', '.join(map(str, options.inputs))}: no row has a rate")
     return {rows[0].title: rows for rows in found}
 
 
 def answer(rows: Sequence[Scale]) -> str:
-    """Summarize a series at its largest scale: `87.3 ± 0.6% efficiency on 512 GPUs: …`. `rows`: with a rate."""
+    """Summarize a series at its largest scale: `87.3 ± 0.6% efficiency on 512 GPUs: …`. `rows`:
+    with a rate."""
     first, last = (pick(rows, key=lambda row: (row.gpus, row.nodes)) for pick in (min, max))
     rate = f"{last.cell('samples_per_s_per_gpu')} samples/s/{last.unit}"
     if first.gpus == last.gpus:
@@ -56,19 +60,25 @@ def answer(rows: Sequence[Scale]) -> str:
 def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
     """Split titles of series into their distinguishing and their common parts."""
     first, *others = parts = [title.split(", ") for title in titles]
-    common = [part for part in first if all(part in other for other in others)] if others else first[1:]
-    return [", ".join(part for part in each if part not in common) or each[0] for each in parts], ", ".join(common)
+    common = (
+        [part for part in first if all(part in other for other in others)] if others else first[1:]
+    )
+    return [
+        ", ".join(part for part in each if part not in common) or each[0] for each in parts
+    ], ", ".join(common)
 
 
 def name_series(rows: Sequence[Scale]) -> str:
-    """Return the title of a series, which begins with the source if it is a table of `published/`."""
+    """Return the title of a series, which begins with the source if it is a table of
+    `published/`."""
     files = {Path(run.source).stem for row in rows for run in row.runs}
     is_published = bool(files) and files <= PUBLISHED_TABLES.keys()
     return f"{PUBLISHED_BY}, {rows[0].title}" if is_published else rows[0].title
 
 
 def _looks() -> Iterator[Mapping[str, Any]]:
-    """Yield the looks of series: hollow markers, which show the points below them, and filled ones from the seventh on."""
+    """Yield the looks of series: hollow markers, which show the points below them, and filled ones
+    from the seventh on."""
     for style in SERIES_STYLES:
         yield {**style, "markerfacecolor": "none"}
     yield from cycle(SERIES_STYLES)
@@ -76,7 +86,8 @@ def _looks() -> Iterator[Mapping[str, Any]]:
 
 @styled()
 def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
-    """Draw efficiency with the 95% band of the fitted growth, and samples/s of all GPUs beside the ideal line.
+    """Draw efficiency with the 95% band of the fitted growth, and samples/s of all GPUs beside the
+    ideal line.
 
     The legend has the values at each curve's largest scale. Bars are the ± of repeats.
     """
@@ -99,10 +110,16 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
         look = {**style, "linestyle": "-", "elinewidth": 0.8}
         label = fill("; ".join([f"{name}, {answer(rows)}", *list_doubts(rows)]), 110)
         efficiency.errorbar(
-            gpus[: len(compared)], percents, percent_errors if any(percent_errors) else None, label=label, **look
+            gpus[: len(compared)],
+            percents,
+            percent_errors if any(percent_errors) else None,
+            label=label,
+            **look,
         )
         throughput.errorbar(gpus, totals, total_errors if any(total_errors) else None, **look)
-        throughput.plot([0, gpus[-1]], [0, baseline_rate * gpus[-1]], **{**IDEAL, "color": style["color"]})
+        throughput.plot(
+            [0, gpus[-1]], [0, baseline_rate * gpus[-1]], **{**IDEAL, "color": style["color"]}
+        )
         if len(curves) <= FEW_SERIES:
             is_banded |= shade_fit(efficiency, rows, style["color"])
     all_rows = [row for rows in curves.values() for row in rows]
@@ -126,7 +143,8 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
 
 
 def shade_fit(axes: Axes, rows: Sequence[Scale], color: str) -> bool:
-    """Shade the 95% band of the law fitted to a series. Return whether it has one, for which it needs three scales."""
+    """Shade the 95% band of the law fitted to a series. Return whether it has one, for which it
+    needs three scales."""
     try:
         series = series_of(rows)
     except UserError:
@@ -140,13 +158,16 @@ def shade_band(axes: Axes, series: Series, node_counts: Sequence[int], color: st
         lows, highs = zip(*bands.values(), strict=True)
         gpus = [nodes * series.gpus_per_node for nodes in bands]
         axes.fill_between(gpus, lows, highs, color=color, alpha=0.18, linewidth=0)
-        axes.plot(gpus, lows, ":", gpus, highs, ":", color=color, linewidth=0.4)  # edges, if bands overlap
+        axes.plot(
+            gpus, lows, ":", gpus, highs, ":", color=color, linewidth=0.4
+        )  # edges, if bands overlap
     return bool(bands)
 
 
 @styled()
 def draw_projection(found: Sequence[Series]) -> Picture:
-    """Draw measured efficiency and the projection: solid within measured scales, dashed with its band beyond them."""
+    """Draw measured efficiency and the projection: solid within measured scales, dashed with its
+    band beyond them."""
     picture = Picture((2.6,))
     (axes,) = picture.panels
     names, common = short_names([series.title for series in found])
@@ -162,19 +183,29 @@ def draw_projection(found: Sequence[Series]) -> Picture:
         axes.plot(gpus[:last], points, label=f"{name}, measured", **{**style, "linestyle": "none"})
         fitted = series.percents(counts)
         axes.plot(gpus[:last], fitted[:last], color=color, label=f"{name}, fitted")
-        label = fill(f"{name}, projected: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}{series.relative}", 50)
+        label = fill(
+            f"{name}, projected: {fitted[-1]:.1f}% on {gpus[-1]:,} {units}{series.relative}", 50
+        )
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
         is_banded |= shade_band(axes, series, counts[last - 1 :], color)
     gpu_axis(axes, all_gpus, units)
     axes.set_ylabel("scaling efficiency (%)")
-    picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band" if is_banded else ""])))
+    picture.name_below(
+        axes, 2, "; ".join(filter(None, [common, "shaded: 95% band" if is_banded else ""]))
+    )
     return picture
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FILE", help="write this picture, also as .pdf and .svg")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="write this picture, also as .pdf and .svg",
+    )
     add(
         "--curves",
         action="store_true",

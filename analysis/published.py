@@ -1,7 +1,8 @@
 """LAION's published results of CLAP training on Jupiter (`published/*.csv`), and their conventions.
 
-MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16 peak. The forward cost is that
-of 514 text tokens for all caption lengths. Peaks of other GPUs come from a run's record or the user.
+MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16
+peak. The forward cost is that of 514 text tokens for all caption lengths. Peaks of other GPUs come
+from a run's record or the user.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from clap_ds.config.model_names import preset_names
 
 PUBLISHED_BY = "LAION's published runs"
 PUBLISHED_DIR = Path(__file__).with_name("published")
-FORWARD_GFLOPS: Mapping[str, float] = {"htsat_tiny_roberta_base": 111.20, "htsat_base_roberta_base": 130.09}
+FORWARD_GFLOPS: Mapping[str, float] = {
+    "htsat_tiny_roberta_base": 111.20,
+    "htsat_base_roberta_base": 130.09,
+}
 GH200_PEAK_TFLOPS = 989.0
 PUBLISHED_CONTEXT_LENGTH = 77
 _SETUP = {
@@ -28,7 +32,8 @@ PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def training_gflops(model: str, context_length: int) -> float | None:
-    """Return GFLOPs per sample of a preset's forward and backward pass with padded captions; None for other models."""
+    """Return GFLOPs per sample of a preset's forward and backward pass with padded captions; None
+    for other models."""
     if model not in preset_names():
         return None
     from clap_ds.config.model import load_preset  # imports pydantic, which tables don't need
@@ -39,6 +44,7 @@ def training_gflops(model: str, context_length: int) -> float | None:
 
 
 def published_mfu_percent(model: str, rate: float, peak_tflops: float | None) -> float | None:
-    """Return MFU in the published convention at `rate` samples/s/GPU; None if the model's cost or the peak is unknown."""
+    """Return MFU in the published convention at `rate` samples/s/GPU; None if the model's cost or
+    the peak is unknown."""
     gflops = FORWARD_GFLOPS.get(model)
     return 100 * gflops * 3 * rate / (peak_tflops * 1000) if gflops and peak_tflops else None

@@ -40,20 +40,31 @@ def is_record(path: Path) -> bool:
 
 def read_record(path: Path) -> Run:
     """Read a run directory. UserError if a file is damaged or all are missing."""
-    summary, config, environment = (read_json(path, name) for name in ("summary", "config", "environment"))
+    summary, config, environment = (
+        read_json(path, name) for name in ("summary", "config", "environment")
+    )
     if not (summary or config or environment):
         raise UserError(f"{path}: no summary.json, config.json or environment.json")
     try:
         return checked(_run(path, summary, config, environment), str(path))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: its files don't follow clap_ds/run_records/metrics_schema.py ({error})") from None
+        raise UserError(
+            f"{path}: its files don't follow clap_ds/run_records/metrics_schema.py ({error})"
+        ) from None
 
 
-def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
+def _run(
+    path: Path,
+    summary: Mapping[str, Any],
+    config: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> Run:
     summary = {name: value for name, value in summary.items() if value is not None}
     clap = config.get("clap") or {}
     known = {**config, **clap, **(clap.get("model") or {}), **environment, **summary}
-    rates, parts, step = (summary.get(name, {}) for name in ("samples_per_s_per_gpu", "breakdown_s", "step_time_s"))
+    rates, parts, step = (
+        summary.get(name, {}) for name in ("samples_per_s_per_gpu", "breakdown_s", "step_time_s")
+    )
     accumulation = known.get("gradient_accumulation_steps") or 1
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
     batch = micro_batch and micro_batch * accumulation
@@ -64,7 +75,13 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     name = known.get("preset") or ""
     name = FORMER_PRESETS.get(name, name) if summary and summary.get("schema", 0) < 4 else name
     fields: dict[str, Any] = {f"{part}_s": parts.get(part) for part in STEP_PHASES}
-    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops", *ENERGY):
+    for column in (
+        "achieved_tflops",
+        "data_wait_percent",
+        "mfu_model_percent",
+        "peak_tflops",
+        *ENERGY,
+    ):
         fields[column] = summary.get(column)
     for column in ("error", "precision", "finished"):
         fields[column] = summary.get(column, "")
@@ -80,7 +97,8 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
+    """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if
+    damaged."""
     file = path / f"{name}.json"
     content = files.read_object(file, allow_nan=True) if file.is_file() else {}
     content = current(content) if name == "summary" else content
@@ -90,7 +108,8 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _find_wrong_type(value: Any, expected: Any, place: str) -> str:
-    """Return which part of a JSON value isn't of its type in a schema; empty if all are. Anything may be null."""
+    """Return which part of a JSON value isn't of its type in a schema; empty if all are. Anything
+    may be null."""
     kind = get_origin(expected) or expected
     arguments = get_args(expected)
     if kind is UnionType:  # with None
@@ -114,7 +133,8 @@ def _find_wrong_type(value: Any, expected: Any, place: str) -> str:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file's lines, without unreadable lines, such as the last one of a killed host."""
+    """Yield the objects in a file's lines, without unreadable lines, such as the last one of a
+    killed host."""
     with contextlib.suppress(OSError):
         for text in files.read_lines(path):
             with contextlib.suppress(ValueError):
@@ -123,9 +143,12 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_steps(path: Path, *phases: str, history: str | None = None) -> list[dict[str, Any]]:
-    """Return lines of these phases (`StepLine`) in a `history.jsonl`, if there is one at this path, else in `metrics.jsonl`."""
+    """Return lines of these phases (`StepLine`) in a `history.jsonl`, if there is one at this path,
+    else in `metrics.jsonl`."""
     file = Path(str(history))
-    if file.name != "history.jsonl" or not file.is_file():  # a summary of others could name any file
+    if (
+        file.name != "history.jsonl" or not file.is_file()
+    ):  # a summary of others could name any file
         file = path / "metrics.jsonl"
     phases += tuple(old for old, name in FORMER_PHASES.items() if name in phases)
     lines = (_numbers_of(line) for line in json_lines(file) if line.get("phase") in phases)

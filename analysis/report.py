@@ -1,4 +1,5 @@
-"""Write a report about runs, as one HTML page and as Markdown, with the results of the other commands in this folder.
+"""Write a report about runs, as one HTML page and as Markdown, with the results of the other
+commands in this folder.
 
 Examples:
     clap-ds report runs/sweeps/htsat_tiny-… --output report
@@ -42,20 +43,31 @@ def efficiencies(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     yield scaling.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield figure(folder / "scaling.png", "Scaling efficiency, and total samples/s beside the ideal line", picture)
+        yield figure(
+            folder / "scaling.png",
+            "Scaling efficiency, and total samples/s beside the ideal line",
+            picture,
+        )
 
 
 def step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     """Yield tables of batch, seconds per step and its parts, at every scale of each series."""
     yield "Parts are from an instrumented pass after the timed one, which synchronizes between them."
     for number, members in enumerate(by_series(rows), start=1):
-        columns = {**STEP_COLUMNS, **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES}}
+        columns = {
+            **STEP_COLUMNS,
+            **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES},
+        }
         yield f"### {members[0].title}"
         header = [name.replace("GPU", members[0].unit) for name in columns]
-        yield markdown_table(header, [[row.cell(column) for column in columns.values()] for row in members])
+        yield markdown_table(
+            header, [[row.cell(column) for column in columns.values()] for row in members]
+        )
         if any(row.breakdown_s for row in members):
             caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
-            yield figure(folder / f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))
+            yield figure(
+                folder / f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members)
+            )
 
 
 def projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
@@ -69,14 +81,20 @@ def projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
             continue
         yield re.sub("^##", "###", extrapolate.render(series), flags=re.MULTILINE)
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, in the band described above"
-        yield figure(folder / f"projection-{number}.png", caption, plot_scaling.draw_projection([series]))
+        yield figure(
+            folder / f"projection-{number}.png", caption, plot_scaling.draw_projection([series])
+        )
 
 
 def summary(rows: Sequence[Scale]) -> Iterator[str]:
     """Yield each series' throughput and scaling."""
     for members in by_series(rows):
         measured = [row for row in members if row.rate]
-        found = plot_scaling.answer(measured) if measured else f"No rate was measured ({plain_text(members[0].state)})"
+        found = (
+            plot_scaling.answer(measured)
+            if measured
+            else f"No rate was measured ({plain_text(members[0].state)})"
+        )
         yield f"- **{members[0].title}**: {found}."
 
 
@@ -93,15 +111,20 @@ def provenance(runs: Sequence[Run]) -> Iterator[str]:
         })  # fmt: skip
         if command := known.get("command"):
             commands[f"- Command: `{plain_text(shlex.join(redacted_all(command)))}`"] = None
-    yield markdown_table(lines[0], [[str(value or "") for value in line.values()] for line in lines])
+    yield markdown_table(
+        lines[0], [[str(value or "") for value in line.values()] for line in lines]
+    )
     yield "\n".join(commands)
 
 
 def stragglers(runs: Sequence[Run]) -> str:
-    """Return a table of the ranks that were slow at the end of their run; empty if there are none."""
+    """Return a table of the ranks that were slow at the end of their run; empty if there are
+    none."""
     names = list(Straggler.__annotations__)
     found = [
-        (run.name, slow) for run in runs for slow in read_json(Path(run.source), "summary").get("stragglers") or ()
+        (run.name, slow)
+        for run in runs
+        for slow in read_json(Path(run.source), "summary").get("stragglers") or ()
     ]
     rows = [[name, *(str(slow.get(column, "")) for column in names)] for name, slow in found]
     return markdown_table(["run", *names], rows)
@@ -110,7 +133,9 @@ def stragglers(runs: Sequence[Run]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
     output_help = "write report.html, report.md, table.csv and pictures to this folder"
-    parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=output_help)
+    parser.add_argument(
+        "--output", type=Path, default=Path("report"), metavar="FOLDER", help=output_help
+    )
     options = parser.parse_args(argv)
     runs, folder = read_runs(options.inputs, options), options.output
     rows = scaling.scaling_table(runs)

@@ -28,9 +28,9 @@ _NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d{1,9})(?![a-z0-9])")
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     """Read the runs of run directories, logs, folders of them (such as sweeps) and CSV tables.
 
-    `given`: options of `input_parser`, for what inputs don't state. An input without runs causes a warning, as does a log in a
-    folder without run directories. A log is ignored if
-    its run directory is also an input. UserError if no input has a run.
+    `given`: options of `input_parser`, for what inputs don't state. An input without runs causes a
+    warning, as does a log in a folder without run directories. A log is ignored if its run
+    directory is also an input. UserError if no input has a run.
     """
     problems, runs = dict[Path, str](), list[Run]()
     try:
@@ -44,7 +44,8 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
             problems[source] = str(error)
     if not runs:
         raise UserError(
-            "; ".join(problems.values()) or f"{', '.join(map(str, paths))}: found neither run directories nor logs"
+            "; ".join(problems.values())
+            or f"{', '.join(map(str, paths))}: found neither run directories nor logs"
         )
     records = {run.name for run in runs if run.kind == "record"}
     for source, problem in problems.items():
@@ -54,15 +55,17 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
 
 
 def _drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Return runs once, with a note on their copies: records of the same end and windows, logs of the same words, and tables
-    of the same rows."""
+    """Return runs once, with a note on their copies: records of the same end and windows, logs of
+    the same words, and tables of the same rows."""
     copies: dict[tuple[object, ...], list[list[Run]]] = {}
     for source, members in groupby(runs, attrgetter("source")):
         rows = [*members]  # several of a table, else one
         run = rows[0]
         identity: object = str([replace(row, source="") for row in rows])
         if run.kind == "record":
-            identity = (run.finished, run.windows, run.rate) if run.finished or run.windows else source
+            identity = (
+                (run.finished, run.windows, run.rate) if run.finished or run.windows else source
+            )
         elif run.kind == "log":
             words = hashlib.sha256()
             for line in read_log_lines(Path(source)):  # editors and transfers change line ends
@@ -91,13 +94,22 @@ def _inputs_in(path: Path) -> Iterator[Path]:
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if is_record(path):
         return [read_record(path)]
-    return read_table_runs(path) if path.suffix.lower() in (".csv", ".tsv") else [_read_log(path, given)]
+    return (
+        read_table_runs(path)
+        if path.suffix.lower() in (".csv", ".tsv")
+        else [_read_log(path, given)]
+    )
 
 
 def _read_log(path: Path, given: argparse.Namespace) -> Run:
-    """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `n2-gpus8.log`, `nodes_4/slurm.out`."""
-    counts = _NAMED.findall(path.name.lower()) or _NAMED.findall(path.absolute().parent.name.lower())
-    named = {"gpus" if unit.startswith("g") else "nodes": int(count) for unit, count in reversed(counts)}
+    """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`,
+    `n2-gpus8.log`, `nodes_4/slurm.out`."""
+    counts = _NAMED.findall(path.name.lower()) or _NAMED.findall(
+        path.absolute().parent.name.lower()
+    )
+    named = {
+        "gpus" if unit.startswith("g") else "nodes": int(count) for unit, count in reversed(counts)
+    }
     if given.nodes or given.gpus:
         named = {}
     nodes = given.nodes or named.get("nodes", 0)
@@ -106,7 +118,10 @@ def _read_log(path: Path, given: argparse.Namespace) -> Run:
     run = read_log(path, gpus, given.batch_per_gpu or 0)
     if run.nodes or not named or (run.gpus and "nodes" not in named):  # the log states more
         return run
-    return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
+    return noted(
+        replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus),
+        "scale by the log's name",
+    )
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
@@ -138,7 +153,9 @@ def _with_mfu(run: Run, context_length: int) -> Run:
         return run
     tflops = run.rate * gflops / 1000
     mfu = 100 * tflops / run.peak_tflops if run.peak_tflops else None
-    return replace(run, achieved_tflops=tflops, mfu_model_percent=mfu, context_length=context_length)
+    return replace(
+        run, achieved_tflops=tflops, mfu_model_percent=mfu, context_length=context_length
+    )
 
 
 def _by_deepspeed(run: Run) -> Run:
@@ -153,21 +170,41 @@ def _by_deepspeed(run: Run) -> Run:
 
 
 def input_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command that reads runs: `inputs`, and values for what they don't state."""
+    """Return the parser of a command that reads runs: `inputs`, and values for what they don't
+    state."""
     parser = make_parser(doc)
     add = parser.add_argument
-    add("inputs", nargs="+", type=Path, metavar="INPUT", help="run directories, logs, folders of them, sweeps, tables")
+    add(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help="run directories, logs, folders of them, sweeps, tables",
+    )
     rate = "use the throughput that this project measured, or that of DeepSpeed's timer"
-    add("--rate", type=_parse_rate, choices=("measured", "deepspeed"), default="measured", help=rate)
+    add(
+        "--rate", type=_parse_rate, choices=("measured", "deepspeed"), default="measured", help=rate
+    )
     add = parser.add_argument_group("for inputs that don't state it").add_argument
     add("--nodes", type=whole_number(), metavar="N", help="set the number of nodes")
     add("--gpus", type=whole_number(), metavar="N", help="set the total number of GPUs")
-    add("--gpus_per_node", type=whole_number(), metavar="N", help="set GPUs per node, instead of nodes or GPUs")
+    add(
+        "--gpus_per_node",
+        type=whole_number(),
+        metavar="N",
+        help="set GPUs per node, instead of nodes or GPUs",
+    )
     add("--batch_per_gpu", type=whole_number(), metavar="N", help="set samples per step and GPU")
     model = "set the model of logs: a preset or a published name, such as HTSAT-tiny-Roberta-base"
     add("--model", type=preset_of, metavar="NAME", help=model)
     tokens = "set the caption length of logs in tokens, for TFLOPS and MFU"
-    add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, metavar="N", help=tokens)
+    add(
+        "--context_length",
+        type=whole_number(),
+        default=PUBLISHED_CONTEXT_LENGTH,
+        metavar="N",
+        help=tokens,
+    )
     peak = "set the dense peak of one GPU in TFLOPS, or its name, such as H200, for MFU"
     add("--peak_tflops", type=peak_argument, metavar="TFLOPS", help=peak)
     return parser

@@ -1,4 +1,5 @@
-"""Compute the scaling table of runs: one row per model and scale, with efficiency, MFU, uncertainty and causes of loss.
+"""Compute the scaling table of runs: one row per model and scale, with efficiency, MFU, uncertainty
+and causes of loss.
 
 Examples:
     clap-ds scaling runs/sweeps/htsat_tiny-… --csv table.csv
@@ -21,7 +22,17 @@ from clap_ds.analysis import time_to_target
 from clap_ds.analysis.aggregate import combine_repeats, run_spreads
 from clap_ds.analysis.group_runs import split_series
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, plain_text, relative_to, write_csv
+from clap_ds.analysis.table import (
+    Row,
+    Run,
+    Scale,
+    by_series,
+    markdown_table,
+    noted,
+    plain_text,
+    relative_to,
+    write_csv,
+)
 from clap_ds.analysis.time_to_target import target_argument
 from clap_ds.config.errors import run_alone
 
@@ -43,7 +54,9 @@ def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     """Return one row per series (`group_runs.py`) and scale, in ascending order of scale."""
     scale = attrgetter("nodes", "gpus")
     series = by_series(split_series(runs))
-    scales = [[*found] for members in series for _, found in groupby(sorted(members, key=scale), scale)]
+    scales = [
+        [*found] for members in series for _, found in groupby(sorted(members, key=scale), scale)
+    ]
     rows = map(combine_repeats, scales, run_spreads(scales))
     return [row for members in by_series([*rows]) for row in _with_efficiencies(members)]
 
@@ -69,7 +82,9 @@ def _with_efficiency(row: Scale, baseline: Scale, share: float) -> Scale:
     )  # fmt: skip
     # Without a ±, up to two points are attributed to chance.
     if row.gpus > baseline.gpus and 100 * share - 100 > (error or 2.0):
-        return noted(row, "efficiency above 100% by more than its ±: the baseline's rate is doubtful")
+        return noted(
+            row, "efficiency above 100% by more than its ±: the baseline's rate is doubtful"
+        )
     return row
 
 
@@ -82,7 +97,9 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
     notes: dict[str, int] = {}
     body = []
     for row in rows:
-        numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
+        numbers = [
+            notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))
+        ]
         cells = {name: row.cell(column) for name, column in _COLUMNS.items()}
         cells["state"] += "".join(f" [{number}]" for number in numbers)
         body.append(cells.values())
@@ -90,14 +107,18 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
     yield markdown_table([name.replace("GPU", rows[0].unit) for name in _COLUMNS], body)
     if relative := relative_to(rows):
         yield f"Efficiency and speed-up are {relative}."
-    if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)):
+    if spread := ", ".join(
+        dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)
+    ):
         yield f"± from: {plain_text(spread)}."
     yield from (f"[{number}] {plain_text(note)}" for note, number in notes.items())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = input_parser(__doc__)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table to this CSV file")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="also write the table to this CSV file"
+    )
     told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
     parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
     options = parser.parse_args(argv)

@@ -1,7 +1,8 @@
-"""Measured runs and rows of the scaling table, written as CSV and Markdown, and read from CSV, this project's or published.
+"""Measured runs and rows of the scaling table, written as CSV and Markdown, and read from CSV, this
+project's or published.
 
-The first columns are those of `published/*.csv`, under `FORMER_COLUMNS`. A missing value is an empty cell (CSV) or a dash
-(Markdown).
+The first columns are those of `published/*.csv`, under `FORMER_COLUMNS`. A missing value is an
+empty cell (CSV) or a dash (Markdown).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 @dataclass(frozen=True)
 class Row:
-    """One scale of one series. Field order is column order. Unknown values are None, "" or, for nodes and GPUs, 0."""
+    """One scale of one series. Field order is column order. Unknown values are None, "" or, for
+    nodes and GPUs, 0."""
 
     nodes: int = 0
     gpus: int = 0
@@ -89,7 +91,14 @@ class Row:
 
     @property
     def series(self) -> tuple[object, ...]:
-        return self.model, self.scaling, self.device, self.precision, self.context_length, self.variant
+        return (
+            self.model,
+            self.scaling,
+            self.device,
+            self.precision,
+            self.context_length,
+            self.variant,
+        )
 
     @property
     def title(self) -> str:
@@ -114,7 +123,9 @@ class Row:
     @property
     def breakdown_s(self) -> dict[str, float]:
         """Seconds per step by `STEP_PHASES` in an instrumented pass, without unmeasured parts."""
-        return {part: value for part in STEP_PHASES if (value := getattr(self, f"{part}_s")) is not None}
+        return {
+            part: value for part in STEP_PHASES if (value := getattr(self, f"{part}_s")) is not None
+        }
 
     def cell(self, column: str) -> str:
         """Return a column's text, with its ± to as many decimals; empty for None."""
@@ -137,7 +148,8 @@ class Run(Row):
     environment: Mapping[str, Any] = field(default_factory=dict)
     finished: str = ""
     rounding: float = 1e-6
-    """Half of the rate's last digit, relative to it. Repeats can't show that they differ by less."""
+    """Half of the rate's last digit, relative to it. Repeats can't show that they differ by
+    less."""
     directory: str = ""
     """The run directory that a log names."""
 
@@ -171,16 +183,23 @@ MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
 _KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
 COLUMNS = tuple(_KINDS)
-COUNTS, TEXTS = ({name for name, kind in _KINDS.items() if kind == wanted} for wanted in ("int", "str"))
+COUNTS, TEXTS = (
+    {name for name, kind in _KINDS.items() if kind == wanted} for wanted in ("int", "str")
+)
 _EXPECTED = {"str": "text", "int": "a whole number", "float": "a nonnegative number"}
 _Row = TypeVar("_Row", bound=Row)
 
 
 def checked(row: _Row, where: str) -> _Row:
-    """Return the row. UserError if a value is not of its column's type: text, a count, or a nonnegative number."""
+    """Return the row. UserError if a value is not of its column's type: text, a count, or a
+    nonnegative number."""
     for name, kind in _KINDS.items():
         value = getattr(row, name)
-        is_number = isinstance(value, int | float) and 0 <= value < MOST and (kind == "float" or value == int(value))
+        is_number = (
+            isinstance(value, int | float)
+            and 0 <= value < MOST
+            and (kind == "float" or value == int(value))
+        )
         if not (value is None or (isinstance(value, str) if kind == "str" else is_number)):
             raise UserError(f"{where}: {name} is {value!r}; expected {_EXPECTED[kind]}")
     return row
@@ -198,19 +217,27 @@ def noted(row: _Row, note: str) -> _Row:
 
 
 def relative_to(rows: Sequence[Row]) -> str:
-    """Return `relative to 2 nodes` for the rows of one series; empty if the baseline is one node."""
+    """Return `relative to 2 nodes` for the rows of one series; empty if the baseline is one
+    node."""
     nodes = next((row.baseline_nodes for row in rows if row.baseline_nodes), 1)
     return "" if nodes == 1 else f"relative to {count_of(nodes, 'node')}"
 
 
 def unit(device: str) -> str:
     """Return what a rank runs on: "GPU", or "rank" if its device is a CPU."""
-    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", device, re.IGNORECASE) else "GPU"
+    return (
+        "rank"
+        if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", device, re.IGNORECASE)
+        else "GPU"
+    )
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
-    """Format a number with at least four significant digits and `least_decimals` decimals, without exponent."""
-    return f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}" if value else "0"
+    """Format a number with at least four significant digits and `least_decimals` decimals, without
+    exponent."""
+    return (
+        f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}" if value else "0"
+    )
 
 
 def format_cell(column: str, value: Any) -> str:
@@ -222,8 +249,8 @@ def format_cell(column: str, value: Any) -> str:
 
 
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table, right-aligned for terminals, with dashes for empty cells and without empty columns; empty
-    without rows."""
+    """Return a Markdown table, right-aligned for terminals, with dashes for empty cells and without
+    empty columns; empty without rows."""
     columns = [[name, *map(plain_text, cells)] for name, *cells in zip(header, *rows, strict=True)]
     columns = [[cell or "–" for cell in column] for column in columns if any(column[1:])]
     if not columns:
@@ -235,8 +262,8 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Neutralize pictures, links and markup in untrusted text of records and logs, for Markdown and HTML. It may not begin a
-    line there."""
+    """Neutralize pictures, links and markup in untrusted text of records and logs, for Markdown and
+    HTML. It may not begin a line there."""
     text = printable(text.replace("\n", " ")).replace("](", "] (").translate(_NOT_MARKUP)
     return _TAG_START.sub("‹", text)
 
@@ -255,16 +282,18 @@ def _csv_cell(value: str | float | None) -> str | float | None:
 
 
 def find_encoding(start: bytes) -> str:
-    """Return the encoding by the mark at a file's start: UTF-16, as PowerShell writes it, or else UTF-8."""
+    """Return the encoding by the mark at a file's start: UTF-16, as PowerShell writes it, or else
+    UTF-8."""
     is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return "utf-16" if is_utf16 else "utf-8-sig"
 
 
 def read_table_runs(path: Path) -> list[Run]:
-    """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
+    """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are
+    recomputed from them.
 
-    Columns are separated by commas, tabs or semicolons; with semicolons, commas are decimal commas. UserError names the wrong
-    row or column.
+    Columns are separated by commas, tabs or semicolons; with semicolons, commas are decimal commas.
+    UserError names the wrong row or column.
     """
     try:
         content = read_bytes(path)
@@ -272,7 +301,9 @@ def read_table_runs(path: Path) -> list[Run]:
         lines = [line for line in text if not line.lstrip('"').startswith("sep=")]  # Excel's own
         header_line = next(filter(str.strip, lines), "")
         separator = next((mark for mark in ";\t" if mark in header_line), ",")
-        table = [row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)]
+        table = [
+            row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)
+        ]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, csv.Error) as error:
@@ -280,7 +311,9 @@ def read_table_runs(path: Path) -> list[Run]:
     names = table[0] if table else []
     header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, names)]
     if missing := [name for name in COLUMNS[:3] if name not in header]:
-        raise UserError(f"{path}: not a CSV table of runs: no column {', '.join(missing)}; found {', '.join(header)}")
+        raise UserError(
+            f"{path}: not a CSV table of runs: no column {', '.join(missing)}; found {', '.join(header)}"
+        )
     if repeated := [name for name in COLUMNS if header.count(name) > 1]:
         raise UserError(f"{path}: column {repeated[0]} appears twice")
     if len(table) == 1:
@@ -293,7 +326,11 @@ def read_table_runs(path: Path) -> list[Run]:
         if any(row[len(header) :]):
             raise UserError(f"{where}: more cells than the header")
         cells = zip(header, row, strict=False)
-        known = {name: _parse_cell(cell, name, separator) for name, cell in cells if name in COLUMNS and cell}
+        known = {
+            name: _parse_cell(cell, name, separator)
+            for name, cell in cells
+            if name in COLUMNS and cell
+        }
         runs.append(_run(path, where, known))
     return runs
 
@@ -314,7 +351,9 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
     run = checked(Run(**values, source=str(path), kind="table"), where)
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
-    counts: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
+    counts: dict[str, Any] = {
+        name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None
+    }
     run = replace(run, **counts)
     if run.rate:
         run = replace(run, rounding=half_digit(run.rate) / run.rate)
@@ -328,7 +367,8 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
         high = min(value + half_digit(value), (total + half_digit(total)) / run.gpus)
         if low > high:
             run = noted(
-                run, f"{total_name} {total:.12g} contradicts {name} {value:.12g} on {run.gpus} GPUs, which is used"
+                run,
+                f"{total_name} {total:.12g} contradicts {name} {value:.12g} on {run.gpus} GPUs, which is used",
             )
         elif name == "samples_per_s_per_gpu":
             run = replace(run, samples_per_s_per_gpu=(low + high) / 2)

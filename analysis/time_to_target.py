@@ -1,7 +1,7 @@
 """Compute what training runs need until an evaluation reaches a target, by scale and global batch.
 
-`clap-ds scaling RUN… --time_to zero_shot_top1=0.9` prints it. Times are of training over all starts. ± is half the 95%
-interval of repeats by Student's t.
+`clap-ds scaling RUN… --time_to zero_shot_top1=0.9` prints it. Times are of training over all
+starts. ± is half the 95% interval of repeats by Student's t.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ def at_target(run: Run, metric: str, target: float) -> dict[str, Any]:
     lines = read_steps(Path(run.source), "evaluation", history=history)
     if history:  # energy is that of each start
         lines = [{**line, "energy_kwh": None} for line in lines]
-    reached = (line for line in lines if metric in line and score(metric, line[metric]) >= score(metric, target))
+    reached = (
+        line
+        for line in lines
+        if metric in line and score(metric, line[metric]) >= score(metric, target)
+    )
     return next(reached, {})
 
 
 def render(runs: Sequence[Run], metric: str, target: float) -> str:
-    """Render a row per model, device, scale, global batch and settings. Speed-up is in time, relative to a model's and device's
-    first row that reached the target. UserError without run directories."""
+    """Render a row per model, device, scale, global batch and settings. Speed-up is in time,
+    relative to a model's and device's first row that reached the target. UserError without run
+    directories."""
     import pandas as pd
 
     records = [run for run in runs if run.kind == "record"]

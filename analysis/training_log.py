@@ -1,6 +1,8 @@
-"""Read a run from a log of one of the programs in `log_formats.py`. After a restart, only the last start counts.
+"""Read a run from a log of one of the programs in `log_formats.py`. After a restart, only the last
+start counts.
 
-The rate is total samples over total time after the warm-up, independent of the log's length and printing interval.
+The rate is total samples over total time after the warm-up, independent of the log's length and
+printing interval.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ COARSE = 0.005
 """A note states half of the last digit of rates and times if it exceeds this share of them."""
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
-"""Later ones take precedence: an out-of-memory error also prints a traceback and a nonzero exit code."""
+"""Later ones take precedence: an out-of-memory error also prints a traceback and a nonzero exit
+code."""
 
 
 @dataclass
@@ -35,7 +38,8 @@ class Progress:
 
     dialect: Dialect
     points: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
-    """After each line: what is done, in steps or samples as its position, and the time in seconds, or in proportion to it."""
+    """After each line: what is done, in steps or samples as its position, and the time in seconds,
+    or in proportion to it."""
     roundings: list[float] = field(default_factory=list)
     epoch: float = 0.0
     position: float = 0.0
@@ -56,7 +60,8 @@ class Progress:
         return position < max(self.position / 2, self.position - 2 * interval)
 
     def add(self, numbers: Mapping[str, float]) -> bool:
-        """Add the numbers of a line. Return whether it adds to what is done; otherwise it is damaged or from another rank."""
+        """Add the numbers of a line. Return whether it adds to what is done; otherwise it is
+        damaged or from another rank."""
         epoch, position = self._find_place(numbers)
         value_name = next(name for name in VALUES if name in numbers)
         value = numbers[value_name]
@@ -92,14 +97,17 @@ class Progress:
         return numbers.get("epoch", 0.0), position
 
     def rate(self, warmup: float) -> tuple[float, bool]:
-        """Return what is done per second after the warm-up and True, or if all is warm-up the running average and False.
+        """Return what is done per second after the warm-up and True, or if all is warm-up the
+          running average and False.
 
-        A log that begins late, such as a resumed run's, is warm at the line nearest to `warmup` after its first.
+        A log that begins late, such as a resumed run's, is warm at the line nearest to `warmup`
+          after its first.
         """
         first, *others = self.points[1:]
         start: tuple[float, float] = (self.dialect.untimed, 0.0)
         warm = next((point for point in self.points if point[0] >= warmup), self.points[-1])
-        # A log from the start has its first line after about one interval, or before the warm-up's end.
+        # A log from the start has its first line after about one interval, or before the warm-up's
+        # end.
         if others and (self.first_epoch or first[0] > max(2 * (others[0][0] - first[0]), warmup)):
             start = first
             warm = min(self.points, key=lambda point: abs(point[0] - first[0] - warmup))
@@ -115,7 +123,8 @@ class Log:
     given_batch: int = 0
     """Samples per step and GPU; like `given_gpus` for a log that doesn't state it."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts from lines other than progress, by their kinds in `log_formats.py`; later ones replace earlier ones."""
+    """Facts from lines other than progress, by their kinds in `log_formats.py`; later ones replace
+    earlier ones."""
     state: str = "unknown"
     progress: dict[str, Progress] = field(default_factory=dict)
     """By program: a log may have the lines of two, such as Megatron's and DeepSpeed's."""
@@ -157,11 +166,16 @@ class Log:
                     self._add_facts(numbers)
 
     def _add_facts(self, numbers: Mapping[str, float]) -> None:
-        self.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), self.facts.get("memory_gib", 0.0))
-        self.facts |= {name: int(numbers[name]) for name in ("global_batch", "gpus") if name in numbers}
+        self.facts["memory_gib"] = max(
+            numbers.get("memory_gib", 0.0), self.facts.get("memory_gib", 0.0)
+        )
+        self.facts |= {
+            name: int(numbers[name]) for name in ("global_batch", "gpus") if name in numbers
+        }
 
     def compute_rate(self, progress: Progress) -> tuple[float | None, bool]:
-        """Return samples/s/GPU, None if the log lacks what it depends on, and whether it excludes the warm-up."""
+        """Return samples/s/GPU, None if the log lacks what it depends on, and whether it excludes
+        the warm-up."""
         dialect = progress.dialect
         batch = self.global_batch
         warmup = WARMUP_STEPS * batch if dialect.states("samples") else WARMUP_STEPS
@@ -175,22 +189,29 @@ class Log:
 
 
 def read_log_lines(path: Path) -> Iterator[str]:
-    """Yield a log's lines, cut after `LONGEST_LINE` characters; "\\r" ends lines, too. Raises OSError, also for a file that
-    isn't text: one with a line of more than `MOST_BYTES` characters."""
+    """Yield a log's lines, cut after `LONGEST_LINE` characters; "\\r" ends lines, too. Raises
+    OSError, also for a file that isn't text: one with a line of more than `MOST_BYTES`
+    characters."""
     length = 0
-    with open_regular(path) as file, io.TextIOWrapper(file, find_encoding(file.peek(2)), "replace") as text:
+    with (
+        open_regular(path) as file,
+        io.TextIOWrapper(file, find_encoding(file.peek(2)), "replace") as text,
+    ):
         while piece := text.readline(LONGEST_LINE):
             if length == 0:
                 yield piece
             length = 0 if piece.endswith("\n") else length + len(piece)
             if length > MOST_BYTES:
-                raise OSError(errno.EFBIG, f"a line has more than {MOST_BYTES:,} characters", str(path))
+                raise OSError(
+                    errno.EFBIG, f"a line has more than {MOST_BYTES:,} characters", str(path)
+                )
 
 
 def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     """Read a log. UserError if there is neither a rate nor a failure.
 
-    `given_gpus`, `given_batch`: number of GPUs, and samples per step and GPU, if the log doesn't state them.
+    `given_gpus`, `given_batch`: number of GPUs, and samples per step and GPU, if the log doesn't
+    state them.
     """
     log = Log(given_gpus, given_batch)
     try:
@@ -202,9 +223,15 @@ def read_log(path: Path, given_gpus: int = 0, given_batch: int = 0) -> Run:
     if not measured and STATES.index(log.state) < 2:
         hint = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
         others = f"give results of other programs as a .csv table with the columns {', '.join(COLUMNS[:3])}"
-        raise UserError(f"{path}: no usable throughput lines of {', '.join(DIALECTS)} ({hint}); {others}")
-    # Of two programs, prefer one with more than a summary, then one whose times include the wait for data.
-    measured.sort(key=lambda progress: (len(progress.roundings) > 1, progress.dialect.counts_data_wait), reverse=True)
+        raise UserError(
+            f"{path}: no usable throughput lines of {', '.join(DIALECTS)} ({hint}); {others}"
+        )
+    # Of two programs, prefer one with more than a summary, then one whose times include the wait
+    # for data.
+    measured.sort(
+        key=lambda progress: (len(progress.roundings) > 1, progress.dialect.counts_data_wait),
+        reverse=True,
+    )
     by_timer = [progress for progress in measured if not progress.dialect.counts_data_wait]
     rate = log.compute_rate(measured[0])[0] if measured else None
     rate_by_timer = log.compute_rate(by_timer[0])[0] if by_timer else None
@@ -229,7 +256,9 @@ def _describe(log: Log, progress: Progress) -> Iterator[str]:
     if not dialect.counts_data_wait:
         # This project's timer runs from step to step.
         yield (
-            BY_TIMER if "directory" in log.facts else f"{BY_TIMER}, which excludes data loading and time between steps"
+            BY_TIMER
+            if "directory" in log.facts
+            else f"{BY_TIMER}, which excludes data loading and time between steps"
         )
     if not rate:
         yield "no rate, because the log lacks its batch (pass --batch_per_gpu) or, of torchtitan, its sequence length"

@@ -1,4 +1,5 @@
-"""Fit growth laws to a weak-scaling series. Draws from all of them predict larger scales, with a band."""
+"""Fit growth laws to a weak-scaling series. Draws from all of them predict larger scales, with a
+band."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ SHAPES: Mapping[str, tuple[float, ...]] = {
 }
 """Laws of projections and their bands, each a sum of growths."""
 NOISE = 0.01
-"""Expected relative noise of a measurement, which counts as much as `NOISE_DEGREES` measurements beside the residuals."""
+"""Expected relative noise of a measurement, which counts as much as `NOISE_DEGREES` measurements
+beside the residuals."""
 NOISE_DEGREES = 3
 DRIFT = 0.25
-"""Relative uncertainty of growth beyond the largest scale, per doubling. Chosen by simulation, as are the other constants
-(tests/analysis/test_weak_scaling.py)."""
+"""Relative uncertainty of growth beyond the largest scale, per doubling. Chosen by simulation, as
+are the other constants (tests/analysis/test_weak_scaling.py)."""
 LEAST_WEIGHT = 0.1
-"""Weight of a law, at least, whose residuals are at most `ACCEPTED` times those of the best law, or of `NOISE`."""
+"""Weight of a law, at least, whose residuals are at most `ACCEPTED` times those of the best law, or
+of `NOISE`."""
 ACCEPTED = 1.5
 DRAWS = 4000
 FURTHEST = 4
@@ -43,13 +46,15 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def growth(nodes: Any, shape: float) -> Any:
-    """Return the growth of the step time, 0 at one node: like log n with shape 0, √n with 0.5, n with 1, 1 − 1/n with -1."""
+    """Return the growth of the step time, 0 at one node: like log n with shape 0, √n with 0.5, n
+    with 1, 1 − 1/n with -1."""
     return np.log(nodes) if shape == 0 else (np.asarray(nodes, float) ** shape - 1) / shape
 
 
 @dataclass(frozen=True)
 class Law:
-    """Seconds per sample and GPU on n nodes: `start_s` on one node, plus `slope_s` times the growth."""
+    """Seconds per sample and GPU on n nodes: `start_s` on one node, plus `slope_s` times the
+    growth."""
 
     shape: float
     start_s: float
@@ -61,7 +66,8 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """A least-squares fit of one of `SHAPES` to relative times, without a bound of its parameters."""
+    """A least-squares fit of one of `SHAPES` to relative times, without a bound of its
+    parameters."""
 
     inverse: Floats
     """Maps relative errors of the measurements to those of the parameters."""
@@ -72,7 +78,8 @@ class Fit:
 
 
 def weigh_laws(fits: Sequence[Fit], measured: int) -> Floats:
-    """Return each law's probability by its likelihood for `measured` scales, with a floor for laws that fit well."""
+    """Return each law's probability by its likelihood for `measured` scales, with a floor for laws
+    that fit well."""
     squares = np.array([fit.squares for fit in fits])
     noises = np.sqrt(squares / [fit.degrees for fit in fits])
     likelihoods = (squares.min() / squares) ** (measured / 2)
@@ -107,7 +114,8 @@ class Series:
         return replace(self, rates=self.rates[:count])
 
     def fit(self, law: str) -> Law:
-        """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time. Parameters are
+        """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time.
+          Parameters are
         nonnegative."""
         columns = self._columns(LAWS[law])
         fitted = np.linalg.pinv(columns).sum(axis=1)
@@ -117,29 +125,35 @@ class Series:
         return Law(LAWS[law], *fitted.tolist())
 
     def _columns(self, *shapes: float) -> Floats:
-        """Return columns whose combination by a law's parameters should be 1: time relative to the measured."""
+        """Return columns whose combination by a law's parameters should be 1: time relative to the
+        measured."""
         nodes, rates = np.array(self.rates).T
         return np.stack([rates, *(rates * growth(nodes, shape) for shape in shapes)], axis=1)
 
     def percents(self, node_counts: Sequence[int]) -> list[float]:
-        """Return the projected efficiency at each node count: the median of the draws whose quantiles are the band, or a fit
+        """Return the projected efficiency at each node count: the median of the draws whose
+          quantiles are the band, or a fit
         of `USUAL` with fewer than 3 scales."""
         if len(self.rates) < 3:
             return [self.percent_by(USUAL, nodes) for nodes in node_counts]
         return [*map(float, np.median(self._draw_percents(node_counts), axis=0))]
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Return 95% bands of the efficiency that would be measured at each node count; empty with fewer than 3 scales."""
+        """Return 95% bands of the efficiency that would be measured at each node count; empty with
+        fewer than 3 scales."""
         if len(self.rates) < 3:
             return {}
         ends = np.percentile(self._draw_percents(node_counts), (2.5, 97.5), axis=0)
         return dict(zip(node_counts, zip(*ends.tolist(), strict=True), strict=True))
 
     def _draw_percents(self, node_counts: Sequence[int]) -> Floats:
-        """Draw efficiencies at each node count, of shape (`DRAWS`, node counts), from all laws, as often as they are likely.
+        """Draw efficiencies at each node count, of shape (`DRAWS`, node counts), from all laws, as
+          often as they are likely.
 
-        A draw is from a law's posterior with noise of unknown size: noise by scaled inverse χ², and parameters around the
-        least-squares fit. Growth beyond the largest scale isn't negative, and has a random factor (`DRIFT`).
+        A draw is from a law's posterior with noise of unknown size: noise by scaled inverse χ², and
+          parameters around the
+        least-squares fit. Growth beyond the largest scale isn't negative, and has a random factor
+          (`DRIFT`).
         """
         nodes = np.array(node_counts, float)
         largest = self.rates[-1][0]
@@ -169,7 +183,8 @@ class Series:
         return Fit(inverse, parameters, squares, len(self.rates) - len(parameters) + NOISE_DEGREES)
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
-        """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,
+        """Return (series of smaller scales, node count, measured efficiency) of each scale. The
+          series are all smaller scales,
         and all but the next smaller one, if these are at least two."""
         return [
             (self.first(place - back), nodes, self.efficiency_percent(rate))
@@ -186,24 +201,36 @@ class Series:
 
 
 def list_doubts(rows: Sequence[Scale]) -> list[str]:
-    """Return which scales of a series have runs that didn't complete, or efficiencies above 100%."""
-    doubts = [f"{plain_text(row.state)} on {row.scale}" for row in rows if row.state not in GOOD_STATES]
+    """Return which scales of a series have runs that didn't complete, or efficiencies above
+    100%."""
+    doubts = [
+        f"{plain_text(row.state)} on {row.scale}" for row in rows if row.state not in GOOD_STATES
+    ]
     return doubts + [f"{ABOVE_ALL} on {row.scale}" for row in rows if ABOVE_ALL in row.notes]
 
 
 def series_of(rows: Sequence[Scale]) -> Series:
     """Make a `Series` from the rows of one series.
 
-    UserError if no projection is possible: strong scaling, fewer than two node counts, nodes of different sizes, rates above
-    the smallest scale's by more than their ±, or no law that fits.
+    UserError if no projection is possible: strong scaling, fewer than two node counts, nodes of
+    different sizes, rates above the smallest scale's by more than their ±, or no law that fits.
     """
     title, scaling, measured = rows[0].title, rows[0].scaling, [row for row in rows if row.rate]
     per_node = {row.gpus / row.nodes for row in measured}
-    if scaling == "strong" or len({row.nodes for row in measured}) < 2 or len(per_node) > 1 or max(per_node) % 1:
+    if (
+        scaling == "strong"
+        or len({row.nodes for row in measured}) < 2
+        or len(per_node) > 1
+        or max(per_node) % 1
+    ):
         found = f"found {scaling or 'unknown'} scaling on {', '.join(row.scale for row in measured) or 'no scale'}"
-        raise UserError(f"{title}: expected weak scaling on at least two node counts with equal nodes; {found}")
+        raise UserError(
+            f"{title}: expected weak scaling on at least two node counts with equal nodes; {found}"
+        )
     if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
-        raise UserError(f"{title}: no projection: {ABOVE_ALL} on {above[0]} makes the smallest scale doubtful")
+        raise UserError(
+            f"{title}: no projection: {ABOVE_ALL} on {above[0]} makes the smallest scale doubtful"
+        )
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
     series = Series(title, rates, int(per_node.pop()))
     projected = np.array(series.percents([nodes for nodes, _ in rates]))

@@ -1,5 +1,5 @@
-"""Training steps that `benchmarks.compare_baselines` times, with the same weights and batch: this project's, that of
-transformers' towers, and the training loops of open_clip and LAION-CLAP."""
+"""Training steps that `benchmarks.compare_baselines` times, with the same weights and batch: this
+project's, that of transformers' towers, and the training loops of open_clip and LAION-CLAP."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
-    """Return a batch of noise and random captions for the options of `benchmarks.compare_baselines`."""
+    """Return a batch of noise and random captions for the options of
+    `benchmarks.compare_baselines`."""
     low, high = arguments.caption_lengths or (arguments.context_length, arguments.context_length)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
-    data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
+    data = SyntheticData(
+        source="synthetic", placement="device", caption_lengths=lengths, num_batches=1
+    )
     of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
     of_run |= {"context_length": arguments.context_length, "micro_batch": arguments.micro_batch}
     with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
@@ -40,32 +43,50 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
 
 
 class EngineSide:
-    """One rank's step with `ClapEngine`, as in `clap_ds/bench.py`. Needs an initialized process group.
+    """One rank's step with `ClapEngine`, as in `clap_ds/bench.py`. Needs an initialized process
+    group.
 
     Attributes:
         weights: initial weights with `transformers` names.
     """
 
-    def __init__(self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool
+    ) -> None:
         from clap_ds.engine.engine import ClapEngine
         from clap_ds.engine.factory import build_model
         from clap_ds.engine.loss import build_loss
 
-        model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
+        model = {
+            "preset": arguments.preset,
+            "drop_path": 0.0,
+            "text_dropout": 0.0,
+            "spec_augment": spec_augment,
+        }
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "bf16": {"enabled": precision == "bf16"},
         }  # fmt: skip
         torch.manual_seed(0)
-        built = build_model(ModelSettings.model_validate(model), LossSettings(), batch.device).to(batch.device)
-        self.weights = {name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()}
-        self.engine, self.losses = ClapEngine(built, build_loss(LossSettings(), precision), config), list[float]()
+        built = build_model(ModelSettings.model_validate(model), LossSettings(), batch.device).to(
+            batch.device
+        )
+        self.weights = {
+            name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()
+        }
+        self.engine, self.losses = (
+            ClapEngine(built, build_loss(LossSettings(), precision), config),
+            list[float](),
+        )
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work of the engine."""
+        """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work
+        of the engine."""
         timer = self.engine.timer
         timer.start(instrumented=True)
-        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch])))), batch.device)
+        whole_s = seconds(
+            lambda: self.losses.append(float(self.engine.step(iter([batch])))), batch.device
+        )
         timer.mark()
         (parts,) = timer.stop().phases_s
         return {**parts, "forward": parts["forward"] + parts["loss"], "step": whole_s}
@@ -95,25 +116,40 @@ class Side:
 
     Args:
         weights: with `transformers` names.
-        kind: `open_clip` or `LAION-CLAP` for their training loops (LAION's fp16 is bf16 here, because CPUs are slow at fp16),
-            or `transformers`: its towers with this project's front end and torch's fused AdamW. Captions are padded as each
-            program pads them: by the loops to the context length, for `transformers` to the batch's longest.
+        kind: `open_clip` or `LAION-CLAP` for their training loops (LAION's fp16 is bf16 here,
+          because CPUs are slow at fp16),
+            or `transformers`: its towers with this project's front end and torch's fused AdamW.
+              Captions are padded as each
+            program pads them: by the loops to the context length, for `transformers` to the batch's
+              longest.
         low: use of bf16: `autocast`, `cast` with fp32 master weights, or `none`.
     """
 
     def __init__(
-        self, config: ClapConfig, weights: State, kind: str, low: str, device: torch.device, *, spec_augment: bool
+        self,
+        config: ClapConfig,
+        weights: State,
+        kind: str,
+        low: str,
+        device: torch.device,
+        *,
+        spec_augment: bool,
     ) -> None:
-        head = config.audio.projection.model_copy(update={"hidden_dim": config.joint_dim, "bias": True})  # unused
+        head = config.audio.projection.model_copy(
+            update={"hidden_dim": config.joint_dim, "bias": True}
+        )  # unused
         audio = config.audio.model_copy(update={"projection": head})
         text = config.text.model_copy(update={"projection": head, "pooling": "cls_pooler"})
-        sizes: Any = config_to_transformers(config.model_copy(update={"audio": audio, "text": text}))
+        sizes: Any = config_to_transformers(
+            config.model_copy(update={"audio": audio, "text": text})
+        )
         sizes.audio_config.drop_path_rate = 0.0
         for tower in (sizes.audio_config, sizes.text_config):
             tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
         model: Any = LoopModel(config, sizes, spec_augment=spec_augment)
         model.load_state_dict(weights, strict=False)
-        # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass is several times slower.
+        # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass
+        # is several times slower.
         model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
         self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
         make_optimizer = MasterAdamW if kind == "transformers" else loop_adamw
@@ -125,14 +161,22 @@ class Side:
         self.pads_to_longest = kind == "transformers"
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run a step and return the seconds of its parts, synchronizing the device between them, and of the whole."""
-        length = int(batch.attention_mask.sum(dim=1).max()) if self.pads_to_longest else batch.input_ids.shape[1]
+        """Run a step and return the seconds of its parts, synchronizing the device between them,
+        and of the whole."""
+        length = (
+            int(batch.attention_mask.sum(dim=1).max())
+            if self.pads_to_longest
+            else batch.input_ids.shape[1]
+        )
         input_ids = batch.input_ids[:, :length]
         is_full = batch.num_tokens == input_ids.numel()
         mask = None if is_full else batch.attention_mask[:, :length]
         timer = StepTimer(batch.device)
         timer.start(instrumented=True)
-        with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
+        with (
+            timer("forward"),
+            torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"),
+        ):
             features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
             loss = softmax_loss(*self.model(features, input_ids, mask))
         with timer("backward"):
@@ -153,8 +197,9 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
-    """Apply SpecAugment to a batch norm's output as torchlibrosa does in LAION-CLAP and open_clip: clip by clip and stripe by
-    stripe, in place on a view. In the backward pass, each write copies the whole batch's gradient."""
+    """Apply SpecAugment to a batch norm's output as torchlibrosa does in LAION-CLAP and open_clip:
+    clip by clip and stripe by stripe, in place on a view. In the backward pass, each write copies
+    the whole batch's gradient."""
     mel_B1TF = normed_BFT1.transpose(1, 3)
     for dim, limit in ((2, MAX_TIME_STRIPE), (3, MAX_MEL_STRIPE)):
         for number in range(len(mel_B1TF)):
@@ -167,29 +212,47 @@ def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
 
 
 class LoopModel(nn.Module):
-    """CLAP as in LAION-CLAP and open_clip: transformers' text tower and port of their HTSAT (both of `sizes`), any heads."""
+    """CLAP as in LAION-CLAP and open_clip: transformers' text tower and port of their HTSAT (both
+    of `sizes`), any heads."""
 
     def __init__(self, config: ClapConfig, sizes: Any, *, spec_augment: bool) -> None:
         super().__init__()
         self.takes_mean = config.text.pooling == "mean"
         self.audio_model: Any = transformers.ClapAudioModel(sizes.audio_config)
-        self.text_model: Any = transformers.ClapTextModel(sizes.text_config, add_pooling_layer=not self.takes_mean)
-        self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
-        self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
+        self.text_model: Any = transformers.ClapTextModel(
+            sizes.text_config, add_pooling_layer=not self.takes_mean
+        )
+        self.audio_projection = Projection(
+            config.audio.output_dim, config.joint_dim, config.audio.projection
+        )
+        self.text_projection = Projection(
+            config.text.hidden_size, config.joint_dim, config.text.projection
+        )
         self.logit_scale_a = nn.Parameter(torch.zeros(()))
         if spec_augment:
             batch_norm = self.audio_model.audio_encoder.batch_norm
             batch_norm.register_forward_hook(lambda _, __, normed: mask_in_a_loop(normed))
 
-    def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, features: Tensor, input_ids: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return both embeddings (B, D) and the logit scale. `features`: log-mel (B, 1, T, F)."""
         audio = self.audio_projection(self.audio_model(input_features=features).pooler_output)
         text = self.text_model(input_ids=input_ids, attention_mask=mask)
-        pooled = mean_over_tokens(text.last_hidden_state, mask) if self.takes_mean else text.pooler_output
+        pooled = (
+            mean_over_tokens(text.last_hidden_state, mask)
+            if self.takes_mean
+            else text.pooler_output
+        )
         return audio, self.text_projection(pooled), self.logit_scale_a.float().exp()
 
 
 def loop_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    """Return AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of biases and norms."""
-    small, large = ([each for each in parameters if (each.ndim < 2) == is_small] for is_small in (True, False))
-    return torch.optim.AdamW([{"params": large, "weight_decay": 0.2}, {"params": small, "weight_decay": 0.0}], lr=1e-6)
+    """Return AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of
+    biases and norms."""
+    small, large = (
+        [each for each in parameters if (each.ndim < 2) == is_small] for is_small in (True, False)
+    )
+    return torch.optim.AdamW(
+        [{"params": large, "weight_decay": 0.2}, {"params": small, "weight_decay": 0.0}], lr=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Shared helpers of the benchmark commands: options, interleaved timing, subprocesses, tables, results. No torch."""
+"""Shared helpers of the benchmark commands: options, interleaved timing, subprocesses, tables,
+results. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a benchmark, with `--output` for `show`."""
     parser = arguments.make_parser(doc)
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="file to write the tables to, next to a JSON")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.md", help="file to write the tables to, next to a JSON"
+    )
     return parser
 
 
@@ -37,7 +40,8 @@ def show(output: Path | None, text: str, figures: Any) -> None:
 
 
 def save(output: Path | None, text: str, figures: Any) -> None:
-    """If `output` is given, replace it by the text with command and commit, and the JSON next to it by the figures."""
+    """If `output` is given, replace it by the text with command and commit, and the JSON next to it
+    by the figures."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         made_by = f"Made by `{' '.join(['python', *sys.orig_argv[1:]])}` at commit {commit()}."
@@ -46,16 +50,20 @@ def save(output: Path | None, text: str, figures: Any) -> None:
 
 
 def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a Markdown table. `columns`: `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`; cells of missing
-    fields are empty."""
-    cells = {each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")}
+    """Return a Markdown table. `columns`: `title {field:.1f} | title
+    {rate[low]:,.1f}–{rate[high]:,.1f}`; cells of missing fields are empty."""
+    cells = {
+        each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")
+    }
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
         with contextlib.suppress(KeyError, TypeError):
             return template.format_map(row)
         return ""
 
-    return markdown_table(list(cells), [[cell(template, row) for template in cells.values()] for row in rows])
+    return markdown_table(
+        list(cells), [[cell(template, row) for template in cells.values()] for row in rows]
+    )
 
 
 def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
@@ -68,9 +76,12 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a command in a new folder with the run's `config.json`, its `output.log` and run directories, and end its processes.
-    Return a row: `state` (`completed`, `exit code 3`, `stopped after 60 s`), `seconds`, a failure's `note`, the summary."""
+def run_config(
+    content: dict[str, Any], command: Sequence[str], folder: Path, limit_s: float
+) -> dict[str, Any]:
+    """Run a command in a new folder with the run's `config.json`, its `output.log` and run
+    directories, and end its processes. Return a row: `state` (`completed`, `exit code 3`, `stopped
+    after 60 s`), `seconds`, a failure's `note`, the summary."""
     folder.mkdir(parents=True)
     output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
@@ -92,7 +103,16 @@ def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, li
         row = read_json(path)
         kinds = ("peak", "reserved_peak", "context")
         row |= {f"{kind}_gb": (row.get(f"memory_{kind}_bytes") or 0) / 1e9 for kind in kinds}
-    lines = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))]
-    last = next((line for line in reversed(lines) if re.search(r"\berror: |Error\b", line)), lines[-1])
-    note = "" if state == "completed" else (row.get("error") or last.removeprefix("error: ")[:200]).replace("|", "/")
+    lines = [
+        "no output",
+        *filter(None, map(str.strip, log.read_text(errors="replace").splitlines())),
+    ]
+    last = next(
+        (line for line in reversed(lines) if re.search(r"\berror: |Error\b", line)), lines[-1]
+    )
+    note = (
+        ""
+        if state == "completed"
+        else (row.get("error") or last.removeprefix("error: ")[:200]).replace("|", "/")
+    )
     return {**row, "state": state, "seconds": time.monotonic() - began_s, "note": note}

@@ -1,6 +1,8 @@
-"""Check dropout in compiled graphs on a GPU, where its masks are hashes: of elements, and of attention weights in a kernel.
+"""Check dropout in compiled graphs on a GPU, where its masks are hashes: of elements, and of
+attention weights in a kernel.
 
-Each layer is linear in its values, so that products with the masks of both passes can be compared without reading the masks.
+Each layer is linear in its values, so that products with the masks of both passes can be compared
+without reading the masks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ SHAPE_BLC = (4, 64, 64)
 SPREADS = 5.0
 """Standard deviations of the binomial distribution by which the share of zeros may differ."""
 MASKS_DIFFER = 0.05
-"""Relative difference of both passes' products. Roundings of 16-bit values make 0.01 at most, other masks about 0.4."""
+"""Relative difference of both passes' products. Roundings of 16-bit values make 0.01 at most, other
+masks about 0.4."""
 
 
 def drop_elements(values_BLC: Tensor) -> Tensor:
@@ -32,7 +35,9 @@ def drop_attention_weights(values_BLC: Tensor) -> Tensor:
     """Return the mean of all tokens' values, of which each token's attention drops other ones."""
     even = torch.zeros_like(values_BLC)  # equal queries and keys: every weight is 1 / L
     bias_E = values_BLC.new_zeros(3 * values_BLC.shape[2])
-    return attend_in_one_kernel(torch.cat([even, even, values_BLC], dim=2), bias_E, None, None, HEADS, P)
+    return attend_in_one_kernel(
+        torch.cat([even, even, values_BLC], dim=2), bias_E, None, None, HEADS, P
+    )
 
 
 B, L, C = SHAPE_BLC
@@ -47,11 +52,15 @@ def check_dropout(device: torch.device, backend: Any = "inductor") -> Iterator[d
     """Yield a row per property of each compiled layer, with `wrong`."""
     for name, (layer, decisions) in LAYERS.items():
 
-        def call_two_layers(values: Tensor, layer: Callable[[Tensor], Tensor] = layer) -> tuple[Tensor, Tensor]:
+        def call_two_layers(
+            values: Tensor, layer: Callable[[Tensor], Tensor] = layer
+        ) -> tuple[Tensor, Tensor]:
             return layer(values), layer(values)
 
         compiled = torch.compile(call_two_layers, backend=backend)
-        ones = torch.ones(SHAPE_BLC, dtype=torch.bfloat16, device=device, requires_grad=True)  # as in training
+        ones = torch.ones(
+            SHAPE_BLC, dtype=torch.bfloat16, device=device, requires_grad=True
+        )  # as in training
         torch.manual_seed(0)
         first_layer, second_layer = compiled(ones)
         next_step, _ = compiled(ones)
@@ -64,7 +73,9 @@ def check_dropout(device: torch.device, backend: Any = "inductor") -> Iterator[d
         rounding = torch.finfo(torch.bfloat16).eps / 4  # of 1 / (1 - P)
         tolerance = SPREADS * math.sqrt(P * (1 - P) / decisions) + rounding
         generator = torch.Generator().manual_seed(0)
-        values, gradient = torch.randn(2, *SHAPE_BLC, generator=generator).sign().bfloat16().to(device)
+        values, gradient = (
+            torch.randn(2, *SHAPE_BLC, generator=generator).sign().bfloat16().to(device)
+        )
         output, _ = compiled(values.requires_grad_())
         (of_values,) = torch.autograd.grad(output, values, gradient)
         forward = (output.detach().double() * gradient).sum(dim=1)
@@ -72,7 +83,8 @@ def check_dropout(device: torch.device, backend: Any = "inductor") -> Iterator[d
 
         is_wrong = {
             f"zeros: {1 - kept:.4f} of {P}": abs(1 - kept - P) > tolerance,
-            "both passes have one mask": float((forward - backward).norm() / forward.norm()) > MASKS_DIFFER,
+            "both passes have one mask": float((forward - backward).norm() / forward.norm())
+            > MASKS_DIFFER,
             "a seed repeats its masks": not torch.equal(first_layer, again),
             "layers have different masks": torch.equal(first_layer, second_layer),
             "steps have different masks": torch.equal(first_layer, next_step),

@@ -1,8 +1,10 @@
-"""Benchmark and test this project on a GPU, in three calls of nine minutes; results go to `results/<device>/`.
+"""Benchmark and test this project on a GPU, in three calls of nine minutes; results go to
+`results/<device>/`.
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Steps are independent: one that fails, hangs or has no time left becomes a row. docs/clusters.md describes the calls.
+Steps are independent: one that fails, hangs or has no time left becomes a row. docs/clusters.md
+describes the calls.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from clap_ds.flop_count.device_specs import peak_for
 
 
 class Check(NamedTuple):
-    """`run`: a configuration's name and changed fields. `command`: arguments of `python`. `variables`: its environment's."""
+    """`run`: a configuration's name and changed fields. `command`: arguments of `python`.
+    `variables`: its environment's."""
 
     most_s: float
     run: str = "htsat_tiny"
@@ -40,7 +43,9 @@ class Check(NamedTuple):
 
 
 PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
-JOIN = "-m benchmarks.plan_validation --profiles {call}/.. --gpu {gpu} --output {call}/efficiencies.md"
+JOIN = (
+    "-m benchmarks.plan_validation --profiles {call}/.. --gpu {gpu} --output {call}/efficiencies.md"
+)
 GRADIENTS = "-m benchmarks.gradient_check --deepspeed_config {config}"
 TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
 PEERS = (
@@ -50,13 +55,11 @@ PEERS = (
 SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
 LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"
 TORCHS_TEXT_ATTENTION = "htsat_tiny clap.model.text_attention_impl=torch"
-HALF = "htsat_tiny train_micro_batch_size_per_gpu=308"  # the baselines' full batch doesn't fit 80 GB
-SOUNDS = (
-    "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
+HALF = (
+    "htsat_tiny train_micro_batch_size_per_gpu=308"  # the baselines' full batch doesn't fit 80 GB
 )
-PREPARE = (
-    "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset htsat_tiny_roberta_base"
-)
+SOUNDS = "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
+PREPARE = "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset htsat_tiny_roberta_base"
 SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
 CALLS = {
     1: {
@@ -110,14 +113,21 @@ COLUMNS = (
 
 def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
     """Run one step in a new folder, print its output and return its table row."""
-    places: dict[str, Any] = {"gpu": gpu, "call": folder.parent, "folder": folder, "config": folder / "config.json"}
+    places: dict[str, Any] = {
+        "gpu": gpu,
+        "call": folder.parent,
+        "folder": folder,
+        "config": folder / "config.json",
+    }
     name, *assignments = shlex.split(step.run.replace("{call}", str(folder.parent)))
     content = changed(Path(name), [*SHORT.split(), *assignments])
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
     command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
     try:
-        row = run_config(content, ["env", *step.variables, sys.executable, *command], folder, limit_s)
+        row = run_config(
+            content, ["env", *step.variables, sys.executable, *command], folder, limit_s
+        )
     finally:
         print((folder / "output.log").read_text(errors="replace"), flush=True)
     row["losses"] = []
@@ -129,7 +139,8 @@ def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, A
 
 
 def archive(folder: Path, root: Path, target: Path, since_s: float = 0.0) -> None:
-    """Archive a folder's files that changed since a time, by their paths in `root`, without shards and intermediate code."""
+    """Archive a folder's files that changed since a time, by their paths in `root`, without shards
+    and intermediate code."""
 
     def is_kept(path: Path) -> bool:
         return path.is_file() and not path.name.endswith(BULKY) and path.stat().st_mtime >= since_s
@@ -147,7 +158,10 @@ def archive(folder: Path, root: Path, target: Path, since_s: float = 0.0) -> Non
 
 def restore(archives: Iterable[Path], target: Path) -> None:
     for path in archives:
-        with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(path) as tar:
+        with (
+            suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError),
+            tarfile.open(path) as tar,
+        ):
             tar.extractall(target, filter="data")
 
 
@@ -162,15 +176,22 @@ def compare_losses(rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a call's steps, and save table and archives after each. Return 1 if one isn't complete; UserError without a GPU."""
+    """Run a call's steps, and save table and archives after each. Return 1 if one isn't complete;
+    UserError without a GPU."""
     parser = make_parser(__doc__)
     parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="time limit of the call (default: 9)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)"
+    )
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
     if not (gpus := nvidia_smi()) or choose_accelerator() == "cpu":
-        raise UserError("no NVIDIA GPU found: check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR")
+        raise UserError(
+            "no NVIDIA GPU found: check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR"
+        )
     device = gpus[0].split(",")[0].strip()
     gpu = getattr(peak_for(device), "name", "") or device
     exit_on_sigterm()
@@ -183,7 +204,10 @@ def main(argv: list[str] | None = None) -> int:
     other_profiles = f"call[!{options.call}]_profile_*.tar.xz"
     restore([*results.glob("caches*.tar.xz")], caches.parent)
     restore([*results.glob(other_profiles)], folder.parent.parent)
-    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+    os.environ |= {
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+    }
     rows: list[dict[str, Any]] = []
     for name, step in CALLS[options.call].items():
         row: dict[str, Any] = {"step": name, "state": "no time left", "seconds": 0.0}
@@ -196,12 +220,21 @@ def main(argv: list[str] | None = None) -> int:
                 row |= run_step(step, folder / name, min(step.most_s, left_s), gpu)
         finally:  # also if this call is ended
             compare_losses(rows)
-            show(folder / "table.md", f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}", rows)
+            show(
+                folder / "table.md",
+                f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}",
+                rows,
+            )
             shutil.copy(folder / "table.md", results / f"call{options.call}.md")
             if (shares := folder / "efficiencies.json").exists():
                 shutil.copy(shares, results)
             archive(folder / name, folder.parent, results / f"call{options.call}_{name}.tar.xz")
-            archive(caches, caches.parent, results / f"caches_{len([*results.glob('caches*')]):03}.tar.xz", began_s)
+            archive(
+                caches,
+                caches.parent,
+                results / f"caches_{len([*results.glob('caches*')]):03}.tar.xz",
+                began_s,
+            )
     return int(any(row["state"] != "completed" for row in rows))
 
 

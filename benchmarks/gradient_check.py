@@ -1,10 +1,12 @@
-"""Compare every parameter's gradient, compiled and with Triton kernels as in a run, with eager PyTorch.
+"""Compare every parameter's gradient, compiled and with Triton kernels as in a run, with eager
+PyTorch.
 
     python -m benchmarks.gradient_check --deepspeed_config RUN [--clips 64] [--output FILE.md]
 
-All sides use the same batches, without dropout, stochastic depth and SpecAugment. The reference is the same model by torch's
-operations in eager fp32. A gradient is wrong if its error is more than three times that of torch's operations in eager bf16,
-plus 1% of its norm. Both errors are medians over the batches: a rounding that flips a ReLU changes one batch's error a lot.
+All sides use the same batches, without dropout, stochastic depth and SpecAugment. The reference is
+the same model by torch's operations in eager fp32. A gradient is wrong if its error is more than
+three times that of torch's operations in eager bf16, plus 1% of its norm. Both errors are medians
+over the batches: a rounding that flips a ReLU changes one batch's error a lot.
 
 Before, `dropout_check` checks compiled dropout by itself.
 """
@@ -41,7 +43,8 @@ FACTOR = 3.0
 SLACK = 0.01
 SHARPEN = 3.0
 SHARPENED = ("qkv", "query", "key")
-"""Linears whose weights are multiplied: attention of a new model is so even that queries and keys have almost no gradient."""
+"""Linears whose weights are multiplied: attention of a new model is so even that queries and keys
+have almost no gradient."""
 COLUMNS = (
     "parameter or property {name} | norm {norm:.2e} | eager, off by {eager:.2e} | compiled, off by {compiled:.2e}"
     " | share of the bound {share:.2f} | wrong {wrong}"
@@ -49,14 +52,19 @@ COLUMNS = (
 
 
 def gradients(model: ContrastiveModel, batch: Batch) -> dict[str, Tensor]:
-    """Return each parameter's gradient in fp32, without the logit scale's, of a fixed sum of the features.
+    """Return each parameter's gradient in fp32, without the logit scale's, of a fixed sum of the
+    features.
 
-    The contrastive loss's gradient is a difference of clips' almost equal features, in which rounding errors are five times as
-    large. Both are computed outside the compiled towers.
+    The contrastive loss's gradient is a difference of clips' almost equal features, in which
+    rounding errors are five times as large. Both are computed outside the compiled towers.
     """
     model.zero_grad(set_to_none=True)
     audio, text, *_ = model(*batch.model_inputs())
-    signs = torch.randn(2, audio.shape[1], generator=torch.Generator().manual_seed(0)).sign().to(audio.device)
+    signs = (
+        torch.randn(2, audio.shape[1], generator=torch.Generator().manual_seed(0))
+        .sign()
+        .to(audio.device)
+    )
     (signs[0] * audio.float() + signs[1] * text.float()).sum().backward()
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     named = {name: each.grad for name, each in trained if each is not model.logit_scale}
@@ -66,19 +74,29 @@ def gradients(model: ContrastiveModel, batch: Batch) -> dict[str, Tensor]:
 def compare(
     run: RunSettings, device: torch.device, clips: int, backend: Any = "inductor"
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield after each batch a row per parameter: its gradient's norm in fp32, and errors of the eager and compiled gradients
-    relative to it. These are medians of the batches so far."""
-    of_run: Any = {"model": run.clap.preset(), "device": device, "context_length": run.clap.context_length}
+    """Yield after each batch a row per parameter: its gradient's norm in fp32, and errors of the
+    eager and compiled gradients relative to it. These are medians of the batches so far."""
+    of_run: Any = {
+        "model": run.clap.preset(),
+        "device": device,
+        "context_length": run.clap.context_length,
+    }
     batches = list[Batch]()
     for seed in range(BATCHES):
-        with build_batches(run.clap.data, **of_run, micro_batch=clips, rank=0, world_size=1, seed=seed) as source:
+        with build_batches(
+            run.clap.data, **of_run, micro_batch=clips, rank=0, world_size=1, seed=seed
+        ) as source:
             batches.append(next(source))
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
 
     def build(**kernels: str) -> ContrastiveModel:
         settings = run.clap.model.model_copy(update=kernels)
-        return build_model(settings, run.clap.loss, device, run.clap.train.freeze).to(device, dtype).train()
+        return (
+            build_model(settings, run.clap.loss, device, run.clap.train.freeze)
+            .to(device, dtype)
+            .train()
+        )
 
     torch.manual_seed(0)
     model, plain = build(), build(**PLAIN)
@@ -91,7 +109,9 @@ def compare(
     if device.type == "cuda":
         fall_back(run.clap.model, model)
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
-    problems = compile_towers(engine, batches[0], "towers", cached=False, backend=backend)["compiled"]
+    problems = compile_towers(engine, batches[0], "towers", cached=False, backend=backend)[
+        "compiled"
+    ]
     if failed := {part: problem for part, problem in problems.items() if problem}:
         raise UserError(f"compilation failed: {failed}")
     norms: dict[str, list[float]] = defaultdict(list)
@@ -99,25 +119,36 @@ def compare(
     compiled_errors: dict[str, list[float]] = defaultdict(list)
     for batch in batches:
         eager, expected, compiled = (gradients(each, batch) for each in (plain, reference, model))
-        floor = 1e-4 * max(float(gradient.norm()) for gradient in expected.values())  # smaller ones are rounding errors
+        floor = 1e-4 * max(
+            float(gradient.norm()) for gradient in expected.values()
+        )  # smaller ones are rounding errors
         for name, gradient in expected.items():
             norm = float(gradient.norm())
             norms[name].append(norm)
             eager_errors[name].append(float((eager[name] - gradient).norm()) / max(norm, floor))
-            compiled_errors[name].append(float((compiled[name] - gradient).norm()) / max(norm, floor))
+            compiled_errors[name].append(
+                float((compiled[name] - gradient).norm()) / max(norm, floor)
+            )
         rows = list[dict[str, Any]]()
         for name, values in norms.items():
             eager_error = median(eager_errors[name])
             compiled_error = median(compiled_errors[name])
             share = compiled_error / (FACTOR * eager_error + SLACK)
-            row = {"name": name, "norm": median(values), "eager": eager_error, "compiled": compiled_error}
+            row = {
+                "name": name,
+                "norm": median(values),
+                "eager": eager_error,
+                "compiled": compiled_error,
+            }
             rows.append({**row, "share": share, "wrong": share > 1})
         yield sorted(rows, key=lambda row: -row["share"])
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="RUN", help="the run's JSON")
+    parser.add_argument(
+        "--deepspeed_config", type=Path, required=True, metavar="RUN", help="the run's JSON"
+    )
     parser.add_argument("--clips", type=int, default=64, help="batch size in clips (default: 64)")
     options = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
@@ -129,7 +160,9 @@ def main(argv: list[str] | None = None) -> None:
             print(row["name"], "wrong" if row["wrong"] else "right", sep=": ", flush=True)
             save(options.output, table(COLUMNS, dropout_rows), dropout_rows)
     except Exception as error:  # the gradients are still worth checking
-        dropout_rows.append({"name": f"the dropout check failed: {reason_of(error)}", "wrong": True})
+        dropout_rows.append(
+            {"name": f"the dropout check failed: {reason_of(error)}", "wrong": True}
+        )
     for gradient_rows in compare(load_run(options.deepspeed_config, 1), device, options.clips):
         rows = [*dropout_rows, *gradient_rows]
         wrong = [row["name"] for row in rows if row["wrong"]]

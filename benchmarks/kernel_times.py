@@ -1,9 +1,11 @@
-"""Command: the Triton kernels on this GPU, each against the least time that its traffic and arithmetic need.
+"""Command: the Triton kernels on this GPU, each against the least time that its traffic and
+arithmetic need.
 
     python -m benchmarks.kernel_times [--clips 616] [--output FILE.md]
 
-Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the torch operations that it replaces. On a few
-clips its result and gradients are compared with these in fp32. Copy bandwidth and the rate of a large product are measured.
+Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the torch operations
+that it replaces. On a few clips its result and gradients are compared with these in fp32. Copy
+bandwidth and the rate of a large product are measured.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Function = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
-    """A kernel at one size: `shapes` of its inputs, the first with clips in front; bytes moved and FLOPs of both passes."""
+    """A kernel at one size: `shapes` of its inputs, the first with clips in front; bytes moved and
+    FLOPs of both passes."""
 
     kernel: str
     size: str
@@ -52,24 +55,45 @@ def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
         for shift in (0, window // 2) if grid > window else (0,):
             mask = shifted_window_mask(grid, window, shift) if shift else None
             geometry: dict[str, Any] = {"mask_GNN": mask, "window": window, "shift": shift}
-            ours, torchs = (partial(attend_windows, **geometry, kernel=kernel) for kernel in ("triton", "sdpa"))
+            ours, torchs = (
+                partial(attend_windows, **geometry, kernel=kernel) for kernel in ("triton", "sdpa")
+            )
             values, product = clips * grid**2 * dim * ITEM, 2 * clips * grid**2 * window**2 * dim
             shapes = [(clips, grid, grid, 3 * dim), (heads, window**2, window**2)]
             size = f"{grid}² × {dim}, {heads} heads, shift {shift}"
-            yield Case("attention", size, ours, torchs, shapes, (4 * values, 7 * values), (2 * product, 5 * product))
+            yield Case(
+                "attention",
+                size,
+                ours,
+                torchs,
+                shapes,
+                (4 * values, 7 * values),
+                (2 * product, 5 * product),
+            )
 
 
 def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
-    """Return an MLP of one width: fused, or with GELU's backward kernel between torch's products."""
+    """Return an MLP of one width: fused, or with GELU's backward kernel between torch's
+    products."""
 
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
-    is_fused, values, product = supports(dim, hidden), clips * tokens * ITEM, 2 * clips * tokens * dim * hidden
-    widths = (2 * dim, 5 * dim + 4 * hidden) if is_fused else (2 * dim + 4 * hidden, 4 * dim + 7 * hidden)
+    is_fused, values, product = (
+        supports(dim, hidden),
+        clips * tokens * ITEM,
+        2 * clips * tokens * dim * hidden,
+    )
+    widths = (
+        (2 * dim, 5 * dim + 4 * hidden)
+        if is_fused
+        else (2 * dim + 4 * hidden, 4 * dim + 7 * hidden)
+    )
     shapes = [(clips, tokens, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)]
     moved, flops = (values * widths[0], values * widths[1]), (2 * product, (4 + is_fused) * product)
-    return Case("mlp" if is_fused else "mlp, not fused", size, triton_mlp, eager, shapes, moved, flops)
+    return Case(
+        "mlp" if is_fused else "mlp, not fused", size, triton_mlp, eager, shapes, moved, flops
+    )
 
 
 def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
@@ -78,13 +102,18 @@ def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
 
 
 def text_cases(clips: int) -> Iterator[Case]:
-    """Yield the text tower's MLP, and its attention over 77 tokens with Triton's and each of torch's kernels."""
+    """Yield the text tower's MLP, and its attention over 77 tokens with Triton's and each of
+    torch's kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     yield mlp_case("77 × 768", clips, 77, 768, 3072)
     heads, tokens, dim = 12, 77, 64
     values, product = clips * heads * tokens * dim * ITEM, 2 * clips * heads * tokens**2 * dim
-    size, flops, packed = f"{tokens} × {heads * dim}", (2 * product, 5 * product), (clips, tokens, 3 * heads * dim)
+    size, flops, packed = (
+        f"{tokens} × {heads * dim}",
+        (2 * product, 5 * product),
+        (clips, tokens, 3 * heads * dim),
+    )
 
     def ours(qkv: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
         return attend_in_one_kernel(qkv, bias, None, None, heads, dropout)
@@ -96,9 +125,16 @@ def text_cases(clips: int) -> Iterator[Case]:
     rest: tuple[Any, ...] = [packed, packed[2:]], (4.0 * values, 7.0 * values), flops
     yield Case("text attention", size, ours, torchs, *rest)
     yield Case("text attention, dropout 0.1", size, None, partial(ours, dropout=0.1), *rest)
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+    for backend in (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ):
         attend = sdpa_kernel(backend)(partial(F.scaled_dot_product_attention, dropout_p=0.1))
-        kernel, shapes = f"text attention, {backend.name.split('_')[0].lower()}", [(clips, heads, tokens, dim)] * 3
+        kernel, shapes = (
+            f"text attention, {backend.name.split('_')[0].lower()}",
+            [(clips, heads, tokens, dim)] * 3,
+        )
         yield Case(kernel, size, None, attend, shapes, (4.0 * values, 8.0 * values), flops)
 
 
@@ -109,7 +145,8 @@ def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -
 
 
 def peaks() -> tuple[float, float]:
-    """Return bytes per second of a large copy (read and written) and FLOP/s of a large bf16 product."""
+    """Return bytes per second of a large copy (read and written) and FLOP/s of a large bf16
+    product."""
     source = torch.empty(2**31, dtype=torch.uint8)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
@@ -118,16 +155,22 @@ def peaks() -> tuple[float, float]:
     return bandwidth, 2 * MATRIX**3 / median_ms(lambda: a @ b, 1000, 2000) * 1e3
 
 
-def passes(function: Function, inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Callable[[], Any], ...]:
-    """Return a function's forward and backward pass, with gradients of ones, as calls without arguments."""
+def passes(
+    function: Function, inputs: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Callable[[], Any], ...]:
+    """Return a function's forward and backward pass, with gradients of ones, as calls without
+    arguments."""
     leaves = [each.to(dtype).requires_grad_() for each in inputs]
     output = function(*leaves)
     ones = torch.ones_like(output)
-    return lambda: function(*leaves), lambda: torch.autograd.grad(output, leaves, ones, retain_graph=True)
+    return lambda: function(*leaves), lambda: torch.autograd.grad(
+        output, leaves, ones, retain_graph=True
+    )
 
 
 def errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
-    """Return the largest relative error of output and gradients in bf16, of a kernel and of torch, against torch in fp32."""
+    """Return the largest relative error of output and gradients in bf16, of a kernel and of torch,
+    against torch in fp32."""
     few = [inputs[0][:FEW], *inputs[1:]]
 
     def results(function: Function, dtype: torch.dtype) -> list[Tensor]:
@@ -137,12 +180,15 @@ def errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
     expected, found = results(case.torchs, torch.float32), {}
     for name, function in (("error", case.ours), ("torch_error", case.torchs)):
         got = results(function or case.torchs, torch.bfloat16)
-        found[name] = max(float((g - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True))
+        found[name] = max(
+            float((g - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True)
+        )
     return found
 
 
 def rows_of(case: Case) -> Iterator[dict[str, Any]]:
-    """Yield the table's rows of both passes. A failure is a row, so that other kernels still run."""
+    """Yield the table's rows of both passes. A failure is a row, so that other kernels still
+    run."""
     both: list[dict[str, Any]] = [
         {"kernel": case.kernel, "size": case.size, "pass": each} for each in ("forward", "backward")
     ]
@@ -154,14 +200,18 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
                 row |= {name: median_ms(each), **found}
     except Exception as error:
         for row in both:
-            row["note"] = (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
+            row["note"] = (
+                (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
+            )
     for row, moved, flops in zip(both, case.moved, case.flops, strict=True):
         yield {**row, "bytes": moved, "flops": flops}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--clips", type=int, default=616, help="clips of HTSAT-tiny's micro-batch (default: 616)")
+    parser.add_argument(
+        "--clips", type=int, default=616, help="clips of HTSAT-tiny's micro-batch (default: 616)"
+    )
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise UserError("no CUDA device: torch.cuda.is_available() is false")

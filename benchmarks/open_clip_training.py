@@ -1,10 +1,12 @@
-"""Train models of open_clip with this engine and with open_clip's own loop, and compare ten losses on the same batches.
+"""Train models of open_clip with this engine and with open_clip's own loop, and compare ten losses
+on the same batches.
 
-    PYTHONPATH=/path/to/open_clip/src torchrun --nproc_per_node 2 -m benchmarks.open_clip_training [--output FILE.md]
+    PYTHONPATH=/path/to/open_clip/src torchrun --nproc_per_node 2 -m benchmarks.open_clip_training
+    [--output FILE.md]
 
-In fp32, from the same random weights, without dropout, stochastic depth and SpecAugment. open_clip has its transforms and
-tokenizer, `ClipLoss` with local loss, DistributedDataParallel and AdamW. HTSAT-tiny and Whisper-tiny have a small text tower.
-Needs no network.
+In fp32, from the same random weights, without dropout, stochastic depth and SpecAugment. open_clip
+has its transforms and tokenizer, `ClipLoss` with local loss, DistributedDataParallel and AdamW.
+HTSAT-tiny and Whisper-tiny have a small text tower. Needs no network.
 """
 
 from __future__ import annotations
@@ -38,9 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "naflexclap_test": {},
 }
 TOLERANCE = 1e-4
-COLUMNS = (
-    "model {name} | ranks {ranks} | first loss {first:.6f} | last loss {last:.6f} | largest difference {apart:.1e}"
-)
+COLUMNS = "model {name} | ranks {ranks} | first loss {first:.6f} | last loss {last:.6f} | largest difference {apart:.1e}"
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -49,7 +49,11 @@ def without_dropout(model: nn.Module) -> None:
             module.p = 0.0
         for name in ("drop_prob", "spec_augmenter"):
             if hasattr(module, name):
-                setattr(module, name, nn.Identity() if isinstance(getattr(module, name), nn.Module) else 0.0)
+                setattr(
+                    module,
+                    name,
+                    nn.Identity() if isinstance(getattr(module, name), nn.Module) else 0.0,
+                )
 
 
 def batches(num_samples: int, rank: int) -> Iterator[tuple[Tensor, list[str]]]:
@@ -73,11 +77,23 @@ def their_losses(
     transform = naflex or open_clip.audio.transform.audio_transform_v2(sizes, is_train=True)
     loss = open_clip.ClipLoss(True, True, rank=ranks.rank, world_size=ranks.world_size)
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    plain = [each.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale")) for name, each in named]
-    groups = [{"params": [p for (_, p), skip in zip(named, plain, strict=True) if skip], "weight_decay": 0.0}]
+    plain = [
+        each.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+        for name, each in named
+    ]
+    groups = [
+        {
+            "params": [p for (_, p), skip in zip(named, plain, strict=True) if skip],
+            "weight_decay": 0.0,
+        }
+    ]
     groups += [{"params": [p for (_, p), skip in zip(named, plain, strict=True) if not skip]}]
     optimizer = torch.optim.AdamW(groups, **ADAMW)
-    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ranks.world_size > 1 else model
+    wrapped = (
+        nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        if ranks.world_size > 1
+        else model
+    )
     losses = []
     for noise, captions in data:
         read = [transform((clip[None], rate)) for clip in full_scale(noise)]
@@ -95,7 +111,8 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
 
     config = open_clip.get_model_config(name)
     config = {
-        key: {**value, **MODELS[name].get(key, {})} if key == "audio_cfg" else value for key, value in config.items()
+        key: {**value, **MODELS[name].get(key, {})} if key == "audio_cfg" else value
+        for key, value in config.items()
     }
     config |= {"text_cfg": MODELS[name].get("text_cfg", config["text_cfg"])}
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
@@ -106,7 +123,9 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
         open_clip.create_model(local),
     )
     state = {
-        key: value.reshape(theirs.state_dict()[key].shape) for key, value in ours.state_dict().items() if key != "mel"
+        key: value.reshape(theirs.state_dict()[key].shape)
+        for key, value in ours.state_dict().items()
+        if key != "mel"
     }
     theirs.load_state_dict(state)
     for model in (ours, theirs):
@@ -114,10 +133,18 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
     audio, text = ours.config.audio, ours.config.text
     tokenizer = load_tokenizer(text.hub_name, vocab_size=text.vocab_size)
     length = TEXT["context_length"]
-    expected = their_losses(theirs, local, audio.sample_rate, batches(audio.num_samples, ranks.rank), ranks)
-    deepspeed = {"train_micro_batch_size_per_gpu": CLIPS, "gradient_clipping": 0.0, "log_level": "error"}
+    expected = their_losses(
+        theirs, local, audio.sample_rate, batches(audio.num_samples, ranks.rank), ranks
+    )
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": CLIPS,
+        "gradient_clipping": 0.0,
+        "log_level": "error",
+    }
     engine = ClapEngine(
-        ours, build_loss(LossSettings()), {**deepspeed, "optimizer": {"type": "AdamW", "params": ADAMW}}
+        ours,
+        build_loss(LossSettings()),
+        {**deepspeed, "optimizer": {"type": "AdamW", "params": ADAMW}},
     )
     data = (
         Batch(noise, *tokenize(captions, tokenizer, length))
@@ -125,13 +152,26 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
     )
     found = [float(engine.step(data)) for _ in range(STEPS)]
     apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-    return {"name": name, "ranks": ranks.world_size, "first": found[0], "last": found[-1], "apart": apart}
+    return {
+        "name": name,
+        "ranks": ranks.world_size,
+        "first": found[0],
+        "last": found[-1],
+        "apart": apart,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--commit", default="unknown", metavar="HASH", help="open_clip's, to record (default: unknown)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="to compare (default: all)")
+    parser.add_argument(
+        "--commit",
+        default="unknown",
+        metavar="HASH",
+        help="open_clip's, to record (default: unknown)",
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=[*MODELS], help="to compare (default: all)"
+    )
     arguments = parser.parse_args(argv)
     ranks = Ranks.from_environment()
     device, rows = initialize(ranks), []

@@ -1,10 +1,12 @@
 """Profile steps of this engine on a GPU, and join the kernels' times to the run's plan.
 
-    python -m benchmarks.plan_validation --deepspeed_config RUN                # profile two steps on one rank
-    python -m benchmarks.plan_validation --profiles FOLDER --output results/h200/efficiencies.md
+    python -m benchmarks.plan_validation --deepspeed_config RUN                # profile two steps
+    on one rank python -m benchmarks.plan_validation --profiles FOLDER --output
+    results/h200/efficiencies.md
 
-A profile is saved as `profile.json` and `trace.json.gz` in the run directory. It is joined to the operations of the run's plan
-by name and input shapes. The result is each class of operations' share of the data sheet's rates, and the device's idle time.
+A profile is saved as `profile.json` and `trace.json.gz` in the run directory. It is joined to the
+operations of the run's plan by name and input shapes. The result is each class of operations' share
+of the data sheet's rates, and the device's idle time.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ UNPLANNED = "not in the plan: "
 
 
 def profile(run: RunSettings, ranks: Ranks) -> None:
-    """Profile steps of a run to `profile.json`: each operation's caller (index in the list), name, input shapes, and own
-    kernels with microseconds (on a CPU its self time)."""
+    """Profile steps of a run to `profile.json`: each operation's caller (index in the list), name,
+    input shapes, and own kernels with microseconds (on a CPU its self time)."""
     run.deepspeed.pop("flops_profiler", None)
     with joined_ranks(run, ranks) as device, open_run_dir(run, ranks, device) as record:
         engine = engine_of(run, ranks, model_of(run, ranks, device), StepTimer(device))
@@ -63,11 +65,19 @@ def profile(run: RunSettings, ranks: Ranks) -> None:
 
 def events_of(profiler: torch.profiler.profile, *, on_cpu: bool) -> list[Any]:
     """Return the profiled operations as in `profile.json`."""
-    found = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CPU]
+    found = [
+        event
+        for event in profiler.events() or []
+        if event.device_type == torch.autograd.DeviceType.CPU
+    ]
     place: dict[int | None, int] = {id(event): number for number, event in enumerate(found)}
     events = []
     for each in found:
-        kernels = [("", each.self_cpu_time_total)] if on_cpu else [(own.name, own.duration) for own in each.kernels]
+        kernels = (
+            [("", each.self_cpu_time_total)]
+            if on_cpu
+            else [(own.name, own.duration) for own in each.kernels]
+        )
         events.append((place.get(id(each.cpu_parent)), each.name, each.input_shapes, kernels))
     return events
 
@@ -75,9 +85,10 @@ def events_of(profiler: torch.profiler.profile, *, on_cpu: bool) -> list[Any]:
 def join(
     profiled: Any, planned: Iterable[tuple[Operation, float]], ideal_s: Callable[[Operation], float]
 ) -> dict[str, dict[str, float]]:
-    """Return, by class of operations, the longest first, the share of the data sheet's rates that is reached, and seconds and
-    kernels per step. Unplanned operations are listed by name without a share; Inductor's kernels are one class. `ideal_s`:
-    seconds of an operation at the data sheet's rates."""
+    """Return, by class of operations, the longest first, the share of the data sheet's rates that
+    is reached, and seconds and kernels per step. Unplanned operations are listed by name without a
+    share; Inductor's kernels are one class. `ideal_s`: seconds of an operation at the data sheet's
+    rates."""
     known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
     for operation, times in planned:
         if class_of(operation) == FUSED:
@@ -93,7 +104,9 @@ def join(
         owners.append((parent is not None and owners[parent]) or own)  # callees belong to it
         for kernel, us in launched:
             plans, call = owners[-1] or ([], number)
-            plans = [] if kernel.startswith("Memcpy HtoD") else plans  # of batches, beside the kernels
+            plans = (
+                [] if kernel.startswith("Memcpy HtoD") else plans
+            )  # of batches, beside the kernels
             of = class_of(plans[0]) if plans else UNPLANNED + name
             if not plans and ideal[FUSED] and kernel.startswith(INDUCTORS):
                 of = FUSED
@@ -109,14 +122,18 @@ def join(
 
 
 def idle_text(trace: dict[str, Any]) -> str:
-    """Return how long the device's busiest stream was idle per step, and between which kernels longest. From a Chrome trace."""
+    """Return how long the device's busiest stream was idle per step, and between which kernels
+    longest. From a Chrome trace."""
     streams = defaultdict[Any, list[dict[str, Any]]](list)
     for event in trace["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             streams[event["args"]["stream"]].append(event)
     busiest: list[dict[str, Any]] = max(streams.values(), key=len) if streams else []
     kernels = sorted(busiest, key=lambda event: float(event["ts"]))
-    gaps = [(after["ts"] - before["ts"] - before["dur"], before, after) for before, after in pairwise(kernels)]
+    gaps = [
+        (after["ts"] - before["ts"] - before["dur"], before, after)
+        for before, after in pairwise(kernels)
+    ]
     if not gaps:
         return "no kernels in the trace"
     total = sum(max(0.0, gap) for gap, *_ in gaps) / STEPS / 1000
@@ -126,28 +143,44 @@ def idle_text(trace: dict[str, Any]) -> str:
 
 
 def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
-    """Show the shares of all profiles below a folder, each joined to its run's plan. UserError if there is none, or its device
-    is unknown."""
+    """Show the shares of all profiles below a folder, each joined to its run's plan. UserError if
+    there is none, or its device is unknown."""
     texts, classes, device = list[str](), dict[str, Any](), ""
     for path in sorted(folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
-        run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
+        run, summary = (
+            load_run(path.with_name("config.json"), 1),
+            read_json(path.with_name("summary.json")),
+        )
         device, is_compiled = summary["device_name"], "compiled" in summary
         if not (known := gpu or peak_for(device)) or not known.memory_tbytes_per_s:
-            raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-ds plan")
-        kernels = {f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()}
+            raise UserError(
+                f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-ds plan"
+            )
+        kernels = {
+            f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()
+        }
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
         fused = compiled_kernels(run, run.micro_batch) if is_compiled else []
         work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(fused)
         if not (found := join(read_json(path), work, partial(ideal_s, gpu=known))):
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
-        rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
+        rows = [
+            {"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()
+        ]
         texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
         if (traced := path.with_name("trace.json.gz")).exists():
             texts += [idle_text(json.loads(gzip.decompress(traced.read_bytes())))]
-        # Use the compiled run for Inductor's kernels and the eager run, which has all others, for the rest.
-        classes |= {name: each for name, each in found.items() if name in TABLE and (name == FUSED) == is_compiled}
+        # Use the compiled run for Inductor's kernels and the eager run, which has all others, for
+        # the rest.
+        classes |= {
+            name: each
+            for name, each in found.items()
+            if name in TABLE and (name == FUSED) == is_compiled
+        }
     if not texts:
-        raise UserError(f"{folder}: no profile.json below it; create one with --deepspeed_config RUN")
+        raise UserError(
+            f"{folder}: no profile.json below it; create one with --deepspeed_config RUN"
+        )
     text = "\n\n".join([f"# Shares of the data sheet's rates, {device}", *texts])
     show(output, text, {"device": device, "commit": commit(), "classes": classes})
 
@@ -155,8 +188,12 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add_config(parser, required=False)
-    parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="folder of profiles to join to their plans")
-    parser.add_argument("--gpu", type=gpu_named, help="GPU name of clap-ds plan, if the profile's device is unknown")
+    parser.add_argument(
+        "--profiles", type=Path, metavar="FOLDER", help="folder of profiles to join to their plans"
+    )
+    parser.add_argument(
+        "--gpu", type=gpu_named, help="GPU name of clap-ds plan, if the profile's device is unknown"
+    )
     options = parser.parse_args(argv)
     if options.config:
         run_command(lambda ranks: profile(load_run(options.config, 1, options.set), ranks))

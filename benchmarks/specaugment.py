@@ -1,9 +1,11 @@
-"""Measure what SpecAugment's writes clip by clip cost in a training step, beside one mask of the batch.
+"""Measure what SpecAugment's writes clip by clip cost in a training step, beside one mask of the
+batch.
 
     python -m benchmarks.specaugment [--clips 4 16 64] [--output FILE.md]
 
-open_clip and LAION-CLAP mask the output of a trained batch norm in place, on views, stripe by stripe. In the backward pass each
-write copies the gradient of the whole batch: 4 B + 1 copies for B clips. One multiplication by a mask needs none.
+open_clip and LAION-CLAP mask the output of a trained batch norm in place, on views, stripe by
+stripe. In the backward pass each write copies the gradient of the whole batch: 4 B + 1 copies for B
+clips. One multiplication by a mask needs none.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from clap_ds.run_records.environment import device_name
 from clap_ds.run_records.timers import seconds
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
-COLUMNS = "clips {clips} | masked {way} | copies {copies} | GB copied {gb:.3f} | ms per clip {ms:.2f}"
+COLUMNS = (
+    "clips {clips} | masked {way} | copies {copies} | GB copied {gb:.3f} | ms per clip {ms:.2f}"
+)
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "in a loop": mask_in_a_loop,
     "once": lambda normed_BFT1: SpecAugment()(normed_BFT1.squeeze(-1)).unsqueeze(-1),
@@ -44,10 +48,14 @@ class CopyCount(TorchDispatchMode):
 
 
 def compare(clips: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return a row for each way: copies of the batch's gradient in the backward pass, read and written, and the time of forward
-    and backward pass from the batch norm on. Clips are 10 s, as in LAION's models."""
+    """Return a row for each way: copies of the batch's gradient in the backward pass, read and
+    written, and the time of forward and backward pass from the batch norm on. Clips are 10 s, as in
+    LAION's models."""
     norm, mel = nn.BatchNorm2d(64, device=device), torch.randn(clips, 64, 1001, 1, device=device)
-    passes = {way: lambda mask=mask: mask(norm(mel)).square().sum().backward() for way, mask in WAYS.items()}
+    passes = {
+        way: lambda mask=mask: mask(norm(mel)).square().sum().backward()
+        for way, mask in WAYS.items()
+    }
     times = [{way: seconds(run, device) for way, run in passes.items()} for _ in range(rounds)]
     rows = []
     for way, run in passes.items():
@@ -55,15 +63,25 @@ def compare(clips: int, rounds: int, device: torch.device) -> list[dict[str, Any
             run()
         ms = 1000 * median(each[way] for each in times) / clips
         rows.append(
-            {"clips": clips, "way": way, "copies": count.copies, "gb": 2 * count.copies * mel.nbytes / 1e9, "ms": ms}
+            {
+                "clips": clips,
+                "way": way,
+                "copies": count.copies,
+                "gb": 2 * count.copies * mel.nbytes / 1e9,
+                "ms": ms,
+            }
         )
     return rows
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--clips", type=int, nargs="+", default=[4, 16, 64], help="batch sizes (default: 4 16 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed passes of each way, in turn (default: 5)")
+    parser.add_argument(
+        "--clips", type=int, nargs="+", default=[4, 16, 64], help="batch sizes (default: 4 16 64)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="timed passes of each way, in turn (default: 5)"
+    )
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [row for clips in options.clips for row in compare(clips, options.rounds, device)]

@@ -1,9 +1,11 @@
 """Find the fastest settings of a run on this machine with a short run of each combination.
 
-    python -m benchmarks.tune --config ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
+    python -m benchmarks.tune --config ds_configs/htsat_tiny.json --vary
+    clap.compile=off,towers,towers-max-autotune
 
-Writes a table of samples/s/GPU with range and ratio to the first. A failed combination becomes a row, too. The folder keeps the
-output, settings and run directory of each, and the rows so far in `variants.json`. Imports neither torch nor DeepSpeed.
+Writes a table of samples/s/GPU with range and ratio to the first. A failed combination becomes a
+row, too. The folder keeps the output, settings and run directory of each, and the rows so far in
+`variants.json`. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,10 +25,20 @@ from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import PACKAGE, work_folder
 from clap_ds.distributed.hostfile import free_port
 
-LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--master_port", str(free_port())]
+LAUNCHER = [
+    sys.executable,
+    "-m",
+    "deepspeed.launcher.runner",
+    "--quiet",
+    "--master_port",
+    str(free_port()),
+]
 BENCH = [*LAUNCHER, str(PACKAGE / "bench.py"), "--deepspeed_config"]
 """Command of a run on all GPUs of this machine; its JSON's name follows."""
-SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
+SHORT = [
+    f"clap.bench.{each}"
+    for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")
+]
 COLUMNS = (
     "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
     " | range of windows {samples_per_s_per_gpu[min]:,.2f}–{samples_per_s_per_gpu[max]:,.2f} | ratio {ratio:.3f}"
@@ -39,18 +51,25 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """Format rows as a table, with ratios to the first row that has a rate."""
     rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean") for row in rows]
     first = next(filter(None, rates), 1.0)
-    return table(COLUMNS, [row | {"ratio": rate and rate / first} for row, rate in zip(rows, rates, strict=True)])
+    return table(
+        COLUMNS,
+        [row | {"ratio": rate and rate / first} for row, rate in zip(rows, rates, strict=True)],
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every combination, the last field changing fastest, and save rows and table after each. Return 1 if no run completed;
-    UserError if the configuration or an option is wrong."""
+    """Run every combination, the last field changing fastest, and save rows and table after each.
+    Return 1 if no run completed; UserError if the configuration or an option is wrong."""
     parser = make_parser(__doc__)
     add_config(parser)
     vary = "values to try of a field; repeatable"
     parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
-    parser.add_argument("--folder", type=Path, help="output folder (default: runs/variants/<config>-<time>)")
-    parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)")
+    parser.add_argument(
+        "--folder", type=Path, help="output folder (default: runs/variants/<config>-<time>)"
+    )
+    parser.add_argument(
+        "--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)"
+    )
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set overrides this."
     exit_on_sigterm()
     arguments = parser.parse_args(argv)
@@ -59,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
         for name, values in map(parse_varied, arguments.vary)
     ]
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = arguments.folder or work_folder() / "runs" / "tune" / f"{arguments.config.stem}-{stamp}"
+    folder = (
+        arguments.folder or work_folder() / "runs" / "tune" / f"{arguments.config.stem}-{stamp}"
+    )
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--folder {folder}: expected a new or empty folder")
     rows: list[dict[str, Any]] = []

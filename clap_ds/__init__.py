@@ -1,4 +1,5 @@
-"""Train, benchmark and use CLAP models on DeepSpeed; `clap_ds.load` returns a trained model for embedding and labels."""
+"""Train, benchmark and use CLAP models on DeepSpeed; `clap_ds.load` returns a trained model for
+embedding and labels."""
 
 import sys
 from typing import TYPE_CHECKING, Any

@@ -1,13 +1,15 @@
 """Measure CLAP training throughput for a run configuration.
 
 Examples:
-    clap-ds bench --config htsat_tiny                                                                one rank
-    deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json                         all GPUs of this host
-    deepspeed --hostfile H clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json            several hosts
-    deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json --set clap.bench.windows=3
+    clap-ds bench --config htsat_tiny
+    one rank deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json
+    all GPUs of this host deepspeed --hostfile H clap_ds/bench.py --deepspeed_config
+    ds_configs/htsat_tiny.json            several hosts deepspeed clap_ds/bench.py
+    --deepspeed_config ds_configs/htsat_tiny.json --set clap.bench.windows=3
 
-Runs warm-up steps, timed windows, then an instrumented pass that breaks down a step's time. The results are in a new folder
-of clap.output.dir (default: runs). Several ranks need `deepspeed` or torchrun.
+Runs warm-up steps, timed windows, then an instrumented pass that breaks down a step's time. The
+results are in a new folder of clap.output.dir (default: runs). Several ranks need `deepspeed` or
+torchrun.
 """
 
 from __future__ import annotations
@@ -66,8 +68,11 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     windows: list[tuple[int | None, int]] = [(None, 1)] * protocol.warmup_steps
     windows += [(number, protocol.steps_per_window) for number in range(1, protocol.windows + 1)]
     with open_run_dir(run, ranks, device) as record:
-        # The profiler would synchronize in every step: `measure_flops` profiles a forward pass after the timed ones.
-        unprofiled = {name: section for name, section in run.deepspeed.items() if name != "flops_profiler"}
+        # The profiler would synchronize in every step: `measure_flops` profiles a forward pass
+        # after the timed ones.
+        unprofiled = {
+            name: section for name, section in run.deepspeed.items() if name != "flops_profiler"
+        }
         model = model_of(run, ranks, device)
         engine = engine_of(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
         if protocol.find_micro_batch:

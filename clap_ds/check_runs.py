@@ -3,8 +3,8 @@
 Examples:
     python -m clap_ds.check_runs --train my_run.json
 
-Prints the versions of the packages a run needs, importing only pydantic of them. Prints one line per problem and exits
-with code 2 if there are any.
+Prints the versions of the packages a run needs, importing only pydantic of them. Prints one line
+per problem and exits with code 2 if there are any.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def find_missing_paths(clap: dict[str, Any], *, train: bool) -> Iterator[tuple[s
     for field in PATHS if train else PATHS[:2]:
         value = find_field(clap, field)
         if value is not None:
-            from braceexpand import braceexpand  # not at the top: a run without shards doesn't need it
+            from braceexpand import (
+                braceexpand,
+            )  # not at the top: a run without shards doesn't need it
 
             are_shards = field.endswith("shards")
             exists = os.path.isfile if are_shards else os.path.exists
@@ -62,17 +64,20 @@ def find_missing_paths(clap: dict[str, Any], *, train: bool) -> Iterator[tuple[s
             missing_by_folder: dict[str, str] = {}
             for pattern in [value] if isinstance(value, str) else value:
                 for path in braceexpand(pattern.removeprefix("file://")):
-                    if not (elsewhere.fullmatch(path) or any(map(exists, glob.glob(path) or [path]))):
+                    if not (
+                        elsewhere.fullmatch(path) or any(map(exists, glob.glob(path) or [path]))
+                    ):
                         missing_by_folder.setdefault(os.path.dirname(path), path)
             for path in missing_by_folder.values():
                 yield f"clap.{field}", path
 
 
 def check(paths: list[Path], *, train: bool, may_appear: bool = False) -> None:
-    """Raise a UserError that lists the problems of all files, one per line, each prefixed with its file.
+    """Raise a UserError that lists the problems of all files, one per line, each prefixed with its
+    file.
 
-    A missing shard, tokenizer or checkpoint is a problem if its folder exists. Otherwise other hosts may have it: a note is
-    printed, as for runs whose files `may_appear` before they start.
+    A missing shard, tokenizer or checkpoint is a problem if its folder exists. Otherwise other
+    hosts may have it: a note is printed, as for runs whose files `may_appear` before they start.
     """
     from clap_ds.config.settings import load_run  # not at the top: pydantic may be missing
 
@@ -83,14 +88,22 @@ def check(paths: list[Path], *, train: bool, may_appear: bool = False) -> None:
         except UserError as error:
             problems.append(str(error))
             continue
-        needed = PACKAGES_FOR_SHARDS if run.clap.data.source == "webdataset" else ("fsspec",) if train else ()
+        needed = (
+            PACKAGES_FOR_SHARDS
+            if run.clap.data.source == "webdataset"
+            else ("fsspec",)
+            if train
+            else ()
+        )
         if lack := missing(needed):
             problems.append(f"{path}: {lack}: run `pip install 'clap-ds[train]'`")
             continue
         if train:
             from clap_ds.training.checks import problems_for_training
 
-            problems += [f"{path}: {problem}" for problem in problems_for_training(run.clap, run.deepspeed)]
+            problems += [
+                f"{path}: {problem}" for problem in problems_for_training(run.clap, run.deepspeed)
+            ]
         for field, missing_path in find_missing_paths(run.clap.model_dump(), train=train):
             shown_path = missing_path or "''"
             problem = f"{field}: {platform.node()} has no such file: {shown_path} (working folder: {Path.cwd()})"
@@ -107,12 +120,18 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--train", action="store_true", help="also check what training requires")
-    parser.add_argument("--may_appear", action="store_true", help="accept missing shards, tokenizers and checkpoints")
+    parser.add_argument(
+        "--may_appear",
+        action="store_true",
+        help="accept missing shards, tokenizers and checkpoints",
+    )
     arguments = parser.parse_args()
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     print("clap-check", json.dumps(versions), flush=True)
     if lack := missing(PACKAGES):
-        raise UserError(f"{lack}: run `make setup` and use .venv, or name another python in the cluster profile")
+        raise UserError(
+            f"{lack}: run `make setup` and use .venv, or name another python in the cluster profile"
+        )
     if arguments.files:
         check(arguments.files, train=arguments.train, may_appear=arguments.may_appear)
 

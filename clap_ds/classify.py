@@ -25,10 +25,14 @@ from clap_ds.run_records.csv_text import write_csv
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     file = arguments.labels_file
-    told = read_bytes(file).decode("utf-8-sig").splitlines() if file else arguments.labels.split(",")
+    told = (
+        read_bytes(file).decode("utf-8-sig").splitlines() if file else arguments.labels.split(",")
+    )
     labels = [name for each in told if (name := each.strip())]
     if len(labels) < 2:
-        raise UserError(f"{file or '--labels'}: expected at least two labels, found {', '.join(labels)}")
+        raise UserError(
+            f"{file or '--labels'}: expected at least two labels, found {', '.join(labels)}"
+        )
     options.check_output(arguments.output)
     sources = options.find_sources(arguments.inputs)
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
@@ -46,7 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             (likely,) = clap.probabilities(row.vector[None], classes)
             for n in np.argsort(-likely, kind="stable")[:top]:
                 cells += [labels[n], round(float(likely[n]), 6)]
-        rows.append([text_of(row.source), round(row.start_s, 3), round(row.end_s, 3), text_of(row.error), *cells])
+        rows.append(
+            [
+                text_of(row.source),
+                round(row.start_s, 3),
+                round(row.end_s, 3),
+                text_of(row.error),
+                *cells,
+            ]
+        )
     write_csv(arguments.output, rows)
     return options.left_out(len(sources), reasons)
 
@@ -56,11 +68,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_audio_inputs(parser)
     add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
-    labels.add_argument("--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line")
-    template_help = "add a caption with {} for the label; repeatable (default: evaluation's templates)"
+    labels.add_argument(
+        "--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line"
+    )
+    template_help = (
+        "add a caption with {} for the label; repeatable (default: evaluation's templates)"
+    )
     add("--template", action="append", metavar="TEXT", help=template_help)
     add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row")
-    add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the CSV to this file (default: standard output)",
+    )
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 

@@ -1,4 +1,5 @@
-"""`clap-ds COMMAND`: choose a command and run it. Each command is a module with `main(argv)`, imported only if it is chosen."""
+"""`clap-ds COMMAND`: choose a command and run it. Each command is a module with `main(argv)`,
+imported only if it is chosen."""
 
 from __future__ import annotations
 
@@ -55,12 +56,17 @@ def format_overview() -> str:
         "For several ranks, use `deepspeed clap_ds/bench.py …` or torchrun, likewise train.py and evaluate.py.",
     ]
     for group, commands in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:<12} {purpose}" for name, (_, purpose) in commands.items())]
+        lines += [
+            "",
+            f"{group}:",
+            *(f"  {name:<12} {purpose}" for name, (_, purpose) in commands.items()),
+        ]
     return "\n".join(lines)
 
 
 def run_command(arguments: Sequence[str]) -> int | None:
-    """Run a command, the first argument, and return its exit code, if any. Raises UserError if it is unknown."""
+    """Run a command, the first argument, and return its exit code, if any. Raises UserError if it
+    is unknown."""
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(format_overview())
@@ -69,7 +75,9 @@ def run_command(arguments: Sequence[str]) -> int | None:
         print(COMMAND, VERSION)
         return None
     if name not in MODULES:
-        raise UserError(f"{name!r} is no command{did_you_mean(name, MODULES)}; `{COMMAND} --help` lists all")
+        raise UserError(
+            f"{name!r} is no command{did_you_mean(name, MODULES)}; `{COMMAND} --help` lists all"
+        )
     module = importlib.import_module(f"clap_ds.{MODULES[name]}")
     code: int | None = module.main(options)
     return code

@@ -23,7 +23,9 @@ from clap_ds.inference.vectors import About, check_suffix, write_table
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     options.add_audio_inputs(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="write this .parquet file")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="write this .parquet file"
+    )
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 
@@ -36,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     rows = tqdm(options.embedded(clap, sources, arguments), unit="row", disable=None)
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
-    given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "precision", "tokenizer", "preset")}
+    given = {
+        name: getattr(arguments, name)
+        for name in ("pooling", "overlap", "precision", "tokenizer", "preset")
+    }
     about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
     with replacing(arguments.output) as file:
         num_rows, left_out = write_table(file, about, rows)

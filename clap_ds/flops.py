@@ -1,10 +1,12 @@
-"""Count one sample's forward FLOPs in closed form and with DeepSpeed's profiler, in two conventions.
+"""Count one sample's forward FLOPs in closed form and with DeepSpeed's profiler, in two
+conventions.
 
 Examples:
     clap-ds flops --config htsat_tiny
     clap-ds flops --config htsat_base --context_length 514
 
-Without torch, as on a login node, only the closed form is printed. analysis/FLOPS.md defines what is counted.
+Without torch, as on a login node, only the closed form is printed. analysis/FLOPS.md defines what
+is counted.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{config.name}: FLOPs in closed form are of this project's models only; clap-ds bench counts others"
         )
     if not 1 <= tokens <= config.text.max_positions:
-        raise UserError(f"--context_length {tokens}: {config.name} takes 1 to {config.text.max_positions} tokens")
+        raise UserError(
+            f"--context_length {tokens}: {config.name} takes 1 to {config.text.max_positions} tokens"
+        )
     try:
         counts, parameters = count(config, tokens)
     except ImportError:  # on a login node
@@ -64,17 +68,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def count(config: ClapConfig, context_length: int) -> tuple[list[Count], dict[str, int]]:
     """Return the profiler's count per convention, and parameter counts."""
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, reserved for the report
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # DeepSpeed logs to standard output, reserved for the report
         from clap_ds.flop_count.counters import build, count_by_deepspeed, parameter_counts
         from clap_ds.flop_count.published_model import published_model
 
         own = build(config)
         models = {"published": published_model(config), "model": own}
-        return [count_by_deepspeed(models[each], context_length) for each in CONVENTIONS], parameter_counts(own)
+        return [
+            count_by_deepspeed(models[each], context_length) for each in CONVENTIONS
+        ], parameter_counts(own)
 
 
-def render(config: ClapConfig, tokens: int, counts: Sequence[Count], parameters: dict[str, int]) -> str:
-    """Return counts per convention and components of the closed form as a Markdown table, with notes."""
+def render(
+    config: ClapConfig, tokens: int, counts: Sequence[Count], parameters: dict[str, int]
+) -> str:
+    """Return counts per convention and components of the closed form as a Markdown table, with
+    notes."""
     lengths, rows = TextLengths.fixed(tokens), list[list[str]]()
     both = [forward_components(config, lengths, each) for each in CONVENTIONS]
     forward = [each["forward"] for each in both]
@@ -91,7 +102,8 @@ def render(config: ClapConfig, tokens: int, counts: Sequence[Count], parameters:
     add_row("with the backward pass", [(published | done)[each] for each in CONVENTIONS])
     for name in both[-1]:
         add_row(
-            ("of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " "), [each[name] for each in both]
+            ("of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " "),
+            [each[name] for each in both],
         )
     notes = [agreement(forward, [sum(each) for each in counts])]
     if parameters:
@@ -103,13 +115,16 @@ def render(config: ClapConfig, tokens: int, counts: Sequence[Count], parameters:
         f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
     )
     if tokens > usable:
-        notes.append(f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions")
+        notes.append(
+            f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions"
+        )
     title = f"{config.name}, {tokens} text tokens: forward GFLOPs per sample"
     return "\n".join([title, "", markdown_table(["counted by", *CONVENTIONS], rows), "", *notes])
 
 
 def agreement(analytic: Sequence[float], counted: Sequence[float]) -> str:
-    """Return a line on whether the profiler, plus operations it misses, agrees with the closed form."""
+    """Return a line on whether the profiler, plus operations it misses, agrees with the closed
+    form."""
     if not counted:
         return "the profiler was not run"
     worst = max(abs(each / own - 1) for own, each in zip(analytic, counted, strict=True))

@@ -40,16 +40,38 @@ GROWS_AS = "jupiter_htsat_tiny"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
+    """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch
+    at several scales."""
     parser = make_parser(__doc__)
     add_config(parser)
     add = parser.add_argument
-    add("--gpu", required=True, metavar="NAME", help="plan for this GPU, e.g. h100-sxm; an unknown name lists all")
-    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="plan for these numbers of nodes")
+    add(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="plan for this GPU, e.g. h100-sxm; an unknown name lists all",
+    )
+    add(
+        "--nodes",
+        type=whole_number(),
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="plan for these numbers of nodes",
+    )
     add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node")
     add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
-    add("--ramp", action="store_true", help="only print how many nodes each batch of clap.train.batch_ramp can use")
-    add("--samples", type=positive, metavar="N", help="estimate hours for this many training samples, repeats included")
+    add(
+        "--ramp",
+        action="store_true",
+        help="only print how many nodes each batch of clap.train.batch_ramp can use",
+    )
+    add(
+        "--samples",
+        type=positive,
+        metavar="N",
+        help="estimate hours for this many training samples, repeats included",
+    )
     add_json(parser)
     arguments = parser.parse_args(argv)
     check_output(arguments.json, "--json")
@@ -59,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(ramp_table(run, arguments.gpus_per_node))
         return
     if GLOBAL_BATCH in run.deepspeed and len(set(arguments.nodes)) > 1:
-        raise UserError(f"{run.path}: {GLOBAL_BATCH} fits only one scale; give one value of --nodes, or remove it")
+        raise UserError(
+            f"{run.path}: {GLOBAL_BATCH} fits only one scale; give one value of --nodes, or remove it"
+        )
     print("recording training steps, for about a minute or two", file=sys.stderr, flush=True)
     os.environ["DS_ACCELERATOR"] = "cpu"  # nothing is computed
     report = make_plan(run, gpu, arguments)
@@ -67,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ramp_table(run: RunSettings, gpus_per_node: int) -> str:
-    """Return the most nodes that can share each batch of the ramp, by micro-batch; – if one node can't."""
+    """Return the most nodes that can share each batch of the ramp, by micro-batch; – if one node
+    can't."""
     sizes = [size for size in (run.micro_batch >> shift for shift in range(4)) if size]
     ramp = run.clap.train.batch_ramp or [[0, run.batch_sizes().global_batch]]
 
@@ -75,8 +100,13 @@ def ramp_table(run: RunSettings, gpus_per_node: int) -> str:
         count, left = divmod(batch, size * gpus_per_node)
         return "–" if left else f"{count:,}"
 
-    rows = [[f"{start:,}", f"{batch:,}", *(nodes(batch, size) for size in sizes)] for start, batch in ramp]
-    return markdown_table(["from sample", "global batch", *(f"nodes at micro-batch {size}" for size in sizes)], rows)
+    rows = [
+        [f"{start:,}", f"{batch:,}", *(nodes(batch, size) for size in sizes)]
+        for start, batch in ramp
+    ]
+    return markdown_table(
+        ["from sample", "global batch", *(f"nodes at micro-batch {size}" for size in sizes)], rows
+    )
 
 
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +127,9 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
     own, parts, found = step_of(run.micro_batch, smallest), memory(run.micro_batch), None
     if arguments.find_micro_batch:
-        found = largest_micro_batch(lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib)
+        found = largest_micro_batch(
+            lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib
+        )
     cuda = torch.device("cuda")
     kernels, what = kernels_for(run.clap.model, cuda), what_to_compile(run.clap.compile, cuda)
     speed = _speed(own, gpu, compiled_kernels(run, run.micro_batch) if what != "off" else [])
@@ -123,9 +155,16 @@ def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]
         by_class[class_of(each)] += times * seconds(each, gpu, shares, "middle")
     by_case = {case: seconds_by_part(work, gpu, shares, case) for case in CASES}
     return {
-        "classes": {name: {"kernels_s": spent_s, **shares[name]} for name, spent_s in by_class.items()},
-        "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
-        "step_s": {part: {case: parts.get(part, 0.0) for case, parts in by_case.items()} for part in by_case["high"]},
+        "classes": {
+            name: {"kernels_s": spent_s, **shares[name]} for name, spent_s in by_class.items()
+        },
+        "samples_per_s_per_gpu": {
+            case: step.num_samples / parts["step"] for case, parts in by_case.items()
+        },
+        "step_s": {
+            part: {case: parts.get(part, 0.0) for case, parts in by_case.items()}
+            for part in by_case["high"]
+        },
         "tflop": sum(times * each.flops for each, times in work) / 1e12,
     }
 
@@ -133,21 +172,35 @@ def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]
 def _scales(
     num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Predict throughput and efficiency per node count with the law that best predicted the published runs.
+    """Predict throughput and efficiency per node count with the law that best predicted the
+    published runs.
 
-    Ranges cover all step times, each growing by as many seconds or as large a share as published; the middle, half each.
+    Ranges cover all step times, each growing by as many seconds or as large a share as published;
+    the middle, half each.
     """
     table = np.loadtxt(PUBLISHED_DIR / f"{GROWS_AS}.csv", delimiter=",", skiprows=1, usecols=(0, 2))
-    published = Series(GROWS_AS, tuple((int(count), float(rate)) for count, rate in table)).fit(USUAL)
+    published = Series(GROWS_AS, tuple((int(count), float(rate)) for count, rate in table)).fit(
+        USUAL
+    )
     batch = PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"]
 
     def law(case: str, in_seconds: float) -> Law:
         growth = in_seconds * batch + (1 - in_seconds) * step_s[case] / published.start_s
-        return Law(published.shape, step_s[case] / num_samples, growth * published.slope_s / num_samples)
+        return Law(
+            published.shape, step_s[case] / num_samples, growth * published.slope_s / num_samples
+        )
 
-    middle, laws, rows = law("middle", 0.5), [law(case, each) for case in step_s for each in (0, 1)], []
+    middle, laws, rows = (
+        law("middle", 0.5),
+        [law(case, each) for case in step_s for each in (0, 1)],
+        [],
+    )
     for count in nodes:
-        rate, rates, gpus = middle.rate(count), [each.rate(count) for each in laws], count * arguments.gpus_per_node
+        rate, rates, gpus = (
+            middle.rate(count),
+            [each.rate(count) for each in laws],
+            count * arguments.gpus_per_node,
+        )
         efficiencies = [100 * each.rate(count) / each.rate(nodes[0]) for each in laws]
         row: dict[str, Any] = {
             "nodes": count, "gpus": gpus, "efficiency_percent": 100 * rate / middle.rate(nodes[0]),
@@ -165,7 +218,9 @@ def _scales(
 def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     shares = [
         f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f}% ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
-        for name, each in sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])[:MOST_CLASSES]
+        for name, each in sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])[
+            :MOST_CLASSES
+        ]
     ]
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
@@ -185,9 +240,14 @@ def render(report: dict[str, Any]) -> str:
         " tokens, {text}\n\n{attention} attention, {mlp} MLPs, {text_attention} text attention, compile"
         " {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**, {peak_memory_gib:.1f} of {device_memory_gib:.1f}"
         " GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) without communication."
-    ).format(verdict="fits" if report["fits"] else "does NOT fit", largest=largest, **rate, **report)
+    ).format(
+        verdict="fits" if report["fits"] else "does NOT fit", largest=largest, **rate, **report
+    )
     memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
-    times = [[part, *(f"{1000 * cases[case]:.1f}" for case in cases)] for part, cases in report["step_s"].items()]
+    times = [
+        [part, *(f"{1000 * cases[case]:.1f}" for case in cases)]
+        for part, cases in report["step_s"].items()
+    ]
     extra = [name for name in ("hours", "gpu_hours") if name in scales[0]]
     header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s", *extra]
     rows = [

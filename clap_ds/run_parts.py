@@ -30,7 +30,9 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     try:
         debug = run.clap.debug
         device = initialize(
-            ranks, collective_timeout_s=debug.collective_timeout_s, allow_mixed_code=debug.allow_mixed_code
+            ranks,
+            collective_timeout_s=debug.collective_timeout_s,
+            allow_mixed_code=debug.allow_mixed_code,
         )
         yield device
     except UserError as error:
@@ -38,7 +40,8 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
 
 
 def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
-    """Build a run's model on a device, with the same weights on every rank, if a training step can fit in memory."""
+    """Build a run's model on a device, with the same weights on every rank, if a training step can
+    fit in memory."""
     clap = run.clap
     require_memory(run, ranks, device)
     with raise_on_all_ranks():
@@ -49,8 +52,11 @@ def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> Contrastiv
     return model
 
 
-def engine_of(run: RunSettings, ranks: Ranks, model: ContrastiveModel, timer: StepTimer) -> ClapEngine:
-    """Build a run's engine around a model; from here on, ranks draw different dropout and augmentation."""
+def engine_of(
+    run: RunSettings, ranks: Ranks, model: ContrastiveModel, timer: StepTimer
+) -> ClapEngine:
+    """Build a run's engine around a model; from here on, ranks draw different dropout and
+    augmentation."""
     clap = run.clap
     with raise_on_all_ranks():
         loss = build_loss(clap.loss, run.precision, timer.peer_wait)
@@ -59,7 +65,9 @@ def engine_of(run: RunSettings, ranks: Ranks, model: ContrastiveModel, timer: St
     return engine
 
 
-def loader_of(run: RunSettings, ranks: Ranks, engine: ClapEngine, state: dict[str, Any] | None = None) -> BatchSource:
+def loader_of(
+    run: RunSettings, ranks: Ranks, engine: ClapEngine, state: dict[str, Any] | None = None
+) -> BatchSource:
     """Build a rank's data loader for an engine; it continues from `state`."""
     clap = run.clap
     with raise_on_all_ranks():

@@ -1,4 +1,5 @@
-"""Score how well audio matches its captions, such as generated audio its prompts: cosines, and their mean, the CLAP score.
+"""Score how well audio matches its captions, such as generated audio its prompts: cosines, and
+their mean, the CLAP score.
 
 Examples:
     clap-ds score CHECKPOINT generated.csv --output scores.csv
@@ -22,7 +23,9 @@ from clap_ds.run_records.intervals import COVERAGE, student_t
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     options.check_output(arguments.output)
-    entries = [entry for source in arguments.inputs for entry in read_entries(Path(source), arguments)]
+    entries = [
+        entry for source in arguments.inputs for entry in read_entries(Path(source), arguments)
+    ]
     captions = list(dict.fromkeys(caption for entry in entries for caption in entry.captions))
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     vectors = dict(zip(captions, clap.embed_text(captions), strict=True))
@@ -39,20 +42,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += [[row.source, caption, round(score, 6)] for caption, score in pairs]
         of_files.append(fmean(scores))
     if len(of_files) < 2:
-        raise UserError(f"expected at least two usable files with captions, found {len(of_files)} of {len(entries)}")
+        raise UserError(
+            f"expected at least two usable files with captions, found {len(of_files)} of {len(entries)}"
+        )
     if arguments.output:
         write_csv(arguments.output, rows)
     spread = student_t(COVERAGE, len(of_files) - 1) * stdev(of_files) / len(of_files) ** 0.5
-    print(f"CLAP score: {fmean(of_files):.4f} ± {spread:.4f} (95% interval of the mean over {len(of_files):,} files)")
+    print(
+        f"CLAP score: {fmean(of_files):.4f} ± {spread:.4f} (95% interval of the mean over {len(of_files):,} files)"
+    )
     return options.left_out(len(entries), left_out)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    kinds = "CSV or JSONL of audio files and captions, or a folder of both, as for clap-ds shards build"
+    kinds = (
+        "CSV or JSONL of audio files and captions, or a folder of both, as for clap-ds shards build"
+    )
     options.add_audio_inputs(parser, kinds, pooling=("mean", "center"))
     add_columns(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the pairs' scores to this CSV")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the pairs' scores to this CSV"
+    )
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 

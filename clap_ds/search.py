@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     query = clap.embed_audio(sound, pooling=pooling) if sound else clap.embed_text(arguments.query)
     rows: list[Any] = [["file", "start_s", "end_s", "score"]]
     for row in nearest(batches, query[0], arguments.top):
-        rows.append([row["file"], round(row["start_s"], 3), round(row["end_s"], 3), round(row["score"], 6)])
+        rows.append(
+            [row["file"], round(row["start_s"], 3), round(row["end_s"], 3), round(row["score"], 6)]
+        )
     write_csv(arguments.output, rows)
 
 
@@ -51,9 +53,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("query", nargs="?", metavar="TEXT", help="text to search for")
     add("--sound", metavar="FILE", help="search for this audio file instead of a text")
     add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="write N rows")
-    add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
     add(
-        "--model", metavar="CHECKPOINT", help="embed the query with this model (default: the one recorded in the table)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the CSV to this file (default: standard output)",
+    )
+    add(
+        "--model",
+        metavar="CHECKPOINT",
+        help="embed the query with this model (default: the one recorded in the table)",
     )
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)

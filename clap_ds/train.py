@@ -1,12 +1,13 @@
 """Train a CLAP model on audio–caption data.
 
 Examples:
-    clap-ds train --config my_run.json                                                               one rank
-    deepspeed clap_ds/train.py --deepspeed_config my_run.json                                        all GPUs of this host
-    deepspeed --hostfile H clap_ds/train.py --deepspeed_config my_run.json --set optimizer.params.lr=1e-4
+    clap-ds train --config my_run.json
+    one rank deepspeed clap_ds/train.py --deepspeed_config my_run.json
+    all GPUs of this host deepspeed --hostfile H clap_ds/train.py --deepspeed_config my_run.json
+    --set optimizer.params.lr=1e-4
 
-Resumes from the run's newest checkpoint, if any. On SIGTERM, SIGUSR1 or SIGHUP it finishes the current or next step,
-saves and exits. Several ranks need `deepspeed` or torchrun.
+Resumes from the run's newest checkpoint, if any. On SIGTERM, SIGUSR1 or SIGHUP it finishes the
+current or next step, saves and exits. Several ranks need `deepspeed` or torchrun.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-# Importing torch and DeepSpeed takes seconds: functions import what needs them, after settings are validated.
+# Importing torch and DeepSpeed takes seconds: functions import what needs them, after settings are
+# validated.
 from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import CollectiveUserError, UserError
 from clap_ds.config.metrics import best_metric, names
@@ -52,7 +54,9 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     arguments = parser.parse_args(argv)
     run = load_run(arguments.config, ranks.world_size, arguments.set)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
-        raise UserError("\n".join(locate(problem, run.path, run.assignments) for problem in problems))
+        raise UserError(
+            "\n".join(locate(problem, run.path, run.assignments) for problem in problems)
+        )
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
     from clap_ds.run_parts import joined_ranks
@@ -78,7 +82,10 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     from clap_ds.training.signal_handler import StopRequest
 
     clap, sizes, signal = run.clap, run.batch_sizes(ranks.world_size), 0
-    with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks, record.path) as checkpointer:
+    with (
+        open_run_dir(run, ranks, device) as record,
+        open_checkpointer(run, ranks, record.path) as checkpointer,
+    ):
         model = model_of(run, ranks, device)
         load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
         engine = engine_of(run, ranks, model, StepTimer(device))
@@ -91,14 +98,22 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                 plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator = build_evaluator(run, ranks, engine)
             scalars = Scalars(engine, checkpointer.path, clap.train.histogram_every_steps)
-            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
+            logger = TrainLogger(
+                record, engine, loader, scalars, plan, state, ranks, checkpointer.path
+            )
             if ranks.is_main_process:
                 print(run_title(record.update_summary(chosen)), flush=True)
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
-            with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
+            with (
+                scalars,
+                StopRequest() as signals,
+                advice_on_non_finite(engine, checkpointer, logger),
+            ):
                 while not (signal or plan.is_done(state)):
                     engine.set_accumulation_steps(plan.batch(state.samples) // sizes.micro_step)
-                    skip_batches(loader, state, options, engine.deepspeed.gradient_accumulation_steps())
+                    skip_batches(
+                        loader, state, options, engine.deepspeed.gradient_accumulation_steps()
+                    )
                     signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader, waits=(state.step + 1) % plan.log_every == 0)
@@ -114,7 +129,11 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                         metrics = logger.evaluated(*evaluate(evaluator, engine))
                         due = plan.due(state, signal, is_late)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
-                        state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
+                        state.train_s, state.data, state.saved_step = (
+                            logger.train_s,
+                            gather(loader.state()),
+                            state.step,
+                        )
                         logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
                 ending()
                 checkpointer.close()
@@ -137,9 +156,17 @@ def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointe
         run.checkpoint_folder = Path(run_on_rank0(lambda: find_checkpoint_folder(run, config)))
         if (url := clap.checkpoint.remote_sync) is not None:
             run_on_rank0(lambda: try_target(url))
-    settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
-    parts: Any = {"job": ranks.job_folder and ranks.job_folder.parent, "logs": logs, "config": config}
-    return Checkpointer(run.checkpoint_folder, settings, tokenizer=getattr(clap.data, "tokenizer", None), **parts)
+    settings = clap.checkpoint.model_copy(
+        update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)}
+    )
+    parts: Any = {
+        "job": ranks.job_folder and ranks.job_folder.parent,
+        "logs": logs,
+        "config": config,
+    }
+    return Checkpointer(
+        run.checkpoint_folder, settings, tokenizer=getattr(clap.data, "tokenizer", None), **parts
+    )
 
 
 def build_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evaluator | None:
@@ -161,10 +188,14 @@ def build_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evalu
 
 
 def stop_or_fail(
-    record: RunDirectory, ranks: Ranks, state: TrainState, signal: int, saved: SavedCheckpoint | None
+    record: RunDirectory,
+    ranks: Ranks,
+    state: TrainState,
+    signal: int,
+    saved: SavedCheckpoint | None,
 ) -> None:
-    """Record the signal that stopped the run and raise StopSignal. Raises CollectiveUserError if the last checkpoint couldn't
-    be saved. A collective."""
+    """Record the signal that stopped the run and raise StopSignal. Raises CollectiveUserError if
+    the last checkpoint couldn't be saved. A collective."""
     import torch.distributed as dist
 
     from clap_ds.engine.exit_handling import StopSignal
@@ -176,7 +207,9 @@ def stop_or_fail(
                 f"trained to the end, but the last checkpoint could not be saved: {saved.problem}"
             )
         return
-    problem = saved.problem if saved is not None and saved.step == state.step else "the loss isn't finite"
+    problem = (
+        saved.problem if saved is not None and saved.step == state.step else "the loss isn't finite"
+    )
     stop, lost = StopSignal(signal), f", which could not be saved: {problem}" if problem else ""
     if ranks.is_main_process:
         said = f"stopped by {stop} after step {state.step}{lost}"
@@ -187,7 +220,8 @@ def stop_or_fail(
 
 
 def next_commands(run: RunSettings) -> list[str]:
-    """Return commands that evaluate the trained model and export it, if transformers or open_clip has its sizes."""
+    """Return commands that evaluate the trained model and export it, if transformers or open_clip
+    has its sizes."""
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     changes = "".join(f" --set {shlex.quote(text)}" for text in run.assignments)
     evaluation = f"--config {path}{changes}" if names(run.clap.evaluation) else "--retrieval SHARDS"
@@ -204,7 +238,10 @@ def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None
     """Print what was trained, what to do next, and warnings; draw the run's curves."""
     end = state.reached(run.clap.train.target_metrics) or "done"
     print(
-        f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:", *next_commands(run), sep="\n  ", flush=True
+        f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:",
+        *next_commands(run),
+        sep="\n  ",
+        flush=True,
     )
     try:
         from clap_ds.analysis.plot_run import draw_runs

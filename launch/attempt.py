@@ -31,7 +31,8 @@ from clap_ds.run_records.run_dir import RunDirectory  # imports only the standar
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended. `at_fault` are the suspects if a host and not the program may have caused the failure."""
+    """How an attempt ended. `at_fault` are the suspects if a host and not the program may have
+    caused the failure."""
 
     state: State
     error: str
@@ -46,8 +47,13 @@ class AttemptOutcome:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether no rank reported a cause other than an unresponsive peer, or a stop that may be its host's."""
-        kinds = (STOPPED, "", LINK, LOST_PEER, STALL, UNREACHABLE) if self.state == "failed" else (STOPPED,)
+        """Whether no rank reported a cause other than an unresponsive peer, or a stop that may be
+        its host's."""
+        kinds = (
+            (STOPPED, "", LINK, LOST_PEER, STALL, UNREACHABLE)
+            if self.state == "failed"
+            else (STOPPED,)
+        )
         return not self.at_fault and self.kind in kinds
 
 
@@ -67,7 +73,9 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 def lost(hosts: dict[str, str], code: int) -> AttemptOutcome:
     """Return the outcome of losing hosts, given why each is considered lost."""
-    return AttemptOutcome("failed", f"lost {'; '.join(map(': '.join, hosts.items()))}", code or 1, [*hosts])
+    return AttemptOutcome(
+        "failed", f"lost {'; '.join(map(': '.join, hosts.items()))}", code or 1, [*hosts]
+    )
 
 
 def outcome_of(
@@ -81,7 +89,8 @@ def outcome_of(
     """Determine how an attempt ended.
 
     Args:
-        code: the launcher's exit code; DeepSpeed's may be 0 if its srun was killed or lost all hosts.
+        code: the launcher's exit code; DeepSpeed's may be 0 if its srun was killed or lost all
+          hosts.
         hosts: host of each rank.
         stopped: the signal that this job received.
         down: hosts that SLURM considers down, with their SLURM states.
@@ -98,12 +107,16 @@ def outcome_of(
         return _timed_out(summary)
     if stopped is not None:
         return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
-    expected_hosts = () if state == "completed" else hosts  # ranks of a completed run end without files
+    expected_hosts = (
+        () if state == "completed" else hosts
+    )  # ranks of a completed run end without files
     cause = find_root_cause(run.path if run else None, folder, expected_hosts, launcher.first)
     if cause is None or (cause.kind == STOPPED and state == "failed"):
         return _without_cause(code, summary, launcher)
     if cause.kind == STOPPED:
-        return AttemptOutcome("terminated", cause.message, code or 128 + signal.SIGTERM, kind=STOPPED)
+        return AttemptOutcome(
+            "terminated", cause.message, code or 128 + signal.SIGTERM, kind=STOPPED
+        )
     return _with_cause(cause, code, state, launcher)
 
 
@@ -112,10 +125,14 @@ def _timed_out(summary: Mapping[str, Any]) -> AttemptOutcome:
     last_checkpoint = (summary.get("checkpoints") or [{}])[-1]
     if summary.get("state") == "failed" or not last_checkpoint.get("saved"):
         return AttemptOutcome("timeout", "stopped before the time limit", 128 + signal.SIGUSR1)
-    return AttemptOutcome("timeout", f"stopped before the time limit, and saved at step {summary.get('step')}", 0)
+    return AttemptOutcome(
+        "timeout", f"stopped before the time limit, and saved at step {summary.get('step')}", 0
+    )
 
 
-def _with_cause(cause: RankError, code: int, state: str | None, launcher: LauncherErrors) -> AttemptOutcome:
+def _with_cause(
+    cause: RankError, code: int, state: str | None, launcher: LauncherErrors
+) -> AttemptOutcome:
     message = cause.message
     if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
         message = f"{message} ({launcher.remark})"
@@ -127,7 +144,9 @@ def _with_cause(cause: RankError, code: int, state: str | None, launcher: Launch
     return AttemptOutcome(ended, message, code or 1, cause.hosts, cause.fault or cause.kind)
 
 
-def _without_cause(code: int, summary: Mapping[str, Any], launcher: LauncherErrors) -> AttemptOutcome:
+def _without_cause(
+    code: int, summary: Mapping[str, Any], launcher: LauncherErrors
+) -> AttemptOutcome:
     state = summary.get("state")
     error = summary.get("error")
     if state == "terminated":

@@ -1,7 +1,7 @@
 """Read and check cluster profiles, which describe clusters.
 
-Needs only the standard library, to run before the environment is installed. The checks of a run need packages that a login
-node's Python may lack, so they run with the ranks' Python.
+Needs only the standard library, to run before the environment is installed. The checks of a run
+need packages that a login node's Python may lack, so they run with the ranks' Python.
 """
 
 from __future__ import annotations
@@ -53,26 +53,48 @@ class ClusterProfile:
     gpus_per_node: int | None = None  # ranks per node; null uses what `sinfo` shows
     cpus_per_task: int | None = None  # CPUs and OMP_NUM_THREADS of each rank
     sbatch: list[str] = field(default_factory=list)  # more options, such as `--exclusive`
-    setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
+    setup: list[str] = field(
+        default_factory=list
+    )  # shell lines at the start of a job, such as `module load CUDA/13`
     python: str | None = None
-    """Interpreter of the ranks. Null: `.venv/bin/python` of the checkout or `python3`; without a checkout, this Python."""
-    wrapper: list[str] = field(default_factory=list)  # command prefix of every rank, such as `apptainer exec …`
-    srun: list[str] = field(default_factory=list)  # options of the step that starts ranks: `--cpu-bind=cores`
-    environment: dict[str, str] = field(default_factory=dict)  # variables of every rank, such as NCCL settings
+    """Interpreter of the ranks. Null: `.venv/bin/python` of the checkout or `python3`; without a
+    checkout, this Python."""
+    wrapper: list[str] = field(
+        default_factory=list
+    )  # command prefix of every rank, such as `apptainer exec …`
+    srun: list[str] = field(
+        default_factory=list
+    )  # options of the step that starts ranks: `--cpu-bind=cores`
+    environment: dict[str, str] = field(
+        default_factory=dict
+    )  # variables of every rank, such as NCCL settings
     launcher: str | None = None  # one of `LAUNCHERS`; null means slurm
-    run_root: str = "runs"  # folder of runs and jobs, shared by all nodes; relative to the checkout or working folder
-    walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
-    """Time limits of a benchmark by maximum number of nodes. The last one also applies to more nodes."""
+    # folder of runs and jobs, shared by all nodes; relative to the checkout or working folder
+    run_root: str = "runs"
+    walltimes: dict[str, str] = field(
+        default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"}
+    )
+    """Time limits of a benchmark by maximum number of nodes. The last one also applies to more
+    nodes."""
     requeues: int = 2  # maximum number of requeues after losing a host
 
     def walltime(self, num_nodes: int) -> str:
         """Return the time limit of a benchmark on this number of nodes."""
         bounds = sorted(self.walltimes, key=int)
-        return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
+        return self.walltimes[
+            next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])
+        ]
 
     def container(self) -> str | None:
         """Return the word that puts the ranks into a container, if any."""
-        return next((word for word in (*self.wrapper, *self.srun) if word in self.wrapper or "container" in word), None)
+        return next(
+            (
+                word
+                for word in (*self.wrapper, *self.srun)
+                if word in self.wrapper or "container" in word
+            ),
+            None,
+        )
 
     def interpreter(self) -> str:
         if self.python:
@@ -84,7 +106,10 @@ class ClusterProfile:
 
     def setup_lines(self) -> list[str]:
         """Return the shell lines that set up a job's environment."""
-        return [*self.setup, *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items())]
+        return [
+            *self.setup,
+            *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()),
+        ]
 
     def root(self) -> Path:
         """Return `run_root` as an absolute path."""
@@ -95,13 +120,16 @@ T = TypeVar("T")
 
 
 def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
-    """Build a dataclass from the JSON of a file. UserError has a line for each field that doesn't exist or has another type."""
+    """Build a dataclass from the JSON of a file. UserError has a line for each field that doesn't
+    exist or has another type."""
     hints, problems = get_type_hints(kind), []
     for name, value in content.items():
         if name not in hints:
             problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
         elif not _fits(value, hints[name]):
-            problems.append(f"{name}: expected {inspect.formatannotation(hints[name])}, found {json.dumps(value)}")
+            problems.append(
+                f"{name}: expected {inspect.formatannotation(hints[name])}, found {json.dumps(value)}"
+            )
     _reject(where, problems)
     return kind(**content)
 
@@ -111,7 +139,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if of is UnionType:
         return any(_fits(value, each) for each in inner)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return hint is Any or (type(value) is of and value != "" and all(_fits(part, inner[-1]) for part in parts))
+    return hint is Any or (
+        type(value) is of and value != "" and all(_fits(part, inner[-1]) for part in parts)
+    )
 
 
 def _reject(where: Path, problems: Iterable[str]) -> None:
@@ -120,7 +150,8 @@ def _reject(where: Path, problems: Iterable[str]) -> None:
 
 
 def load_profile(name: str) -> ClusterProfile:
-    """Read a profile by its name under `launch/clusters/` or by path. UserError has a line for each wrong field."""
+    """Read a profile by its name under `launch/clusters/` or by path. UserError has a line for each
+    wrong field."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -151,15 +182,21 @@ def _wrong_values(profile: ClusterProfile) -> Iterator[str]:
 
 
 def check_environment(profile: ClusterProfile, options: Iterable[str] = ()) -> str:
-    """Run the profile's shell lines, and `clap_ds.check_runs` with its Python and these options, as a job does. UserError has a
-    line for each problem. Return the versions and notes, or why Python wasn't run."""
+    """Run the profile's shell lines, and `clap_ds.check_runs` with its Python and these options, as
+    a job does. UserError has a line for each problem. Return the versions and notes, or why Python
+    wasn't run."""
     python = shlex.join([*profile.wrapper, profile.interpreter()])
     if profile.container() and not (profile.wrapper and shutil.which(profile.wrapper[0])):
         return f"{python}: not checked: it is in a container that is not available here"
     check = f"{python} -m clap_ds.check_runs {shlex.join(options)}"
     command = ["bash", "-c", "\n".join(["set -euo pipefail", *profile.setup_lines(), check])]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL, cwd=work_folder()
+        command,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        cwd=work_folder(),
     )
     answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
     if done.returncode or not answer:
@@ -168,4 +205,6 @@ def check_environment(profile: ClusterProfile, options: Iterable[str] = ()) -> s
         raise UserError(failed + "\n".join(said))
     versions = json.loads(answer[1])
     shown = f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
-    return "\n".join([shown, *dict.fromkeys(re.findall(r"^note: clap\..*", done.stdout, re.MULTILINE))])
+    return "\n".join(
+        [shown, *dict.fromkeys(re.findall(r"^note: clap\..*", done.stdout, re.MULTILINE))]
+    )

@@ -1,9 +1,10 @@
 """Write a DeepSpeed hostfile from SLURM's environment, a node list, or a node file of PBS or LSF.
 
 Examples:
-    clap-ds hostfile --output H                                      inside an allocation
-    clap-ds hostfile --nodefile "$PBS_NODEFILE" --output H            in a job of PBS; of LSF, "$LSB_DJOB_HOSTFILE"
-    python launch/hostfile.py --nodelist 'n[01-04]' --slots 4        anywhere, even if clap-ds is not installed
+    clap-ds hostfile --output H                                      inside an allocation clap-ds
+    hostfile --nodefile "$PBS_NODEFILE" --output H            in a job of PBS; of LSF,
+    "$LSB_DJOB_HOSTFILE" python launch/hostfile.py --nodelist 'n[01-04]' --slots 4        anywhere,
+    even if clap-ds is not installed
 """
 
 import os
@@ -17,10 +18,17 @@ if not __package__:  # run as a file
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.distributed.hostfile import expand_by_slurm, format_hostfile, read_nodefile, slots_from_slurm
+from clap_ds.distributed.hostfile import (
+    expand_by_slurm,
+    format_hostfile,
+    read_nodefile,
+    slots_from_slurm,
+)
 
 
-def write(nodelist: str | None, nodefile: str | None, slots: int | None, output: str | None) -> None:
+def write(
+    nodelist: str | None, nodefile: str | None, slots: int | None, output: str | None
+) -> None:
     """Write the hostfile to `output`, or print it."""
     if nodefile is not None:
         counts = read_nodefile(nodefile)
@@ -32,7 +40,9 @@ def write(nodelist: str | None, nodefile: str | None, slots: int | None, output:
     elif nodelist is None:
         hosts = slots_from_slurm(os.environ, slots)
     elif slots is None:
-        raise ValueError("--nodelist needs --slots: SLURM's environment does not describe these hosts")
+        raise ValueError(
+            "--nodelist needs --slots: SLURM's environment does not describe these hosts"
+        )
     else:
         hosts = dict.fromkeys(expand_by_slurm(nodelist), slots)
     if output:
@@ -45,13 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--nodelist", metavar="LIST", help="write these hosts, in SLURM's notation (default: the allocation's)"
+        "--nodelist",
+        metavar="LIST",
+        help="write these hosts, in SLURM's notation (default: the allocation's)",
     )
-    source.add_argument("--nodefile", metavar="FILE", help="write these hosts: a line per rank, as in $PBS_NODEFILE")
+    source.add_argument(
+        "--nodefile", metavar="FILE", help="write these hosts: a line per rank, as in $PBS_NODEFILE"
+    )
     parser.add_argument(
-        "--slots", type=whole_number(), metavar="N", help="set ranks per host (default: those of SLURM or FILE)"
+        "--slots",
+        type=whole_number(),
+        metavar="N",
+        help="set ranks per host (default: those of SLURM or FILE)",
     )
-    parser.add_argument("--output", metavar="FILE", help="write this file, atomically (default: standard output)")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write this file, atomically (default: standard output)"
+    )
     return exit_code_of(lambda: write(**vars(parser.parse_args(argv))))
 
 

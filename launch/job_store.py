@@ -1,4 +1,5 @@
-"""Store of submitted jobs: a folder with a record, batch scripts, and one folder per job with its run's JSON."""
+"""Store of submitted jobs: a folder with a record, batch scripts, and one folder per job with its
+run's JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +19,25 @@ from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import summary_of
-from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, SUBMISSION, check_environment, job_file, typed
+from clap_ds.launch.cluster_profile import (
+    ATTEMPTS,
+    PROFILE,
+    SUBMISSION,
+    check_environment,
+    job_file,
+    typed,
+)
 from clap_ds.launch.sbatch import Request, check_script, script
 
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
-ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
-"""`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
+ENDS = {
+    "TIMEOUT": "timeout",
+    "PREEMPTED": "terminated",
+    "DEADLINE": "terminated",
+    "CANCELLED": "terminated",
+}
+"""`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others
+count as failed."""
 
 
 def stamp() -> str:
@@ -43,7 +57,9 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("name", "folder", "slurm_id"):  # parts of paths; others may have written them
             if not _NAME.fullmatch(getattr(self, name) or "-"):
-                raise ValueError(f"{name}: expected letters, digits, '.', '_' and '-', found {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected letters, digits, '.', '_' and '-', found {getattr(self, name)!r}"
+                )
 
     def run(self, ranks: int) -> dict[str, Any]:
         """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
@@ -53,14 +69,17 @@ class Job:
         try:
             sizes = BatchSizes.of(content, ranks)
         except ValueError as error:
-            raise UserError("\n".join(f"{self.name}: {line}" for line in str(error).splitlines())) from None
+            raise UserError(
+                "\n".join(f"{self.name}: {line}" for line in str(error).splitlines())
+            ) from None
         return sizes.fill(content) if GLOBAL_BATCH in self.changes else content
 
 
 class JobStatus(NamedTuple):
     """A job's state, a note, and whether it is queued or running.
 
-    The state is a `run_records.metrics_schema.State` or, without a process, `not_submitted`, `pending`, `requeued` or `held`.
+    The state is a `run_records.metrics_schema.State` or, without a process, `not_submitted`,
+    `pending`, `requeued` or `held`.
     """
 
     state: str
@@ -79,7 +98,9 @@ class Jobs:
         """Read the record of submitted jobs. UserError if it is malformed; it is not trusted."""
         if not folder.is_dir():
             names = [each.name for each in folder.parent.glob("*")]
-            raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
+            raise UserError(
+                f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}"
+            )
         content = read_object(record := job_file(folder, SUBMISSION))
         try:
             jobs = [typed(Job, job, record) for job in content["jobs"]]
@@ -88,7 +109,10 @@ class Jobs:
             raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
-        write_object(self.folder / SUBMISSION, {"array": self.array, "jobs": [asdict(job) for job in self.jobs]})
+        write_object(
+            self.folder / SUBMISSION,
+            {"array": self.array, "jobs": [asdict(job) for job in self.jobs]},
+        )
 
     def script(self, job: Job) -> Path:
         return self.folder / f"{'array' if self.array else job.name}.sbatch"
@@ -97,16 +121,20 @@ class Jobs:
         return [jobs] if self.array else [[job] for job in jobs]
 
     def slurm_name(self, job: Job) -> str:
-        """Return the name under which SLURM knows a job, or the array of all jobs. No other folder's jobs have it."""
+        """Return the name under which SLURM knows a job, or the array of all jobs. No other
+        folder's jobs have it."""
         part = "" if self.array or len(self.jobs) == 1 else f"-{job.name}"
         unique = hashlib.sha256(f"{self.folder.resolve()}{part}".encode()).hexdigest()[:8]
-        return re.sub(r"[^A-Za-z0-9_.-]", "_", f"clap-{self.folder.name}{part}")[:100] + f"-{unique}"
+        return (
+            re.sub(r"[^A-Za-z0-9_.-]", "_", f"clap-{self.folder.name}{part}")[:100] + f"-{unique}"
+        )
 
     def log(self, job: Job) -> Path:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
     def prepare(self, request: Request) -> None:
-        """Write each job's run JSON, cluster profile and script, and check them. UserError, without the folder, if a check
+        """Write each job's run JSON, cluster profile and script, and check them. UserError, without
+          the folder, if a check
         fails."""
         self.folder.mkdir(parents=True)
         try:
@@ -134,7 +162,8 @@ class Jobs:
             raise
 
     def check_scripts(self, jobs: list[Job], options: Sequence[str]) -> None:
-        """Check the script of each number of nodes with more options of sbatch, and print what may keep jobs waiting."""
+        """Check the script of each number of nodes with more options of sbatch, and print what may
+        keep jobs waiting."""
         scripts = {job.nodes: self.script(job) for job in jobs}.values()
         for note in dict.fromkeys(note for path in scripts for note in check_script(path, options)):
             print(f"note: {note}")
@@ -148,7 +177,9 @@ class Jobs:
             self.save()
             tasks = [str(self.jobs.index(job)) for job in each]
             try:
-                number = slurm.submit(self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options)
+                number = slurm.submit(
+                    self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options
+                )
             except KeyboardInterrupt:
                 unsure = f"SLURM may have accepted {each[0].name}: `clap-ds sweep status {self.folder}` finds out"
                 raise KeyboardInterrupt(unsure) from None
@@ -163,27 +194,35 @@ class Jobs:
         known = slurm.find_jobs([job.slurm_id for job in self.jobs if job.slurm_id], names)
         self._record_ids(known)
         return {
-            job.name: status_of(self.folder / job.folder, job.slurm_id, *known.get(str(job.slurm_id), ("", ""))[:2])
+            job.name: status_of(
+                self.folder / job.folder, job.slurm_id, *known.get(str(job.slurm_id), ("", ""))[:2]
+            )
             for job in self.jobs
         }
 
     def _record_ids(self, known: dict[str, slurm.QueuedJob]) -> None:
-        """Record ids of jobs that were submitted by hand, or by a process that was killed before it could do so."""
+        """Record ids of jobs that were submitted by hand, or by a process that was killed before it
+        could do so."""
         for task, job in enumerate(self.jobs):
             name = self.slurm_name(job)
             suffix = f"_{task}" if self.array else ""
-            named = [number for number in known if known[number].name == name and number.endswith(suffix)]
+            named = [
+                number for number in known if known[number].name == name and number.endswith(suffix)
+            ]
             candidates = [number for number in named if known[number].state not in slurm.OVER]
             if job.slurm_id is None:
                 candidates = candidates or named
             if candidates and job.slurm_id not in candidates:
                 job.slurm_id = max(candidates, key=lambda number: int(number.partition("_")[0]))
                 self.save()
-                print(f"{job.name}: recorded job {job.slurm_id}, which SLURM has under this job's name")
+                print(
+                    f"{job.name}: recorded job {job.slurm_id}, which SLURM has under this job's name"
+                )
 
 
 def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str) -> JobStatus:
-    """Return a job's status from its `attempts.json`, and its state and reason in SLURM, empty if SLURM forgot the job."""
+    """Return a job's status from its `attempts.json`, and its state and reason in SLURM, empty if
+    SLURM forgot the job."""
     record: dict[str, Any] = {}
     with suppress(UserError):  # not written yet
         record = read_object(job_file(folder, ATTEMPTS))
@@ -196,9 +235,13 @@ def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str)
         return JobStatus("requeued" if record else "pending", error or reason, True)
     if slurm_state and slurm_state not in slurm.OVER:
         return JobStatus(state, slurm_state.lower(), True)
-    if record.get("state") == "running":  # the supervisor was killed, but the run may have recorded its own end
+    if (
+        record.get("state") == "running"
+    ):  # the supervisor was killed, but the run may have recorded its own end
         attempts = (folder / "attempts").glob("*")
-        summary = summary_of(max(attempts, key=lambda attempt: attempt.lstat().st_mtime, default=folder))
+        summary = summary_of(
+            max(attempts, key=lambda attempt: attempt.lstat().st_mtime, default=folder)
+        )
         state = str(summary.get("state") or state)
         error = str(summary.get("error") or error)
     if state != "running":

@@ -1,6 +1,8 @@
-"""Read from a launcher's output where ranks ended or never started, for ranks that could not write an error file.
+"""Read from a launcher's output where ranks ended or never started, for ranks that could not write
+an error file.
 
-The lines are those of srun's `_task_finish`, `_node_fail_handler` and `_fail_step_tasks`. With torchrun, tasks are its agents.
+The lines are those of srun's `_task_finish`, `_node_fail_handler` and `_fail_step_tasks`. With
+torchrun, tasks are its agents.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ _TASK = re.compile(r"(?:\d+: )?srun: error: ((?P<hosts>\S+): tasks? \d\S*: (?P<e
 _NODE = re.compile(
     r"(?:\d+: )?srun: error: (?P<end>(?:Node failure|Task launch for .+ failed) on (?:node )?(?P<hosts>[^\s:]+).*)"
 )
-_REMARK = re.compile(r"(?:\d+: )?(?:srun|slurmstepd\S*): error: (?!.*CANCELLED)(.+)")  # steps that a task's end cancels
+_REMARK = re.compile(
+    r"(?:\d+: )?(?:srun|slurmstepd\S*): error: (?!.*CANCELLED)(.+)"
+)  # steps that a task's end cancels
 _STOPS = "Terminated|Interrupt|Hangup|User defined signal 1|Exited with exit code (129|130|138|143)"
 _ENDS = (
     (_STOPS, STOPPED, PROGRAM),
@@ -26,7 +30,8 @@ _ENDS = (
     ("Node failure|Task launch", KILLED, HOST),
     ("", KILLED, KILLED),
 )
-"""Kind and fault of the ends of a task: by signals that ask it to stop, by itself, by losing its host, by other signals."""
+"""Kind and fault of the ends of a task: by signals that ask it to stop, by itself, by losing its
+host, by other signals."""
 AGENT_FAILED = "Exited with exit code 1"  # of torchrun, also if another host's agent fails
 
 
@@ -63,10 +68,14 @@ class LauncherErrors:
         end = match["end"]
         hosts = [host for host in expand(match["hosts"]) if host in self._hosts]
         if self.first is not None:
-            if self.first.fault == IMPORT and end == self._end != AGENT_FAILED:  # all hosts may lack the program
+            if (
+                self.first.fault == IMPORT and end == self._end != AGENT_FAILED
+            ):  # all hosts may lack the program
                 self.first.hosts[:] = dict.fromkeys([*self.first.hosts, *hosts])
         elif hosts:
             self._end = end
-            kind, fault = next((kind, fault) for pattern, kind, fault in _ENDS if re.match(pattern, end))
+            kind, fault = next(
+                (kind, fault) for pattern, kind, fault in _ENDS if re.match(pattern, end)
+            )
             message = f"lost {hosts[0]}: {end}" if fault == HOST else match[1]
             self.first = RankError(0.0, 0, hosts[0], kind, message, hosts=hosts, fault=fault)

@@ -1,4 +1,5 @@
-"""Commands that start a run's ranks: DeepSpeed's launcher with one srun, or torchrun on each host."""
+"""Commands that start a run's ranks: DeepSpeed's launcher with one srun, or torchrun on each
+host."""
 
 from __future__ import annotations
 
@@ -35,14 +36,31 @@ def launch_command(
     """
     (first, ranks), port = next(iter(slots.items())), str(free_port())
     by_torchrun = profile.launcher == "torchrun"
-    tasks, cores = (1, (profile.cpus_per_task or 0) * ranks) if by_torchrun else (ranks, profile.cpus_per_task)
-    srun = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
-    srun += [f"--ntasks-per-node={tasks}", f"--job-name={step}", *([f"--cpus-per-task={cores}"] if cores else [])]
+    tasks, cores = (
+        (1, (profile.cpus_per_task or 0) * ranks) if by_torchrun else (ranks, profile.cpus_per_task)
+    )
+    srun = [
+        "--kill-on-bad-exit=1",
+        "--overlap",
+        f"--nodes={len(slots)}",
+        f"--nodelist={','.join(slots)}",
+    ]
+    srun += [
+        f"--ntasks-per-node={tasks}",
+        f"--job-name={step}",
+        *([f"--cpus-per-task={cores}"] if cores else []),
+    ]
     srun += profile.srun
     if by_torchrun:
-        # torchrun's other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
+        # torchrun's other rendezvous, c10d, runs what it unpickles from a port that anyone may
+        # reach.
         number_host = ["sh", "-c", 'PET_NODE_RANK=$SLURM_NODEID exec "$@"', "sh"]
-        torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--nproc_per_node={ranks}"]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={len(slots)}",
+            f"--nproc_per_node={ranks}",
+        ]
         torchrun += ["--rdzv_backend=static", f"--master_addr={first}", f"--master_port={port}"]
         torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
         return [
@@ -57,8 +75,22 @@ def launch_command(
             *torchrun,
             *words,
         ]
-    options = ["--hostfile", str(hostfile), "--launcher", "slurm", "--force_multi", "--no_ssh_check", "--quiet"]
-    options += ["--master_addr", first, "--master_port", port, f"--launcher_args={shlex.join(srun)}"]
+    options = [
+        "--hostfile",
+        str(hostfile),
+        "--launcher",
+        "slurm",
+        "--force_multi",
+        "--no_ssh_check",
+        "--quiet",
+    ]
+    options += [
+        "--master_addr",
+        first,
+        "--master_port",
+        port,
+        f"--launcher_args={shlex.join(srun)}",
+    ]
     return [python, "-m", "deepspeed.launcher.runner", *options, *words]
 
 

@@ -58,7 +58,11 @@ def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | 
 
 def slow_links(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Findings:
     """Return links between hosts far below the median rate. `hosts`: host of each rank."""
-    links = {f"{hosts[first]}–{hosts[second]}": rate for rank in ranks for first, second, rate in rank["links"]}
+    links = {
+        f"{hosts[first]}–{hosts[second]}": rate
+        for rank in ranks
+        for first, second, rate in rank["links"]
+    }
     usual = statistics.median(links.values()) if links else 0.0
     slow = ((link, rate) for link, rate in links.items() if rate < SLOW * usual)
     return [(link, f"slow link: {rate:.2f} GB/s, median {usual:.2f}") for link, rate in slow]
@@ -69,14 +73,21 @@ def lines(kind: str, findings: Findings) -> list[str]:
     return [f"{kind}: {finding}" for finding in merged(findings)]
 
 
-def start_ranks(slots: dict[str, int], profile: ClusterProfile, megabytes: float, folder: Path) -> int:
-    """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
+def start_ranks(
+    slots: dict[str, int], profile: ClusterProfile, megabytes: float, folder: Path
+) -> int:
+    """Run the ranks, which write their reports to the folder, and return the launcher's exit
+    code."""
     os.environ.update(profile.environment)
     prepare_attempt(folder, slots)
     script = str(PACKAGE / "benchmark" / "preflight_rank.py")
     words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     command = launch_command(profile, profile.interpreter(), slots, folder / "hostfile", words)
-    own: dict[str, Any] = {"env": environment(), "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    own: dict[str, Any] = {
+        "env": environment(),
+        "stdin": subprocess.DEVNULL,
+        "stderr": subprocess.STDOUT,
+    }
     with (folder / "output").open("wb") as file:
         # A new session: the launcher must receive the signal first and then end the ranks.
         process = subprocess.Popen(command, stdout=file, start_new_session=True, **own)
@@ -89,9 +100,14 @@ def start_ranks(slots: dict[str, int], profile: ClusterProfile, megabytes: float
             process.wait()
 
 
-def silent_hosts(hosts: Sequence[str], answering: Collection[str], output: str, code: int) -> Findings:
-    """Return hosts without a report, and what SLURM said of them; if no host reported or is named, why the launcher failed."""
-    errors = re.findall(r"^(?:srun: error: |slurmstepd-(?=\S+: error: )|(?=\S+: ))(.*)$", output, re.MULTILINE)
+def silent_hosts(
+    hosts: Sequence[str], answering: Collection[str], output: str, code: int
+) -> Findings:
+    """Return hosts without a report, and what SLURM said of them; if no host reported or is named,
+    why the launcher failed."""
+    errors = re.findall(
+        r"^(?:srun: error: |slurmstepd-(?=\S+: error: )|(?=\S+: ))(.*)$", output, re.MULTILINE
+    )
     reasons = {
         host: error.removeprefix(f"{host}: ").removeprefix("error: ")
         for host, error in product(hosts, errors)
@@ -103,7 +119,10 @@ def silent_hosts(hosts: Sequence[str], answering: Collection[str], output: str, 
     silent = [host for host in (hosts if answering else reasons) if host not in answering]
     # If one task fails, SLURM terminates all.
     silent = [host for host in silent if not reasons.get(host, "").endswith("Terminated")] or silent
-    return [(host, f"unreachable, or starts no rank: {reasons.get(host, 'no response')}") for host in silent]
+    return [
+        (host, f"unreachable, or starts no rank: {reasons.get(host, 'no response')}")
+        for host in silent
+    ]
 
 
 def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
@@ -123,7 +142,9 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
         measured = read_object(folder / "measured.json")
         for number, (host, rank) in enumerate(zip(hosts, measured["ranks"], strict=True)):
             if rank["wrong"]:
-                problems.append((host, f"rank {number} has {rank['wrong']} wrong elements after an all-reduce"))
+                problems.append(
+                    (host, f"rank {number} has {rank['wrong']} wrong elements after an all-reduce")
+                )
         shown.append(f"all-reduce: {measured['bus_gb_per_s']:.2f} GB/s")
         shown += lines("warning", slow_links(measured["ranks"], hosts))
     elif not problems:
@@ -133,7 +154,8 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
 
 
 def check_tasks(variables: Mapping[str, str], ranks: int) -> None:
-    """Raise UserError if srun would refuse to start so many ranks on a host: an allocation has a CPU or more per task."""
+    """Raise UserError if srun would refuse to start so many ranks on a host: an allocation has a
+    CPU or more per task."""
     tasks = variables.get("SLURM_NTASKS_PER_NODE", str(ranks))
     cpus = min(parse_tasks(variables.get("SLURM_JOB_CPUS_PER_NODE", str(ranks))))
     if cpus < ranks and int(tasks) < ranks:
@@ -146,13 +168,25 @@ def check_tasks(variables: Mapping[str, str], ranks: int) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
     profile = load_profile(arguments.cluster)
-    slots = slots_from_slurm(os.environ, profile.gpus_per_node, "set gpus_per_node in the cluster profile")
+    slots = slots_from_slurm(
+        os.environ, profile.gpus_per_node, "set gpus_per_node in the cluster profile"
+    )
     if profile.launcher != "torchrun":
         check_tasks(os.environ, max(slots.values()))
     profile.root().mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=profile.root()))
-    problems, shown = evaluate(slots, start_ranks(slots, profile, arguments.megabytes, folder), folder)
-    print("\n".join([*shown, *problems, f"the ranks' output is in {folder}" if problems else "no problems found"]))
+    problems, shown = evaluate(
+        slots, start_ranks(slots, profile, arguments.megabytes, folder), folder
+    )
+    print(
+        "\n".join(
+            [
+                *shown,
+                *problems,
+                f"the ranks' output is in {folder}" if problems else "no problems found",
+            ]
+        )
+    )
     if not problems:
         shutil.rmtree(folder, ignore_errors=True)
     return int(bool(problems))

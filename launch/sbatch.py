@@ -57,14 +57,19 @@ class Request:
     spare_nodes: int = 0
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
-    options: dict[str, str] = field(default_factory=dict)  # more options of sbatch, instead of the profile's
-    once: list[str] = field(default_factory=list)  # options that aren't in the script, which may be submitted again
+    options: dict[str, str] = field(
+        default_factory=dict
+    )  # more options of sbatch, instead of the profile's
+    once: list[str] = field(
+        default_factory=list
+    )  # options that aren't in the script, which may be submitted again
 
     def time_limit(self, nodes: int) -> str:
         return self.time or self.profile.walltime(nodes)
 
     def warning_s(self, nodes: int) -> int:
-        """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
+        """Return how many seconds before the time limit the run is signaled: at most half of it;
+        training has to save."""
         return min(300 if self.train else 60, slurm.minutes_of(self.time_limit(nodes)) * 30)
 
 
@@ -75,9 +80,24 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add("--train", action="store_true", help="train instead of running the benchmark")
     ranks_help = "set ranks per node (default: the cluster profile's, or what `sinfo` shows)"
     add("--gpus_per_node", type=whole_number(), metavar="N", help=ranks_help)
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="allocate N more nodes as hot spares")
-    add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
-    add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
+    add(
+        "--spare_nodes",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="allocate N more nodes as hot spares",
+    )
+    add(
+        "--auto_requeue",
+        action="store_true",
+        help="requeue training after each time limit until it is complete",
+    )
+    add(
+        "train_options",
+        nargs="*",
+        metavar="-- OPTION",
+        help="options for clap_ds/train.py, such as --restart",
+    )
     add_limits(parser)
 
 
@@ -106,7 +126,8 @@ def parse_options(lines: Sequence[str]) -> dict[str, str]:
 
 
 def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
-    """Check a script with more options of sbatch, and yield what may keep its job waiting. UserError if it can't start."""
+    """Check a script with more options of sbatch, and yield what may keep its job waiting.
+    UserError if it can't start."""
     lines = re.findall("^#SBATCH (.*)", read_bytes(path).decode(), re.MULTILINE)
     yield from slurm.check_script(path, *options)
     asked = parse_options([*lines, shlex.join(options)])
@@ -121,7 +142,8 @@ def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
 
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
-    """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
+    """Return the request of a command's options, for at most this many nodes. UserError if they
+    conflict."""
     profile = load_profile(arguments.cluster)
     listed = parse_options(profile.sbatch)
     options = options_of(arguments)
@@ -132,8 +154,13 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     if partition and not (gpus or partitions):
         raise UserError(f"no partition {partition}{slurm.nearest_partition(partition)}")
     if not gpus:
-        raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node")
-    there, wanted = max((each.nodes for each in partitions), default=0), most + arguments.spare_nodes
+        raise UserError(
+            "no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node"
+        )
+    there, wanted = (
+        max((each.nodes for each in partitions), default=0),
+        most + arguments.spare_nodes,
+    )
     if partitions and wanted > there:
         raise UserError(
             f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({partition or 'the default'})"
@@ -145,7 +172,10 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     parser.parse_args(arguments.train_options)
     time = options.pop("time", listed.get("time"))
     if arguments.train and time is None:
-        time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
+        time = min(
+            [TRAINING_TIME, *(each.limit for each in partitions if each.limit)],
+            key=slurm.seconds_of,
+        )
     gres = f"gpu:{gpus}" if shown or not partitions else None
     dependency = options.pop("dependency", None)
     return Request(
@@ -164,8 +194,14 @@ def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[
     profile = request.profile
     python = shlex.quote(sys.executable if profile.container() else profile.interpreter())
     threads = profile.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
-    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
-    words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
+    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / (
+        "train.py" if request.train else "bench.py"
+    )
+    words = [
+        shlex.quote(str(command)),
+        '--deepspeed_config "$folder/run.json"',
+        shlex.join(request.train_options),
+    ]
     options = f"--slots={request.gpus}"
     guard = []
     if request.spare_nodes:  # after lost hosts, SLURM may start the job again without them
@@ -209,11 +245,18 @@ def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
         "open-mode": "append",
         **request.options,
     }
-    flags = [*profile.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
+    flags = [
+        *profile.sbatch,
+        "--wait-all-nodes=1",
+        "--requeue",
+        *(["--no-kill"] if request.spare_nodes else []),
+    ]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     for flag in flags:
         if not flag.isprintable():  # a line end would begin a line of the shell
-            raise UserError(f"{printable(flag)}: expected printable characters only in options of sbatch")
+            raise UserError(
+                f"{printable(flag)}: expected printable characters only in options of sbatch"
+            )
     return [f"#SBATCH {flag}" for flag in flags]
 
 

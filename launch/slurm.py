@@ -30,15 +30,19 @@ UPDATE = """scontrol update "$@" 2>/dev/null || sbatch --quiet --job-name=clap-u
         ${SLURM_JOB_ACCOUNT:+--account=$SLURM_JOB_ACCOUNT} ${SLURM_JOB_QOS:+--qos=$SLURM_JOB_QOS} \\
         ${SLURM_JOB_RESERVATION:+--reservation=$SLURM_JOB_RESERVATION} \\
         --wrap="while scontrol update $* 2>&1 | grep -q DB.index; do sleep 3; done\""""
-"""Shell command that changes this job after requeueing it. Without accounting, SLURM accepts no change of a job that lost a
-node until its last process, which may be this one, has ended: another job tries until then. SLURM changes no job that runs."""
+"""Shell command that changes this job after requeueing it. Without accounting, SLURM accepts no
+change of a job that lost a node until its last process, which may be this one, has ended: another
+job tries until then. SLURM changes no job that runs."""
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
-_UNREACHABLE = re.compile(r"contact slurm controller|munge|authentication|configuration (file|source)", re.IGNORECASE)
+_UNREACHABLE = re.compile(
+    r"contact slurm controller|munge|authentication|configuration (file|source)", re.IGNORECASE
+)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def ask(command: Sequence[str], tries: int = TRIES) -> str:
-    """Return a SLURM command's output. UserError if all tries fail; a busy controller may not answer."""
+    """Return a SLURM command's output. UserError if all tries fail; a busy controller may not
+    answer."""
     for left in reversed(range(tries)):  # a new session: Ctrl-C must not interrupt the command
         try:
             done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
@@ -56,7 +60,11 @@ def ask(command: Sequence[str], tries: int = TRIES) -> str:
 
 def require_commands() -> None:
     """Raise a UserError if this host lacks commands that a job needs."""
-    missing = [name for name in ("srun", "sinfo", "squeue", "scontrol", "scancel") if shutil.which(name) is None]
+    missing = [
+        name
+        for name in ("srun", "sinfo", "squeue", "scontrol", "scancel")
+        if shutil.which(name) is None
+    ]
     if missing:
         where = f"not in PATH on {os.uname().nodename} after `setup` of the cluster profile"
         raise UserError(f"{', '.join(missing)}: {where}; load SLURM's module there, or extend PATH")
@@ -91,29 +99,36 @@ def nearest_partition(name: str) -> str:
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
-    """Return those of the hosts that SLURM considers down, failing or unresponsive, with their states."""
+    """Return those of the hosts that SLURM considers down, failing or unresponsive, with their
+    states."""
     try:
         shown = ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
     except (UserError, OSError):
         return {}
     states = dict(line.split()[:2] for line in shown.splitlines())
-    return {host: states[host] for host in hosts if re.match(r"down|fail|.*\*$", states.get(host, ""))}
+    return {
+        host: states[host] for host in hosts if re.match(r"down|fail|.*\*$", states.get(host, ""))
+    }
 
 
 def silent_nodes(hosts: Sequence[str]) -> list[str]:
-    """Return hosts of this job on which srun can't start a task though SLURM doesn't consider them down yet."""
+    """Return hosts of this job on which srun can't start a task though SLURM doesn't consider them
+    down yet."""
     count = len(hosts)
     step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     words = [*step, f"--nodelist={','.join(hosts)}", "printenv", "SLURMD_NODENAME"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        shown = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60.0).stdout
+        shown = subprocess.run(
+            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60.0
+        ).stdout
         silent = [host for host in hosts if host not in shown.split()]
         return silent if len(silent) < count else []
     return []
 
 
 def seconds_of(text: str) -> int:
-    """Parse SLURM's `minutes[:seconds]`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`; else UserError."""
+    """Parse SLURM's `minutes[:seconds]`, `hours:minutes:seconds` or
+    `days-hours[:minutes[:seconds]]`; else UserError."""
     match = _TIME.fullmatch(text)
     days, *parts = match.groups() if match else (None,)
     numbers = [int(part) for part in parts if part is not None]
@@ -126,7 +141,8 @@ def seconds_of(text: str) -> int:
 
 
 def minutes_of(limit: str | None) -> int:
-    """Return a time limit in minutes, rounded up as by SLURM; a very large number for no limit. Else UserError."""
+    """Return a time limit in minutes, rounded up as by SLURM; a very large number for no limit.
+    Else UserError."""
     if limit is None or limit.upper() in ("INFINITE", "UNLIMITED"):
         return sys.maxsize
     return -(-seconds_of(limit) // 60)
@@ -136,17 +152,21 @@ def minutes_of(limit: str | None) -> int:
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submit a script and return the job's id. UserError, with what to do next, if sbatch rejects it."""
+    """Submit a script and return the job's id. UserError, with what to do next, if sbatch rejects
+    it."""
     try:
         shown = ask(["sbatch", "--parsable", *options, str(script)], tries=1)
     except UserError as error:
         retry = shlex.join(["clap-ds", "sweep", "resume", str(script.parent)])
-        raise UserError(f"{error}\nThe job's folder is kept: submit it again with `{retry}`, or delete it") from None
+        raise UserError(
+            f"{error}\nThe job's folder is kept: submit it again with `{retry}`, or delete it"
+        ) from None
     return shown.strip().rpartition("\n")[2].partition(";")[0]
 
 
 def check_script(path: Path, *options: str) -> Iterator[str]:
-    """Check a script with `sbatch --test-only` and yield notes. UserError if sbatch rejects the script."""
+    """Check a script with `sbatch --test-only` and yield notes. UserError if sbatch rejects the
+    script."""
     try:
         ask(["sbatch", "--test-only", *options, str(path)], tries=1)
     except UserError as error:
@@ -154,7 +174,8 @@ def check_script(path: Path, *options: str) -> Iterator[str]:
             raise UserError(f"{error}{nearest_partition(unknown[1])}") from None
         if "node configuration is not available" not in str(error):
             raise
-        # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
+        # --test-only ignores nodes that are down or drained, but a submitted job would wait for
+        # them.
         yield f"sbatch: {error}, counting only nodes in service"
 
 
@@ -165,14 +186,19 @@ class QueuedJob(NamedTuple):
 
 
 def find_jobs(ids: Iterable[str], names: Iterable[str] = ()) -> dict[str, QueuedJob]:
-    """Return by id all of the user's queued jobs, and those of these ids or names that SLURM still knows."""
+    """Return by id all of the user's queued jobs, and those of these ids or names that SLURM still
+    knows."""
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%j"])
     jobs = dict(map(_parse_job, shown.splitlines()))
     forgotten = {"-j": {*ids} - {*jobs}, "--name": {*names} - {job.name for job in jobs.values()}}
     for option, wanted in forgotten.items():
         columns = ["-o", "JobID,State,Reason,JobName", "-S", "now-30days"]
         with contextlib.suppress(UserError, OSError):  # without accounting
-            shown = ask(["sacct", "-nPX", *columns, option, ",".join(sorted(wanted))], tries=1) if wanted else ""
+            shown = (
+                ask(["sacct", "-nPX", *columns, option, ",".join(sorted(wanted))], tries=1)
+                if wanted
+                else ""
+            )
             jobs |= map(_parse_job, shown.splitlines())
     return jobs
 
@@ -191,28 +217,36 @@ def signal_step(job: str, name: str, number: signal.Signals) -> None:
         for line in ask(["squeue", "--steps", "-h", "-j", job, "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:
-                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
+                ask(
+                    ["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1
+                )  # it may have ended
 
 
 def without_spares(nodes: int, gpus: int) -> str:
-    """Return the changes, for `scontrol update`, by which a requeued job waits for no spare nodes."""
-    # SLURM derived tasks and CPUs from the nodes at submission, and would wait for as many. `--ntasks-per-node` still holds.
+    """Return the changes, for `scontrol update`, by which a requeued job waits for no spare
+    nodes."""
+    # SLURM derived tasks and CPUs from the nodes at submission, and would wait for as many.
+    # `--ntasks-per-node` still holds.
     return f"NumNodes={nodes} NumTasks={nodes * gpus} NumCPUs=1"
 
 
 def requeue(start: int, without: Sequence[str], changes: str = "") -> str | None:
-    """Requeue this job; if without some hosts, with `changes`. Return the error if SLURM doesn't requeue it, else None.
+    """Requeue this job; if without some hosts, with `changes`. Return the error if SLURM doesn't
+    requeue it, else None.
 
-    If SLURM has ended start number `start`, which a host that was cut off doesn't know, the job is left alone. Requeueing ends
-    this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can exclude others
-    while the job is pending. If that fails, the next start avoids these hosts if it can.
+    If SLURM has ended start number `start`, which a host that was cut off doesn't know, the job is
+    left alone. Requeueing ends this job, so nothing may depend on what follows. SLURM allocates no
+    host that it counts as down, and can exclude others while the job is pending. If that fails, the
+    next start avoids these hosts if it can.
     """
     job = identify_slurm_job()
     lost = lost_nodes(without) if without else {}
     try:
         excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""
         shown = ask(["scontrol", "-o", "show", "job", job])
-        if f" Restarts={start} " not in shown or re.search(rf" JobState=({'|'.join(OVER)}) ", shown):
+        if f" Restarts={start} " not in shown or re.search(
+            rf" JobState=({'|'.join(OVER)}) ", shown
+        ):
             return f"SLURM has ended start {start} of job {job} already"
         ask(["scontrol", "requeue", job])
     except UserError as error:

@@ -1,9 +1,9 @@
 """Check one job, write its batch script, and submit it.
 
 Examples:
-    clap-ds submit --cluster mine --nodes 2 --config htsat_tiny
-    clap-ds submit --cluster mine --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1
-    clap-ds submit --cluster mine --config my_run.json --train -- --restart
+    clap-ds submit --cluster mine --nodes 2 --config htsat_tiny clap-ds submit --cluster mine
+    --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1 clap-ds submit --cluster
+    mine --config my_run.json --train -- --restart
 """
 
 import argparse
@@ -19,7 +19,13 @@ if not __package__:  # run as a file
 
 from clap_ds.config.arguments import add_config, make_parser, whole_number
 from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.overrides import find_field, locate, parse_assignment, read_config, with_assignments
+from clap_ds.config.overrides import (
+    find_field,
+    locate,
+    parse_assignment,
+    read_config,
+    with_assignments,
+)
 from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
@@ -41,10 +47,13 @@ def start(arguments: argparse.Namespace) -> None:
         with contextlib.redirect_stdout(sys.stderr if arguments.parsable else sys.stdout):
             jobs.prepare(request)
     except UserError as error:
-        # Problems of the job's copy, which no longer exists, are those of the configuration or of --set.
+        # Problems of the job's copy, which no longer exists, are those of the configuration or of
+        # --set.
         copy = f"{jobs.folder / 'run.json'}: "
         lines = [
-            locate(line.removeprefix(copy), config, arguments.set) if line.startswith(copy) else line
+            locate(line.removeprefix(copy), config, arguments.set)
+            if line.startswith(copy)
+            else line
             for line in str(error).splitlines()
         ]
         raise UserError("\n".join(lines)) from None
@@ -54,8 +63,12 @@ def start(arguments: argparse.Namespace) -> None:
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"
-    print(f"submitted job {job.slurm_id}: {size}, {request.time_limit(job.nodes)}\nfolder: {jobs.folder}")
-    print(f"log: {jobs.log(job)}\n\n    tail -F {log}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
+    print(
+        f"submitted job {job.slurm_id}: {size}, {request.time_limit(job.nodes)}\nfolder: {jobs.folder}"
+    )
+    print(
+        f"log: {jobs.log(job)}\n\n    tail -F {log}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,11 @@
-"""Supervise a run inside an allocation and retry it after host failures. The last line of a job script.
+"""Supervise a run inside an allocation and retry it after host failures. The last line of a job
+script.
 
 Examples:
     python -m clap_ds.launch.supervisor --folder F -- clap_ds/bench.py --deepspeed_config C
 
-If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that host. `attempts.json` in the
-folder and the run directory record the outcome.
+If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that
+host. `attempts.json` in the folder and the run directory record the outcome.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
 """Kinds of failures that aren't a host's if they recur on another host."""
 SAVE_S = 300.0  # grace period for ranks to save after a signal
-LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host
+# grace period for the launcher to exit after its run: it would wait for an unreachable host
+LINGER_S = 45.0
 LOOK_S = 0.5
 
 
@@ -60,15 +62,22 @@ class RunningJob:
     ) -> None:
         self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
         if slots is not None:
-            write_atomically(self.folder / "hostfile", format_hostfile(slots_from_slurm(os.environ, slots)))
+            write_atomically(
+                self.folder / "hostfile", format_hostfile(slots_from_slurm(os.environ, slots))
+            )
         self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - spare_nodes
         self.changes = slurm.without_spares(self.wanted, slots) if slots and spare_nodes else ""
         self.profile = ClusterProfile(**read_object(job_file(self.folder, PROFILE)))
-        self.job, self.start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.job, self.start = (
+            os.environ["SLURM_JOB_ID"],
+            int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        )
         path = job_file(self.folder, ATTEMPTS)
         earlier = read_object(path) if path.exists() else {}
-        self.attempts: list[dict[str, Any]] = earlier["attempts"] if earlier.get("job") == self.job else []
+        self.attempts: list[dict[str, Any]] = (
+            earlier["attempts"] if earlier.get("job") == self.job else []
+        )
         self.stopped: signal.Signals | None = None
         self.launcher = LauncherErrors([])  # of the last attempt, if this process started it
         self.record: dict[str, Any] = {
@@ -83,7 +92,9 @@ class RunningJob:
             self.attempts and not (last := self.attempts[-1])["finished"]
         ):  # SLURM ended that start, or its host went down
             down = slurm.lost_nodes(last["hosts"]) or dict.fromkeys(last["at_fault"], "down")
-            self.note(outcome_of(1, self._folder(), last["hosts"], signal.SIGTERM, down, self.launcher))
+            self.note(
+                outcome_of(1, self._folder(), last["hosts"], signal.SIGTERM, down, self.launcher)
+            )
         hosts = self.choose_hosts()
         while True:
             outcome = self._attempt(hosts)
@@ -97,15 +108,23 @@ class RunningJob:
 
     def excluded(self) -> list[str]:
         """Return the hosts that are blamed for failed attempts."""
-        return list(dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"]))
+        return list(
+            dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"])
+        )
 
     def choose_hosts(self) -> dict[str, int]:
         """Return the hosts of the next attempt; empty if too few are left."""
         excluded = self.excluded()
         good = [name for name in self.slots if name not in excluded]
-        if len(good) < self.wanted and not any(attempt["start"] == self.start for attempt in self.attempts):
+        if len(good) < self.wanted and not any(
+            attempt["start"] == self.start for attempt in self.attempts
+        ):
             good = [*self.slots]  # SLURM allocated an excluded host again
-        return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
+        return (
+            {name: self.slots[name] for name in good[: self.wanted]}
+            if len(good) >= self.wanted
+            else {}
+        )
 
     def _folder(self) -> Path:
         """Return the folder of the last attempt."""
@@ -121,12 +140,19 @@ class RunningJob:
         words = [*self.command, "--job_folder", str(folder)]
         python = self.profile.interpreter() if self.profile.container() else sys.executable
         command = launch_command(self.profile, python, hosts, folder / "hostfile", words, step)
-        # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
+        # A new session: signals to this process group must not kill the launcher, whose ranks would
+        # keep running.
         child = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         self.launcher = LauncherErrors(hosts)
-        copying = threading.Thread(target=copy, args=(child.stdout, sys.stdout.fileno(), self.launcher), daemon=True)
+        copying = threading.Thread(
+            target=copy, args=(child.stdout, sys.stdout.fileno(), self.launcher), daemon=True
+        )
         copying.start()
         code = self._wait(child, copying, step)
         outcome = self._outcome(code)
@@ -135,15 +161,20 @@ class RunningJob:
         return self.note(outcome)
 
     def _wait(self, child: subprocess.Popen[bytes], copying: threading.Thread, step: str) -> int:
-        """Wait until the launcher and its children, which share its output, have exited, and return its exit code."""
+        """Wait until the launcher and its children, which share its output, have exited, and return
+        its exit code."""
         told = over = None
         while child.poll() is None or copying.is_alive():
             now_s, number = time.monotonic(), self.stopped
             if number is not None and told is None:
                 told = now_s
                 slurm.signal_step(self.job, step, number)
-                self.expect(self._outcome(128 + number))  # SLURM may not wait until the ranks have ended
-            over = over or (now_s if summary_of(self._folder()).get("state") not in (None, "running") else None)
+                self.expect(
+                    self._outcome(128 + number)
+                )  # SLURM may not wait until the ranks have ended
+            over = over or (
+                now_s if summary_of(self._folder()).get("state") not in (None, "running") else None
+            )
             if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
                 slurm.signal_step(self.job, step, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
@@ -166,7 +197,8 @@ class RunningJob:
         self._record(state="running", error=None)
 
     def note(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Record the outcome of the last attempt, and return it without hosts if it isn't their fault."""
+        """Record the outcome of the last attempt, and return it without hosts if it isn't their
+        fault."""
         before = [
             host for each in self.attempts[:-1] for host in each["at_fault"]
             if each.get("kind") == outcome.kind in FOLLOW_THE_PROGRAM and host not in outcome.at_fault
@@ -183,15 +215,20 @@ class RunningJob:
 
     def expect(self, outcome: AttemptOutcome) -> None:
         """Record an outcome of the last attempt."""
-        saved = any(each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or [])
+        saved = any(
+            each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or []
+        )
         self.attempts[-1].update(asdict(outcome), saved=saved)
         self._record(error=outcome.error)
 
     def _finish(self, outcome: AttemptOutcome) -> int:
-        """Report and record the outcome, requeue the job if that helps, and return the exit code."""
+        """Report and record the outcome, requeue the job if that helps, and return the exit
+        code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
         run = run_directory_of(self._folder())
-        self._record(**asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None)
+        self._record(
+            **asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None
+        )
         if outcome.error:
             _say(f"{'error: ' if outcome.exit_code else ''}{outcome.error}")
         if again:
@@ -208,7 +245,9 @@ class RunningJob:
             return False
         if self.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
             return True
-        since = max((index for index, attempt in enumerate(self.attempts) if attempt["saved"]), default=0)
+        since = max(
+            (index for index, attempt in enumerate(self.attempts) if attempt["saved"]), default=0
+        )
         done = sum(attempt["requeued"] for attempt in self.attempts[since:])
         return outcome.is_a_hosts and done < self.profile.requeues
 
@@ -231,7 +270,8 @@ def supervise(folder: Path, **options: Any) -> int:
 
 
 def copy(source: IO[bytes], log: int, errors: LauncherErrors) -> None:
-    """Copy the launcher's output to the log. If the disk is full, some is lost; srun would never write to the log again."""
+    """Copy the launcher's output to the log. If the disk is full, some is lost; srun would never
+    write to the log again."""
     while text := os.read(source.fileno(), 2**16):
         errors.read(text)
         with contextlib.suppress(OSError):
@@ -249,13 +289,26 @@ def _now() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    folder_help = f"read {PROFILE} in this job folder, and write hostfile, records and attempts to it"
+    folder_help = (
+        f"read {PROFILE} in this job folder, and write hostfile, records and attempts to it"
+    )
     add("--folder", type=Path, required=True, metavar="FOLDER", help=folder_help)
     slots_help = "write the hostfile, with N ranks per host (default: read it)"
     add("--slots", type=whole_number(), metavar="N", help=slots_help)
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help="keep N hosts as hot spares")
+    add(
+        "--spare_nodes",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="keep N hosts as hot spares",
+    )
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
-    add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
+    add(
+        "command",
+        nargs="+",
+        metavar="SCRIPT …",
+        help="after --: script that the ranks run, with its arguments",
+    )
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: supervise(**vars(arguments)))
 

@@ -1,10 +1,11 @@
-"""Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
+"""Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit
+missing ones.
 
 Examples:
-    clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run
-    clap-ds sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
-    clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states
-    clap-ds sweep resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
+    clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run clap-ds
+    sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
+    clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states clap-ds sweep
+    resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
 """
 
 import argparse
@@ -32,18 +33,32 @@ DONE = ("completed", "out_of_memory")  # states that a retry would not change
 def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
     """Return the jobs of a command: configurations × nodes × values × repeats."""
     varied = dict(map(parse_varied, arguments.vary))
-    choices = itertools.product(*([(name, value) for value in values] for name, values in varied.items()))
+    choices = itertools.product(
+        *([(name, value) for value in values] for name, values in varied.items())
+    )
     configs = [find_config(path).resolve() for path in arguments.config]
     jobs: dict[str, Job] = {}
-    for config, nodes, values, repeat in itertools.product(configs, arguments.nodes, choices, range(arguments.repeats)):
+    for config, nodes, values, repeat in itertools.product(
+        configs, arguments.nodes, choices, range(arguments.repeats)
+    ):
         parts = [f"n{nodes:03d}", *(f"{name.rpartition('.')[2]}_{value}" for name, value in values)]
         parts += [config.stem] if len(configs) > 1 else []
         parts += [f"r{repeat + 1}"] if arguments.repeats > 1 else []
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
-            raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
-        changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": str(root), **dict(values)}
-        changes |= {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None} if arguments.global_batch else {}
+            raise UserError(
+                f"two jobs would be named {name}: remove the duplicate value, node count or file name"
+            )
+        changes = {
+            **dict(map(parse_assignment, arguments.set)),
+            "clap.output.dir": str(root),
+            **dict(values),
+        }
+        changes |= (
+            {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None}
+            if arguments.global_batch
+            else {}
+        )
         jobs[name] = Job(name, nodes, str(config), changes, folder=name)
     return list(jobs.values())
 
@@ -54,9 +69,13 @@ def start(arguments: argparse.Namespace) -> None:
     name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.profile.root() / "sweeps" / name).resolve()
     if folder.exists():
-        raise UserError(f"{folder} exists: choose another folder, or use `clap-ds sweep resume {folder}`")
+        raise UserError(
+            f"{folder} exists: choose another folder, or use `clap-ds sweep resume {folder}`"
+        )
     if arguments.array and len(arguments.nodes) > 1:
-        raise UserError("--array: the jobs of an array have one number of nodes; submit a sweep for each")
+        raise UserError(
+            "--array: the jobs of an array have one number of nodes; submit a sweep for each"
+        )
     sweep = Jobs(folder, plan(arguments, folder / "runs"), array=arguments.array)
     try:
         sweep.prepare(request)
@@ -71,7 +90,10 @@ def start(arguments: argparse.Namespace) -> None:
 
 def submit(sweep: Jobs, jobs: list[Job], *options: str) -> None:
     for job in sweep.submit(jobs, *options):
-        print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
+        print(
+            f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}",
+            flush=True,
+        )
 
 
 def show_status(sweep: Jobs) -> None:
@@ -88,7 +110,11 @@ def show_status(sweep: Jobs) -> None:
 def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     """Resubmit jobs that are neither done nor queued nor running."""
     standings = sweep.standings()
-    missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
+    missing = [
+        job
+        for job in sweep.jobs
+        if not (standings[job.name].is_under_way or standings[job.name].state in DONE)
+    ]
     options = [f"--{name}={value}" for name, value in options_of(arguments).items()]
     sweep.check_scripts(missing, options)
     names = ", ".join(job.name for job in missing)
@@ -108,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_limits(parser)
         options = parser.parse_args(rest)
         read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
-        return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))
+        return exit_code_of(
+            lambda: resume(read(), options) if what == "resume" else show_status(read())
+        )
     parser = make_parser(__doc__)
     add = parser.add_argument
     add_config(parser, action="append")
@@ -117,12 +145,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=nodes_help)
     batch_help = "keep N samples per step at every scale, by gradient accumulation"
     add("--global_batch", type=whole_number(), metavar="N", help=batch_help)
-    add("--repeats", type=whole_number(), default=1, metavar="N", help="submit N jobs per configuration")
-    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="try these values of a field; repeatable")
+    add(
+        "--repeats",
+        type=whole_number(),
+        default=1,
+        metavar="N",
+        help="submit N jobs per configuration",
+    )
+    add(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="NAME=A,B,…",
+        help="try these values of a field; repeatable",
+    )
     add("--array", action="store_true", help="submit one array job whose tasks are the jobs")
-    folder_help = "write the sweep to this new folder (default: one in the cluster profile's run_root)"
+    folder_help = (
+        "write the sweep to this new folder (default: one in the cluster profile's run_root)"
+    )
     add("--folder", type=Path, metavar="FOLDER", help=folder_help)
-    add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
+    add(
+        "--dry_run",
+        action="store_true",
+        help="write, check and print the scripts without submitting",
+    )
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave their core to other workers
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # waiting threads leave their core to other workers
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -29,17 +31,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
         is_unit = item.get_closest_marker("end_to_end") is None
-        return not item.nodeid.startswith(CLUSTER), is_unit, -sizes[item.path] if is_unit else 0, item.path
+        return (
+            not item.nodeid.startswith(CLUSTER),
+            is_unit,
+            -sizes[item.path] if is_unit else 0,
+            item.path,
+        )
 
     items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give whole modules, whose tests share fixtures, to workers, and the only cluster to one worker."""
+    """Give whole modules, whose tests share fixtures, to workers, and the only cluster to one
+    worker."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Modules(LoadScopeScheduling):  # --dist loadgroup names groups in a way that pytest 9.2 ignores
+    class Modules(
+        LoadScopeScheduling
+    ):  # --dist loadgroup names groups in a way that pytest 9.2 ignores
         def _split_scope(self, nodeid: str) -> str:
             return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.partition("::")[0]
 
@@ -49,7 +59,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print skipped tests and the command that installs the missing programs, at the end."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
-    reasons = [str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)]
+    reasons = [
+        str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)
+    ]
     for line in needs.summary(reasons):
         terminalreporter.line(line)
 
@@ -85,8 +97,8 @@ def nothing_left_running() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In modules that test this project's CPU kernels, use two threads, which share rows and columns; with a parameter, use
-    that implementation."""
+    """In modules that test this project's CPU kernels, use two threads, which share rows and
+    columns; with a parameter, use that implementation."""
     if not {"needs_kernels", "each_implementation"} & set(vars(request.module)):
         yield
         return
@@ -102,7 +114,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def micro_run(**changes: Any) -> dict[str, Any]:
-    """Return a run of the micro preset that takes seconds; `changes` replace top-level fields, `clap` is merged."""
+    """Return a run of the micro preset that takes seconds; `changes` replace top-level fields,
+    `clap` is merged."""
     clap = {
         "model": {"preset": "micro", "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False},
         "context_length": 16,

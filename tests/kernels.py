@@ -1,4 +1,5 @@
-"""Compile this project's CPU kernels for each instruction set of this CPU, and for AMX emulated with AVX-512."""
+"""Compile this project's CPU kernels for each instruction set of this CPU, and for AMX emulated
+with AVX-512."""
 
 import functools
 import os
@@ -19,7 +20,9 @@ _EMULATION = (
 )  # recompiled for a new version
 IMPLEMENTATIONS = {
     **jit_build.IMPLEMENTATIONS,
-    EMULATED: jit_build.Implementation(jit_build.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)),
+    EMULATED: jit_build.Implementation(
+        jit_build.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)
+    ),
 }
 _load_first = jit_build._load.__wrapped__
 _load = functools.cache(lambda name: _load_first())

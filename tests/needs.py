@@ -1,8 +1,9 @@
 """Skip tests that need programs or rights that aren't available.
 
-The last lines of a run list what was skipped and the command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
-a missing program or right fails the test. `python3 tests/needs.py` prints the missing Debian packages (standard library
-only: it runs before anything is installed).
+The last lines of a run list what was skipped and the command that installs it. With
+`CLAP_TEST_EVERYTHING` set, as in CI, a missing program or right fails the test. `python3
+tests/needs.py` prints the missing Debian packages (standard library only: it runs before anything
+is installed).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ PREFIX = "needs "
 
 def where(program: str) -> str | None:
     """Return a program's path, also if only root's PATH has it."""
-    return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+    return shutil.which(
+        program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    )
 
 
 def missing_packages(programs: tuple[str, ...] = tuple(PACKAGES)) -> list[str]:
@@ -40,7 +43,8 @@ def missing_packages(programs: tuple[str, ...] = tuple(PACKAGES)) -> list[str]:
 
 
 def programs(*names: str) -> None:
-    """Skip or fail the test if one of these isn't installed; other functions here do so for what they are named after."""
+    """Skip or fail the test if one of these isn't installed; other functions here do so for what
+    they are named after."""
     if absent := [name for name in names if not where(name)]:
         _do_without(", ".join(absent))
 
@@ -54,7 +58,9 @@ def namespaces() -> None:
     """Require root and namespaces of networks, processes and mounts."""
     if os.geteuid() != 0:
         _do_without("root: hosts are namespaces")
-    trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
+    trial = subprocess.run(
+        ["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True
+    )
     if trial.returncode:
         _do_without(f"namespaces: {trial.stderr.strip()}")
 
@@ -72,11 +78,16 @@ def summary(reasons: list[str]) -> list[str]:
     counts = Counter(reason for reason in reasons if reason.startswith(PREFIX))
     if not counts:
         return []
-    lines = [f"{count} test{'s' if count > 1 else ''} not run: {reason}" for reason, count in counts.items()]
+    lines = [
+        f"{count} test{'s' if count > 1 else ''} not run: {reason}"
+        for reason, count in counts.items()
+    ]
     packages = missing_packages()
     if packages and any(program in reason for reason in counts for program in PACKAGES):
         sudo = "" if os.geteuid() == 0 else "sudo "
-        lines.append(f"To run them: {sudo}apt-get install --no-install-recommends {' '.join(packages)}")
+        lines.append(
+            f"To run them: {sudo}apt-get install --no-install-recommends {' '.join(packages)}"
+        )
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Import what commands under test need, once for all processes forked from here (`tests/processes.py`).
+"""Import what commands under test need, once for all processes forked from here
+(`tests/processes.py`).
 
 Only imports: forks would lose threads started here.
 """

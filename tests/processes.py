@@ -1,7 +1,8 @@
 """Run commands in processes forked from one that has imported torch, DeepSpeed and transformers.
 
-These imports take 5 CPU seconds, much longer than most commands under test. A few tests start Python itself under every
-launcher; others run the same files here, with their own arguments, environment, folder, signals and exit codes.
+These imports take 5 CPU seconds, much longer than most commands under test. A few tests start
+Python itself under every launcher; others run the same files here, with their own arguments,
+environment, folder, signals and exit codes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Constants = Mapping[str, object] | None
 
 
 def warm_context() -> ForkServerContext:
-    """Return a context that forks processes from one that has imported `tests.preload` and lives as long as this one."""
+    """Return a context that forks processes from one that has imported `tests.preload` and lives as
+    long as this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +57,8 @@ class Command:
     """Start a Python command, with an interface like `subprocess.Popen`.
 
     Args:
-        arguments: Python's arguments: a file, `-m` and a module or `-c` and a program, and its arguments.
+        arguments: Python's arguments: a file, `-m` and a module or `-c` and a program, and its
+          arguments.
         env: the whole environment.
         constants: values that replace module constants (`module.NAME`), such as timeouts.
     """
@@ -70,7 +73,9 @@ class Command:
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self._folder = tempfile.TemporaryDirectory()
-        self._stdout, self._stderr = files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        self._stdout, self._stderr = files = [
+            Path(self._folder.name) / name for name in ("stdout", "stderr")
+        ]
         for file in files:
             file.touch()
         environment = dict(os.environ if env is None else env)
@@ -83,10 +88,13 @@ class Command:
         return self._process.exitcode
 
     def wait(self, timeout: float = TIMEOUT_S) -> int:
-        """Return its exit code, or the negative number of a fatal signal. Raises subprocess.TimeoutExpired."""
+        """Return its exit code, or the negative number of a fatal signal. Raises
+        subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(self.args, timeout, self.stdout.encode(), self.stderr.encode())
+            raise subprocess.TimeoutExpired(
+                self.args, timeout, self.stdout.encode(), self.stderr.encode()
+            )
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -109,7 +117,12 @@ class Command:
 
 
 def ranks(
-    arguments: Arguments, world_size: int, *, env: Mapping[str, str], cwd: Path = ROOT, constants: Constants = None
+    arguments: Arguments,
+    world_size: int,
+    *,
+    env: Mapping[str, str],
+    cwd: Path = ROOT,
+    constants: Constants = None,
 ) -> list[Command]:
     """Start a command on every rank, like a launcher, but don't end the others when one ends."""
     size, address = str(world_size), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -119,7 +132,11 @@ def ranks(
 
 
 def run(
-    arguments: Arguments, *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, check: bool = False
+    arguments: Arguments,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command like `subprocess.run`, and kill it after `TIMEOUT_S`."""
     command = Command(arguments, env=env, cwd=cwd)
@@ -133,7 +150,11 @@ def run(
 
 
 def _become(
-    arguments: list[str], environment: dict[str, str], cwd: str, outputs: list[Path], constants: dict[str, object]
+    arguments: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    outputs: list[Path],
+    constants: dict[str, object],
 ) -> None:
     """Set up the forked process like a new one, and run the command."""
     os.environ.clear()

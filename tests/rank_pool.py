@@ -18,7 +18,8 @@ class RankPool:
 
     Args:
         gpu: make GPUs visible; such processes are spawned, as the usual parent sees none.
-        grouped: join them with DeepSpeed; otherwise `in_group_of` joins some for one call, without DeepSpeed.
+        grouped: join them with DeepSpeed; otherwise `in_group_of` joins some for one call, without
+          DeepSpeed.
     """
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
@@ -27,13 +28,16 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, port, gpu, grouped), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, port, gpu, grouped), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return results of `function(*arguments)` by rank; re-raise a rank's exception with its traceback."""
+        """Return results of `function(*arguments)` by rank; re-raise a rank's exception with its
+        traceback."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = []
@@ -50,7 +54,9 @@ class RankPool:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, grouped: bool) -> None:
+def _serve(
+    pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, grouped: bool
+) -> None:
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(
@@ -70,7 +76,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
 
 
 def in_group_of(world_size: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run `function` with a gloo group on the first `world_size` ranks of an ungrouped pool; return None on the others.
+    """Run `function` with a gloo group on the first `world_size` ranks of an ungrouped pool; return
+    None on the others.
 
     Args:
         store: a new file for the rendezvous.

@@ -80,19 +80,31 @@ def test_path_that_is_missing_in_a_folder_that_exists_is_a_problem(
     data = {"source": "webdataset", "shards": "here.tar", "tokenizer": "roberta-base"}
     run = micro_run(clap={"data": data, "train": {"max_samples": 64}})
     (tmp_path / "run.json").write_text(json.dumps(with_field(run, f"clap.{field}", value)))
-    with pytest.raises(UserError, match=f"run.json: clap.{field}.* no such file") if is_missing else nullcontext():
+    with (
+        pytest.raises(UserError, match=f"run.json: clap.{field}.* no such file")
+        if is_missing
+        else nullcontext()
+    ):
         check_runs.check([tmp_path / "run.json"], train=True)
 
 
-def test_path_that_only_this_host_may_lack_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for shards, options in (("/none/x.tar", {}), ("/x.tar", {}), (f"{tmp_path}/x.tar", {"may_appear": True})):
+def test_path_that_only_this_host_may_lack_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shards, options in (
+        ("/none/x.tar", {}),
+        ("/x.tar", {}),
+        (f"{tmp_path}/x.tar", {"may_appear": True}),
+    ):
         data = {"source": "webdataset", "shards": shards, "tokenizer": "roberta-base"}
         (tmp_path / "run.json").write_text(json.dumps(micro_run(clap={"data": data})))
         check_runs.check([tmp_path / "run.json"], train=False, **options)
         assert f"no such file: {shards}" in capsys.readouterr().out
 
 
-def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = check_runs.importlib.util.find_spec
     find = lambda name: None if name == "webdataset" else real(name)  # noqa: E731
     monkeypatch.setattr(check_runs.importlib.util, "find_spec", find)
@@ -101,6 +113,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / f"{data['source']}.json").write_text(json.dumps(micro_run(clap={"data": data})))
     check_runs.check([tmp_path / "synthetic.json"], train=False)
     with pytest.raises(
-        UserError, match=r"webdataset.json: webdataset not installed for .+: run `pip install 'clap-ds\[train\]'`"
+        UserError,
+        match=r"webdataset.json: webdataset not installed for .+: run `pip install 'clap-ds\[train\]'`",
     ):
         check_runs.check([tmp_path / "webdataset.json"], train=False)

@@ -36,11 +36,15 @@ def helped(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentPa
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_a_description_and_an_example(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_a_description_and_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parser = helped(command, monkeypatch)
     assert parser.prog == f"clap-ds {command}"
     assert (parser.description or "").endswith(".")
-    assert re.search(rf"^    .*\b({command.split()[0]}\b|{command}\.py)", parser.epilog or "", re.MULTILINE)
+    assert re.search(
+        rf"^    .*\b({command.split()[0]}\b|{command}\.py)", parser.epilog or "", re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -54,13 +58,23 @@ def test_help_shows_every_default_and_value(command: str, monkeypatch: pytest.Mo
         takes_a_value = action.nargs != 0
         if takes_a_value and not action.choices:
             assert re.fullmatch(METAVAR, str(action.metavar)), f"{action.dest}: {action.metavar}"
-        if takes_a_value and action.option_strings and action.default not in (None, [], argparse.SUPPRESS):
+        if (
+            takes_a_value
+            and action.option_strings
+            and action.default not in (None, [], argparse.SUPPRESS)
+        ):
             assert "(default: " in formatter._expand_help(action), action.dest
 
 
-@pytest.mark.parametrize("command", ["bench", "train", "plan", "flops", "evaluate", "submit", "sweep"])
-def test_a_run_is_given_by_the_same_option_everywhere(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (action,) = (action for action in helped(command, monkeypatch)._actions if action.dest == "config")
+@pytest.mark.parametrize(
+    "command", ["bench", "train", "plan", "flops", "evaluate", "submit", "sweep"]
+)
+def test_a_run_is_given_by_the_same_option_everywhere(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (action,) = (
+        action for action in helped(command, monkeypatch)._actions if action.dest == "config"
+    )
     assert {"--config", "--deepspeed_config"} <= {*action.option_strings}
 
 
@@ -70,14 +84,19 @@ def test_commands_and_options_that_pages_name_are_there(monkeypatch: pytest.Monk
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "analysis/FLOPS.md")),
     ]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    found = re.findall(r"(?:`|\$ |do |gpus-per-node=\d )clap-ds ((?:shards|sweep) [a-z]+|[a-z]+)\b([^`\n|;#]*)", text)
+    found = re.findall(
+        r"(?:`|\$ |do |gpus-per-node=\d )clap-ds ((?:shards|sweep) [a-z]+|[a-z]+)\b([^`\n|;#]*)",
+        text,
+    )
     assert len(found) > 50
     options: dict[str, set[str]] = {}
     for command, line in found:
         assert command in COMMANDS, f"clap-ds {command}{line}"
         if command not in options:
             options[command] = {
-                name for action in helped(command, monkeypatch)._actions for name in action.option_strings
+                name
+                for action in helped(command, monkeypatch)._actions
+                for name in action.option_strings
             }
         named = re.findall(r"(?<= )--\w+", line.partition(" -- ")[0])
         assert {*named} <= options[command], f"clap-ds {command}{line}"
@@ -152,15 +171,21 @@ def test_options_with_dashes_equal_those_with_underscores() -> None:
         ([str(ROOT / "clap_ds" / "__main__.py"), "submit"], "clap-ds submit"),
     ],
 )
-def test_help_names_the_command_as_it_was_called(argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_the_command_as_it_was_called(
+    argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     assert make_parser("Do.").prog == name
 
 
-@pytest.mark.parametrize("file", ["launch/submit.py", "launch/hostfile.py", "analysis/scaling.py", "clap_ds/bench.py"])
+@pytest.mark.parametrize(
+    "file", ["launch/submit.py", "launch/hostfile.py", "analysis/scaling.py", "clap_ds/bench.py"]
+)
 def test_files_run_by_path(file: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, file, "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, file, "--help"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.startswith(f"usage: {file} ")) == (0, True), done.stderr
 
 

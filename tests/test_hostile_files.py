@@ -1,4 +1,5 @@
-"""Malicious files in shared folders: every command ends, reports or skips the file, and never writes or deletes elsewhere."""
+"""Malicious files in shared folders: every command ends, reports or skips the file, and never
+writes or deletes elsewhere."""
 
 import os
 import resource
@@ -51,7 +52,13 @@ BOMBS: dict[str, Callable[[Path], object]] = {
     "200 GB": lambda path: (path.touch(), os.truncate(path, 200 * 10**9)),
     "brackets": lambda path: path.write_text("[" * 10**6),
 }
-BUILD = Namespace(audio_column=None, caption_columns=None, multilabel_column=[], audio_root=None, follow_links=False)
+BUILD = Namespace(
+    audio_column=None,
+    caption_columns=None,
+    multilabel_column=[],
+    audio_root=None,
+    follow_links=False,
+)
 
 
 def build_from(path: Path) -> None:
@@ -89,10 +96,13 @@ READERS: dict[str, Callable[[Path], object]] = {
     "sounds/a.txt": build_from,
     "sounds/a.json": build_from,
     "sounds/a.wav": build_from,
-    "step-00000001/weights.safetensors": lambda path: (newest_good(path.parents[1]), load_weights(path.parent)),
-    "step-00000001/state.safetensors": lambda path: RemoteFolder(str(path.parents[1])).download_newest(
-        path.parents[1] / "new", {}
+    "step-00000001/weights.safetensors": lambda path: (
+        newest_good(path.parents[1]),
+        load_weights(path.parent),
     ),
+    "step-00000001/state.safetensors": lambda path: RemoteFolder(
+        str(path.parents[1])
+    ).download_newest(path.parents[1] / "new", {}),
     "run_directory": lambda path: summary_of(path.parent),
 }
 
@@ -113,7 +123,8 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
 
 @pytest.fixture
 def deep_folder(tmp_path: Path) -> Iterator[Path]:
-    """A leftover of a checkpoint, with folders nested more deeply than the walkers of Python 3.11 can follow."""
+    """A leftover of a checkpoint, with folders nested more deeply than the walkers of Python 3.11
+    can follow."""
     folder = os.open(tmp_path, os.O_RDONLY)
     for name in (".step-00000001.partial", *"d" * 1500):
         os.mkdir(name, dir_fd=folder)
@@ -132,7 +143,14 @@ def test_folders_nested_deeply_are_named_and_no_start_fails(deep_folder: Path) -
 
 
 RECORD = DATA / "record_2ranks"
-REPORTED = ("report.md", "report.html", "table.csv", "scaling.png", "breakdown-1.png", "projection-1.png")
+REPORTED = (
+    "report.md",
+    "report.html",
+    "table.csv",
+    "scaling.png",
+    "breakdown-1.png",
+    "projection-1.png",
+)
 SHARDS = (
     "train-00000.tar",
     "manifest.json",
@@ -154,21 +172,33 @@ WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
     "history.jsonl": lambda folder: _remote_folder(folder).download_newest(folder, {}),
     "logs": lambda folder: RemoteFolder(str(folder)).upload_logs([_logs(folder.parent / "logs")]),
-    "step-00000002": lambda folder: RemoteFolder(str(folder)).upload(_checkpoint(folder), CheckpointSettings()),
+    "step-00000002": lambda folder: RemoteFolder(str(folder)).upload(
+        _checkpoint(folder), CheckpointSettings()
+    ),
     REPORTED: lambda run: report.main([str(RECORD), str(TINY), "--output", str(run)]),
     "scaling.csv": lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
-    ("p.png", "p.pdf", "p.svg"): lambda run: plot_scaling.main([str(TINY), "--output", str(run / "p.png")]),
-    "curves.svg": lambda run: plot_scaling.main(["--curves", str(RECORD), "--output", str(run / "curves.svg")]),
+    ("p.png", "p.pdf", "p.svg"): lambda run: plot_scaling.main(
+        [str(TINY), "--output", str(run / "p.png")]
+    ),
+    "curves.svg": lambda run: plot_scaling.main(
+        ["--curves", str(RECORD), "--output", str(run / "curves.svg")]
+    ),
     ("e.png", "e.pdf"): lambda run: extrapolate.main([str(TINY), "--output", str(run / "e.png")]),
-    "hostfile": lambda run: hostfile.main(["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]),
-    "results.json": lambda run: show_results("", {}, run / "results.json"),  # of plan, flops and evaluate
-    "labels.csv": lambda run: csv_text.write_csv(run / "labels.csv", [["a"]]),  # of classify, search and score
+    "hostfile": lambda run: hostfile.main(
+        ["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]
+    ),
+    "results.json": lambda run: show_results(
+        "", {}, run / "results.json"
+    ),  # of plan, flops and evaluate
+    "labels.csv": lambda run: csv_text.write_csv(
+        run / "labels.csv", [["a"]]
+    ),  # of classify, search and score
     SHARDS: lambda run: build(run),
     ".build": lambda run: build(run),
     "tokenizer": lambda run: build(run),
     PREPARED: lambda run: prepare(run),
-    ("sounds-000.tar", "classes.json", "tokenizer/tokenizer.json"): lambda run: synthetic_sounds.main(
-        [str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"]
+    ("sounds-000.tar", "classes.json", "tokenizer/tokenizer.json"): lambda run: (
+        synthetic_sounds.main([str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"])
     ),
 }
 
@@ -184,7 +214,19 @@ def build(folder: Path) -> None:
 def prepare(folder: Path) -> None:
     """Prepare shards that have a tokenizer beside them."""
     build(built := folder.with_name("built"))
-    shards.main(["prepare", f"{built}/*.tar", str(folder), "--kind", "waveform", "--preset", "micro", "--workers", "1"])
+    shards.main(
+        [
+            "prepare",
+            f"{built}/*.tar",
+            str(folder),
+            "--kind",
+            "waveform",
+            "--preset",
+            "micro",
+            "--workers",
+            "1",
+        ]
+    )
 
 
 def _remote_folder(folder: Path) -> RemoteFolder:
@@ -205,14 +247,17 @@ def _logs(folder: Path) -> Path:
 
 def _engine() -> Any:
     monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
-    return SimpleNamespace(deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}})
+    return SimpleNamespace(
+        deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}}
+    )
 
 
 @pytest.mark.parametrize("names", WRITERS, ids=str)
 def test_nothing_is_written_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str | tuple[str, ...]
 ) -> None:
-    """Plant links of each kind, or if a command has several outputs, to a missing file and a file in turn."""
+    """Plant links of each kind, or if a command has several outputs, to a missing file and a file
+    in turn."""
     victim = tmp_path / "victim"
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")

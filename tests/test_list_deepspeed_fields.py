@@ -1,4 +1,5 @@
-"""The table of DeepSpeed's fields is the installed DeepSpeed's, which accepts every default in it."""
+"""The table of DeepSpeed's fields is the installed DeepSpeed's, which accepts every default in
+it."""
 
 import inspect
 import json
@@ -16,7 +17,11 @@ from pydantic import ValidationError
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE, make_deepspeed_model
 from clap_ds.engine.schedule import WarmupStableDecayLR
 
-BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+BATCH = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+}
 
 
 def collect_defaults(fields: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +37,9 @@ def collect_defaults(fields: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_table_is_what_the_command_makes_of_the_installed_deepspeed() -> None:
     made = json.loads(json.dumps(list_fields()))
-    assert made == TABLE, "run `python .ci/list_deepspeed_fields.py`, then the command of the page in docs/"
+    assert made == TABLE, (
+        "run `python .ci/list_deepspeed_fields.py`, then the command of the page in docs/"
+    )
 
 
 def test_every_name_that_deepspeed_asks_for_is_accepted_or_refused_with_a_reason() -> None:
@@ -54,13 +61,22 @@ def test_deepspeed_parses_every_default() -> None:
 
 def test_params_of_adam_are_the_arguments_of_its_classes() -> None:
     for kind, cls in (("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)):
-        arguments = {name for each in (cls, FusedAdam, DeepSpeedCPUAdam) for name in inspect.signature(each).parameters}
-        assert arguments - {"params", "model_params"} == PARAMS["optimizer"][kind].keys() - {"torch_adam"}
+        arguments = {
+            name
+            for each in (cls, FusedAdam, DeepSpeedCPUAdam)
+            for name in inspect.signature(each).parameters
+        }
+        assert arguments - {"params", "model_params"} == PARAMS["optimizer"][kind].keys() - {
+            "torch_adam"
+        }
 
 
 def test_schedulers_are_deepspeeds_own_and_torchs() -> None:
     classes = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES]
-    classes += [WarmupStableDecayLR, *(getattr(torch.optim.lr_scheduler, name) for name in TORCH_SCHEDULERS)]
+    classes += [
+        WarmupStableDecayLR,
+        *(getattr(torch.optim.lr_scheduler, name) for name in TORCH_SCHEDULERS),
+    ]
     assert PARAMS["scheduler"].keys() == {cls.__name__ for cls in classes}
     for cls in classes:
         assert PARAMS["scheduler"][cls.__name__].keys() == {*inspect.signature(cls).parameters} - {
@@ -96,7 +112,9 @@ def test_torch_rejects_what_is_below_a_bound(kind: str) -> None:
         ("StepLR", {"step_size": 9, "last_epoch": 5}),
     ],
 )
-def test_argument_that_torch_rejects_is_rejected_without_torch(kind: str, params: dict[str, Any]) -> None:
+def test_argument_that_torch_rejects_is_rejected_without_torch(
+    kind: str, params: dict[str, Any]
+) -> None:
     parameters: list[Any] = [torch.nn.Parameter(torch.ones(1))]
     section = "optimizer" if kind in PARAMS["optimizer"] else "scheduler"
     if section == "optimizer":

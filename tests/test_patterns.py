@@ -1,4 +1,5 @@
-"""Regular expressions for text of others take time in proportion to it: a stranger's 100 KB may not stop a command."""
+"""Regular expressions for text of others take time in proportion to it: a stranger's 100 KB may not
+stop a command."""
 
 import ast
 import importlib
@@ -32,15 +33,16 @@ COMPUTED = {
     "analysis/log_formats.py", "launch/launcher_errors.py", "launch/preflight.py",
     "data/build_shards/caption_lists.py", "config/errors.py",
 }  # fmt: skip
-"""Modules with patterns from tables (log formats are tried, too), of hosts' names, of this project's words, and
-of a list's delimiter (in `FUNCTIONS`)."""
+"""Modules with patterns from tables (log formats are tried, too), of hosts' names, of this
+project's words, and of a list's delimiter (in `FUNCTIONS`)."""
 OF_OWN_TEXT = {"config/reference.py", "run_records/environment.py"}
 REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 LETTERS = (codes.IN, codes.ANY, codes.NOT_LITERAL)
 
 
 def is_slow(function: Callable[[Any], object], text: Any) -> bool:
-    """Return whether 100 KB take too long. If a part, tried before, is fast enough, all is, even in quadratic time."""
+    """Return whether 100 KB take too long. If a part, tried before, is fast enough, all is, even in
+    quadratic time."""
     for share in (10, 3, 1):
         started_s = time.process_time()
         with suppress(ValueError):
@@ -60,10 +62,13 @@ def compiled_in(value: object) -> Iterator[re.Pattern[Any]]:
 
 
 def collect() -> tuple[dict[re.Pattern[Any], bool], set[str]]:
-    """Return all patterns, whether they are searched for anywhere in a text, and the modules that have computed ones."""
+    """Return all patterns, whether they are searched for anywhere in a text, and the modules that
+    have computed ones."""
     patterns = {re.compile(dialect.pattern): True for dialect in DIALECTS.values()}
     computed = set()
-    paths = {path for folder in ("", "analysis", "launch") for path in (PACKAGE / folder).rglob("*.py")}
+    paths = {
+        path for folder in ("", "analysis", "launch") for path in (PACKAGE / folder).rglob("*.py")
+    }
     for path in sorted(paths):
         name = path.relative_to(PACKAGE)
         source = path.read_text()
@@ -75,14 +80,19 @@ def collect() -> tuple[dict[re.Pattern[Any], bool], set[str]]:
             for pattern in compiled_in(value):
                 patterns[pattern] = not methods or not methods <= {"fullmatch", "match"}
         for call in ast.walk(ast.parse(source)):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("re.") and call.args:
+            if (
+                isinstance(call, ast.Call)
+                and ast.unparse(call.func).startswith("re.")
+                and call.args
+            ):
                 try:
                     pattern = re.compile(eval(ast.unparse(call.args[0]), vars(module)))
                 except NameError:
                     computed.add(str(name))
                 else:
                     patterns.setdefault(
-                        pattern, ast.unparse(call.func) not in ("re.fullmatch", "re.match", "re.compile")
+                        pattern,
+                        ast.unparse(call.func) not in ("re.fullmatch", "re.match", "re.compile"),
                     )
     return patterns, computed
 
@@ -108,10 +118,16 @@ def parts_of(tree: Any) -> Iterator[str]:
 
 
 def texts_for(pattern: re.Pattern[Any]) -> Iterator[Any]:
-    """Yield texts that repeat beginnings of what matches, and repeat one part behind such a beginning."""
-    parts = [part for part in parts_of(parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG)) if part]
+    """Yield texts that repeat beginnings of what matches, and repeat one part behind such a
+    beginning."""
+    parts = [
+        part for part in parts_of(parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG)) if part
+    ]
     starts = [*itertools.accumulate(parts)]
-    pairs = [("", text) for text in (*starts, *parts, " ", "a", "1", "-", *map("".join, itertools.pairwise(parts)))]
+    pairs = [
+        ("", text)
+        for text in (*starts, *parts, " ", "a", "1", "-", *map("".join, itertools.pairwise(parts)))
+    ]
     for start, following in zip(starts, parts[1:], strict=False):
         pairs += [(start, following), (start, parts[0]), (start, " ")]
     for start, repeated in dict.fromkeys(pairs):
@@ -121,12 +137,20 @@ def texts_for(pattern: re.Pattern[Any]) -> Iterator[Any]:
 
 def test_no_pattern_takes_long_on_its_own_literals_repeated() -> None:
     patterns, computed = collect()
-    assert computed <= COMPUTED, "make these modules' patterns constants, so that this test tries them"
+    assert computed <= COMPUTED, (
+        "make these modules' patterns constants, so that this test tries them"
+    )
     assert len(patterns) > 80
     slow = {}
     for pattern, is_searched in patterns.items():
-        apply = (lambda text, pattern=pattern: [*pattern.finditer(text)]) if is_searched else pattern.fullmatch
-        slow[pattern.pattern] = next((text[:200] for text in texts_for(pattern) if is_slow(apply, text)), None)
+        apply = (
+            (lambda text, pattern=pattern: [*pattern.finditer(text)])
+            if is_searched
+            else pattern.fullmatch
+        )
+        slow[pattern.pattern] = next(
+            (text[:200] for text in texts_for(pattern) if is_slow(apply, text)), None
+        )
     assert {pattern: text for pattern, text in slow.items() if text} == {}
 
 
@@ -137,7 +161,9 @@ FUNCTIONS: dict[str, Callable[[str], object]] = {
     "plain_text": plain_text,
     "node list": expand,
     "tasks": parse_tasks,
-    "caption list": lambda text: [*caption_lists._csv_rows(Path("list.csv"), f'path,caption\n"{text}')],
+    "caption list": lambda text: [
+        *caption_lists._csv_rows(Path("list.csv"), f'path,caption\n"{text}')
+    ],
     "log": lambda text: Log().read(text),
     "JSON": lambda text: parse_json(json.dumps([text])),
 }
@@ -155,7 +181,9 @@ def test_functions_for_text_of_others_are_fast(name: str) -> None:
 
 
 def merge_rows(names: list[str]) -> object:
-    entries = (caption_lists.Entry(Path("a"), [f"caption {name}"], {"id": name}) for name in names[:7_000])
+    entries = (
+        caption_lists.Entry(Path("a"), [f"caption {name}"], {"id": name}) for name in names[:7_000]
+    )
     return caption_lists.merge(("a", entry) for entry in entries)
 
 
@@ -169,5 +197,7 @@ def merge_rows(names: list[str]) -> object:
         merge_rows,
     ],
 )
-def test_functions_for_many_names_of_others_are_fast(function: Callable[[list[str]], object]) -> None:
+def test_functions_for_many_names_of_others_are_fast(
+    function: Callable[[list[str]], object],
+) -> None:
     assert not is_slow(function, [f"name{number}" for number in range(20_000)])

@@ -1,4 +1,5 @@
-"""Run commands of README and docs/ verbatim if possible, and check that the names they use exist."""
+"""Run commands of README and docs/ verbatim if possible, and check that the names they use
+exist."""
 
 import ast
 import json
@@ -33,7 +34,9 @@ NAMES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 SECTIONS = re.findall(r"^## `([\w.]+)`.*\n([^#]*)", reference(), re.MULTILINE)
 FIELDS = {path for path, _ in SECTIONS} | {
-    f"{path}.{field}" for path, table in SECTIONS for field in re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    f"{path}.{field}"
+    for path, table in SECTIONS
+    for field in re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
 }
 
 
@@ -50,12 +53,22 @@ def blocks(kind: str, *pages: str) -> list[str]:
 
 
 def commands(rule: str, *pages: str) -> list[str]:
-    lines = [line.removeprefix("$ ") for block in blocks("console", *pages) for line in block.splitlines()]
+    lines = [
+        line.removeprefix("$ ")
+        for block in blocks("console", *pages)
+        for line in block.splitlines()
+    ]
     typed = [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
-    return [command for command in dict.fromkeys(typed) if re.fullmatch(rule, command) and "…" not in command]
+    return [
+        command
+        for command in dict.fromkeys(typed)
+        if re.fullmatch(rule, command) and "…" not in command
+    ]
 
 
-LOADED = commands(r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+")
+LOADED = commands(
+    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+"
+)
 
 
 MAIN_COMMANDS = {
@@ -67,7 +80,8 @@ MAIN_COMMANDS = {
 
 
 def readme_outputs() -> dict[str, list[str]]:
-    """Return the lines that README shows below each command of its first section, without white space at their ends."""
+    """Return the lines that README shows below each command of its first section, without white
+    space at their ends."""
     first_section = PAGES["README.md"].split("\n## ")[1]
     outputs: dict[str, list[str]] = {}
     for block in re.findall(r"^```console\n(.*?)^```", first_section, re.MULTILINE | re.DOTALL):
@@ -82,7 +96,9 @@ def test_readme_first_section_shows_the_main_commands() -> None:
 
 
 def test_readme_benchmark_output_is_in_its_record() -> None:
-    (shown,) = (lines for command, lines in readme_outputs().items() if command.startswith("deepspeed"))
+    (shown,) = (
+        lines for command, lines in readme_outputs().items() if command.startswith("deepspeed")
+    )
     with tarfile.open(ROOT / "results" / "h200" / "step.tar.xz") as archive:
         log = archive.extractfile("step/bench.log")
         assert log is not None
@@ -101,7 +117,11 @@ def test_readme_results_on_a_gpu_are_those_of_their_records() -> None:
     for row, (folder, record) in zip(rows, RECORDED_RUNS.items(), strict=True):
         assert f"(results/h200/{record}.md)" in row
         with tarfile.open(ROOT / "results" / "h200" / f"{record}.tar.xz") as archive:
-            (name,) = (name for name in archive.getnames() if re.fullmatch(rf"{folder}/(run-\w+/)?summary\.json", name))
+            (name,) = (
+                name
+                for name in archive.getnames()
+                if re.fullmatch(rf"{folder}/(run-\w+/)?summary\.json", name)
+            )
             file = archive.extractfile(name)
             assert file is not None
             summary = json.load(file)
@@ -119,41 +139,71 @@ def test_readme_results_on_a_gpu_are_those_of_their_records() -> None:
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("program", ["flops", "scaling", "plot"])
 def test_readme_command_prints_what_readme_shows(program: str, tmp_path: Path) -> None:
-    ((command, shown),) = (item for item in readme_outputs().items() if item[0].startswith(f"clap-ds {program}"))
+    ((command, shown),) = (
+        item for item in readme_outputs().items() if item[0].startswith(f"clap-ds {program}")
+    )
     picture = tmp_path / "scaling.png"
     shell = ["bash", "-c", "printf '%s\n' " + command.replace("scaling.png", f"'{picture}'")]
-    arguments = subprocess.run(shell, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()[1:]
-    printed = processes.run(["-m", "clap_ds", *arguments], cwd=ROOT, env=environment(), check=True).stdout
+    arguments = subprocess.run(
+        shell, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE
+    ).stdout.splitlines()[1:]
+    printed = processes.run(
+        ["-m", "clap_ds", *arguments], cwd=ROOT, env=environment(), check=True
+    ).stdout
     assert {*shown} <= {line.strip() for line in printed.splitlines()}
     assert picture.exists() == (program == "plot")
 
 
 def test_links_lead_somewhere() -> None:
-    found = [(name, target) for name, page in PAGES.items() for target in re.findall(r"\]\(([^)#:]+)\)", page)]
+    found = [
+        (name, target)
+        for name, page in PAGES.items()
+        for target in re.findall(r"\]\(([^)#:]+)\)", page)
+    ]
     assert [each for each in found if not (ROOT / each[0]).parent.joinpath(each[1]).exists()] == []
 
 
 def test_fields_that_pages_name_are_there() -> None:
-    pages = (page for name, page in PAGES.items() if name != "docs/inference.md")  # whose `clap` is a loaded model
-    assert {field for page in pages for field in re.findall(r"`(clap(?:\.[a-z]\w*)+)", page)} <= FIELDS
+    pages = (
+        page for name, page in PAGES.items() if name != "docs/inference.md"
+    )  # whose `clap` is a loaded model
+    assert {
+        field for page in pages for field in re.findall(r"`(clap(?:\.[a-z]\w*)+)", page)
+    } <= FIELDS
 
 
 def test_messages_shown_are_the_codes() -> None:
-    """Compare four words or more in a row: numbers, hosts and paths of a message differ from run to run."""
+    """Compare four words or more in a row: numbers, hosts and paths of a message differ from run to
+    run."""
     word = r"\b(?:(?!micro-batch|SIG|NCCL)[A-Za-z'-]{2,}|a)"
-    phrases = re.findall(rf"{word}(?: {word}(?![\w.=/])){{3,}}", "".join(blocks("text", "docs/troubleshooting.md")))
+    phrases = re.findall(
+        rf"{word}(?: {word}(?![\w.=/])){{3,}}", "".join(blocks("text", "docs/troubleshooting.md"))
+    )
     files = (file for folder in ("clap_ds", "launch") for file in (ROOT / folder).rglob("*.py"))
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    code = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    nodes = (
+        node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    )
+    code = "\n".join(
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
     assert len(phrases) > 10
     # The first two words may be a replacement field: "the loss".
     assert [phrase for phrase in phrases if phrase.split(" ", 2)[2] not in code] == []
 
 
 def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)  # as if s3:// had its package
+    monkeypatch.setattr(
+        fsspec, "get_filesystem_class", lambda protocol: None
+    )  # as if s3:// had its package
     sites = blocks("json", *PROFILES)
-    runs = [each for name in NAMES if name not in (*PROFILES, "docs/recipes.md") for each in blocks("json", name)]
+    runs = [
+        each
+        for name in NAMES
+        if name not in (*PROFILES, "docs/recipes.md")
+        for each in blocks("json", name)
+    ]
     for block in runs:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")
@@ -169,7 +219,10 @@ def test_programs_scripts_and_configurations_are_there(command: str) -> None:
     """Check commands that are too large to run here."""
     program, *words = shlex.split(command)
     assert (Path(sys.executable).parent / program).exists()
-    script, config = next(word for word in words if word.endswith(".py")), words[words.index("--deepspeed_config") + 1]
+    script, config = (
+        next(word for word in words if word.endswith(".py")),
+        words[words.index("--deepspeed_config") + 1],
+    )
     assert (ROOT / script).exists()
     run = load_run(ROOT / config)
     assert not script.endswith("train.py") or problems_for_training(run.clap, run.deepspeed) == []
@@ -185,7 +238,11 @@ def checkout(tmp_path: Path) -> Path:
     for name, num_nodes in {"nodes1": 1, "nodes2": 2, "nodes4": 4, "before": 1, "after": 1}.items():
         shutil.copytree(recorded, folder / "runs" / name)
         summary = json.loads((recorded / "summary.json").read_text())
-        summary |= {"num_nodes": num_nodes, "world_size": 2 * num_nodes, "global_batch": 8 * num_nodes}
+        summary |= {
+            "num_nodes": num_nodes,
+            "world_size": 2 * num_nodes,
+            "global_batch": 8 * num_nodes,
+        }
         (folder / "runs" / name / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -193,13 +250,20 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.end_to_end
 def test_commands_run_one_after_the_other(checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    own = {
+        "PATH": path,
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     rule = r"python -m examples\.synthetic_sounds .*|clap-ds (scaling|plot|compare|extrapolate|report|shards (prepare|size)) .*"
     found = commands(rule)
     assert len(found) > 5
     for command in found:
         shell = ["bash", "-c", command]
-        done = subprocess.run(shell, cwd=checkout, env=os.environ | own, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            shell, cwd=checkout, env=os.environ | own, capture_output=True, text=True, timeout=300
+        )
         shown = f"$ {command}\n{done.stdout}{done.stderr}"
         assert done.returncode == 0, shown
         assert "Traceback" not in shown
@@ -217,7 +281,8 @@ def test_the_parts_can_be_built_without_a_run() -> None:
 
 KINDS = ("dog", "chirping_birds", "door_wood_knock")
 PROGRAMS = {"deepspeed": "clap_ds.train", "clap-ds": "clap_ds"}
-TINY = {  # differences from the page's run; LAION's weights are random numbers of that preset's sizes
+# differences from the page's run; LAION's weights are random numbers of that preset's sizes
+TINY = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": False},
     "scheduler": {"params": {"total_num_steps": 2, "warmup_num_steps": 1}},
@@ -231,7 +296,11 @@ TINY = {  # differences from the page's run; LAION's weights are random numbers 
 
 
 def merged(into: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    nested = {name: merged(into.get(name) or {}, value) for name, value in changes.items() if isinstance(value, dict)}
+    nested = {
+        name: merged(into.get(name) or {}, value)
+        for name, value in changes.items()
+        if isinstance(value, dict)
+    }
     return {**into, **changes, **nested}
 
 
@@ -242,10 +311,17 @@ def typed(command: str, place: Path) -> str:
         return "".join(typed(loop[2].replace("$k", k), place) for k in loop[1].split())
     program, *words = shlex.split(command)
     if program == "sed":
-        return subprocess.run(command, shell=True, cwd=place, check=True, text=True, stdout=subprocess.PIPE).stdout
-    globbed = [sorted(map(str, place.glob(word))) if re.search(r"\?|-checkpoints$", word) else [word] for word in words]
+        return subprocess.run(
+            command, shell=True, cwd=place, check=True, text=True, stdout=subprocess.PIPE
+        ).stdout
+    globbed = [
+        sorted(map(str, place.glob(word))) if re.search(r"\?|-checkpoints$", word) else [word]
+        for word in words
+    ]
     arguments = sum(globbed[program == "deepspeed" :], list[str]())
-    return processes.run(["-m", PROGRAMS[program], *arguments], cwd=place, env=environment(), check=True).stdout
+    return processes.run(
+        ["-m", PROGRAMS[program], *arguments], cwd=place, env=environment(), check=True
+    ).stdout
 
 
 @pytest.mark.end_to_end
@@ -257,7 +333,9 @@ def test_the_recipe_of_esc50_leads_to_a_score(tmp_path: Path) -> None:
     for number in range(30):
         name, kind = f"{1 + number % 5}-{number}-A-{number % 3}.wav", number % 3
         lines.append(f"{name},{1 + number % 5},{kind},{KINDS[kind]},{kind == 0},{number},A")
-        soundfile.write(sounds / name, np.random.default_rng(number).uniform(-0.5, 0.5, 9000), 44100)
+        soundfile.write(
+            sounds / name, np.random.default_rng(number).uniform(-0.5, 0.5, 9000), 44100
+        )
     (root / "esc50.csv").write_text("\n".join(lines) + "\n")
     train_tokenizer(KINDS, tmp_path / "tokenizer")
     model = ClapModel(load_preset("micro"))

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.end_to_end
 
 
 def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
+        check=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +33,43 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, root / "source" / folder, symlinks=True, ignore=ignored)
     for file in FILES:
         shutil.copy(ROOT / file, root / "source")
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root), str(root / "source"))
+    _pip(
+        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root), str(root / "source")
+    )
     (wheel,) = root.glob("*.whl")
     _pip("install", "--no-deps", "--no-compile", "--target", str(root / "site"), str(wheel))
     held = set(zipfile.ZipFile(wheel).namelist())
-    paths = (Path(at, name) for at, _, names in os.walk(ROOT / "clap_ds", followlinks=True) for name in names)
-    ours = {str(path.relative_to(ROOT)) for path in paths if path.suffix in (".py", ".json", ".cpp", ".h", ".sh")}
+    paths = (
+        Path(at, name)
+        for at, _, names in os.walk(ROOT / "clap_ds", followlinks=True)
+        for name in names
+    )
+    ours = {
+        str(path.relative_to(ROOT))
+        for path in paths
+        if path.suffix in (".py", ".json", ".cpp", ".h", ".sh")
+    }
     assert ours <= held, "package files missing from the wheel"
     return root / "site"
 
 
 def _call(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
-    return subprocess.run(command, cwd=site.parent, capture_output=True, text=True, timeout=300, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "PATH": f"{site / 'bin'}:{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        command, cwd=site.parent, capture_output=True, text=True, timeout=300, env=environment
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_commands_start(site: Path, name: str) -> None:
     done = _call(site, "clap-ds", name, "--help")
-    assert (done.returncode, done.stdout.startswith(f"usage: clap-ds {name} ")) == (0, True), done.stderr
+    assert (done.returncode, done.stdout.startswith(f"usage: clap-ds {name} ")) == (0, True), (
+        done.stderr
+    )
 
 
 def test_packaged_configurations_are_found(site: Path) -> None:

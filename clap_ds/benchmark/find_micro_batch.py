@@ -17,11 +17,13 @@ from clap_ds.engine.engine import ClapEngine
 
 MULTIPLE = 8
 BYTES_PER_PARAMETER = 14
-"""Allocated by the first step per trained parameter: gradients in 16 bits and fp32, and two fp32 moments."""
+"""Allocated by the first step per trained parameter: gradients in 16 bits and fp32, and two fp32
+moments."""
 
 
 def largest_multiple(fits: Callable[[int], bool], start: int) -> int:
-    """Return the largest multiple of 8 that fits. Doubles or halves from `start`, then bisects. ValueError if 8 doesn't fit."""
+    """Return the largest multiple of 8 that fits. Doubles or halves from `start`, then bisects.
+    ValueError if 8 doesn't fit."""
     low, high = 0, max(1, start // MULTIPLE)
     while fits(MULTIPLE * high):
         low, high = high, 2 * high
@@ -32,11 +34,13 @@ def largest_multiple(fits: Callable[[int], bool], start: int) -> int:
 
 
 def find_micro_batch(engine: ClapEngine, run: RunSettings) -> None:
-    """Set the engine's and the run's micro-batch to the largest whose towers run eager in every rank's memory.
-    A collective; raises UserError without a GPU."""
+    """Set the engine's and the run's micro-batch to the largest whose towers run eager in every
+    rank's memory. A collective; raises UserError without a GPU."""
     with raise_on_all_ranks(), activity("finding the micro-batch"):
         require_gpu(engine.device)
-        found = largest_multiple(lambda size: _fits(engine, run.clap.context_length, size), run.micro_batch)
+        found = largest_multiple(
+            lambda size: _fits(engine, run.clap.context_length, size), run.micro_batch
+        )
     torch.cuda.empty_cache()  # blocks of the sizes that were tried
     engine.deepspeed.set_train_micro_batch_size(found)
     engine.deepspeed.tput_timer.batch_size = engine.deepspeed.train_batch_size()
@@ -50,14 +54,19 @@ def require_gpu(device: torch.device) -> None:
 
 
 def _fits(engine: ClapEngine, context_length: int, size: int) -> bool:
-    """Run both towers forward and backward beside what a step and the next batch occupy. A collective."""
+    """Run both towers forward and backward beside what a step and the next batch occupy. A
+    collective."""
     audio, device, fits = engine.model.config.audio, engine.device, True
     try:
         trained = sum(each.numel() for each in engine.model.parameters() if each.requires_grad)
         _step = torch.empty(BYTES_PER_PARAMETER * trained, dtype=torch.uint8, device=device)
         dtype = torch.float32 if audio.fusion else torch.int16
-        clips, _next = (torch.zeros(size, *audio.clip_shape, dtype=dtype, device=device) for _ in range(2))
-        ids = torch.full((size, context_length), engine.model.config.text.vocab_size - 1, device=device)
+        clips, _next = (
+            torch.zeros(size, *audio.clip_shape, dtype=dtype, device=device) for _ in range(2)
+        )
+        ids = torch.full(
+            (size, context_length), engine.model.config.text.vocab_size - 1, device=device
+        )
         with untouched(engine.model, device):
             run_eager(engine.deepspeed, Batch(clips, ids, torch.ones_like(ids)))
     except torch.OutOfMemoryError:

@@ -1,7 +1,9 @@
-"""Count a benchmark's FLOPs in closed form and, with a `flops_profiler` section, with DeepSpeed's profiler.
+"""Count a benchmark's FLOPs in closed form and, with a `flops_profiler` section, with DeepSpeed's
+profiler.
 
-The profiler would synchronize every step. It profiles one forward pass after timing instead: one padded sample, uncompiled,
-with torch's operations only. Of a batch it would count the product with a broadcast matrix once.
+The profiler would synchronize every step. It profiles one forward pass after timing instead: one
+padded sample, uncompiled, with torch's operations only. Of a batch it would count the product with
+a broadcast matrix once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.kernel_fallback import groups_of
-from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
+from clap_ds.flop_count.analytic import (
+    TextLengths,
+    backward_flops,
+    forward_flops,
+    published_flops,
+    recomputed_flops,
+)
 from clap_ds.flop_count.counters import count_by_deepspeed, counted_ffts
 from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
@@ -40,7 +48,11 @@ COUNTED_CLIPS = 16  # of an open_clip model
 
 @activity("profiling")
 def measure_flops(
-    engine: ClapEngine, loader: BatchSource, model: ModelSettings, profiler: dict[str, Any], folder: Path
+    engine: ClapEngine,
+    loader: BatchSource,
+    model: ModelSettings,
+    profiler: dict[str, Any],
+    folder: Path,
 ) -> dict[str, Any]:
     """Compute the summary's `flops` section in GFLOPs per sample. A collective.
 
@@ -75,7 +87,9 @@ def measure_flops(
         executed = forward_flops(config, padded, "model", front_end=front_end) / 1e9
         if rank() == 0:
             # One fp32 sample on the CPU: 5 s and 0.3 GB for HTSAT-base on one core.
-            count = count_by_deepspeed(published_model(config), config.text.max_positions, sample.audio.float().cpu())
+            count = count_by_deepspeed(
+                published_model(config), config.text.max_positions, sample.audio.float().cpu()
+            )
             found["deepspeed_published_gflops"] = sum(count) / 1e9
             text = (
                 "forward GFLOPs per sample: profiled {deepspeed_gflops:.2f}, closed form {executed:.2f}; published convention:"
@@ -86,14 +100,27 @@ def measure_flops(
 
 
 def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
-    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the forward pass's. No published
-    convention counts them."""
+    """Count an open_clip model's FLOPs with torch's counter; the backward pass has twice the
+    forward pass's. No published convention counts them."""
     # With gradients: without them, the counter's hooks fail on expanded parameters.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), autocast_if_enabled(engine.deepspeed):
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        autocast_if_enabled(engine.deepspeed),
+    ):
         engine.model(*batch.model_inputs())
     forward = counter.get_total_flops() / len(batch) / 1e9
-    found = {"training_gflops": 3 * forward, "recomputed_gflops": forward * engine.cached, "deepspeed_gflops": None}
-    return {"published_gflops": None, "model_gflops": forward, "mean_text_tokens": batch.input_ids.shape[1], **found}
+    found = {
+        "training_gflops": 3 * forward,
+        "recomputed_gflops": forward * engine.cached,
+        "deepspeed_gflops": None,
+    }
+    return {
+        "published_gflops": None,
+        "model_gflops": forward,
+        "mean_text_tokens": batch.input_ids.shape[1],
+        **found,
+    }
 
 
 @torch.no_grad()
@@ -101,7 +128,9 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
     """Count a forward pass's GFLOPs; on rank 0 also write and print the profiler's report."""
     is_first = rank() == 0
     shown: dict[str, Any] = {
-        name: profiler[name] for name in ("module_depth", "top_modules", "detailed") if name in profiler
+        name: profiler[name]
+        for name in ("module_depth", "top_modules", "detailed")
+        if name in profiler
     }
     shown |= {"print_profile": is_first, "output_file": str(path)}
     if is_first:
@@ -112,7 +141,9 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
         autocast_if_enabled(engine.deepspeed),
         counted_ffts() as ffts,
     ):
-        _, macs, _ = get_model_profile(engine.model, args=sample.model_inputs(), warm_up=0, as_string=False, **shown)
+        _, macs, _ = get_model_profile(
+            engine.model, args=sample.model_inputs(), warm_up=0, as_string=False, **shown
+        )
     engine.model.train()
     if is_first:
         print(path.read_text(), flush=True)
@@ -124,7 +155,9 @@ def _torch_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
     with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for part, kernel in torch_kernels(device)._asdict().items():
-            for module in (module for _, modules, *_ in groups_of(model, part) for module in modules):
+            for module in (
+                module for _, modules, *_ in groups_of(model, part) for module in modules
+            ):
                 if module.kernel == "triton":
                     stack.enter_context(mock.patch.object(module, "kernel", kernel))
         yield

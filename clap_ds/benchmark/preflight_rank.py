@@ -31,11 +31,18 @@ def main(ranks: Ranks) -> None:
     place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
     folder, gpus = Path(place), nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
     evidence = "" if gpus or os.environ.get("DS_ACCELERATOR") == "cpu" else find_gpu()
-    answer: dict[str, Any] = {"host": this_host(), "gpus": dict(line.split(", ", 1) for line in gpus)}
+    answer: dict[str, Any] = {
+        "host": this_host(),
+        "gpus": dict(line.split(", ", 1) for line in gpus),
+    }
     answer["faults"] = [f"no GPU is visible despite {evidence}"] * bool(evidence)
     if ranks.local_rank == 0:
         versions = {name: version(name) for name in packages.split(",")}
-        answer["software"] = {**describe_software(), "python": platform.python_version(), **versions}
+        answer["software"] = {
+            **describe_software(),
+            "python": platform.python_version(),
+            **versions,
+        }
     write_object(folder / f"rank-{ranks.rank}.json", answer)
     try:
         device = initialize(ranks, collective_timeout_s=TIMEOUT_S, allow_mixed_code=True)

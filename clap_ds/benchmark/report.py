@@ -28,7 +28,8 @@ MOST_MFU_PERCENT = 90.0  # matrix products alone reach about 80%
 
 
 class BenchReport:
-    """Records on rank 0; other ranks take part in collectives. Samples/s and DeepSpeed's own figure include data wait."""
+    """Records on rank 0; other ranks take part in collectives. Samples/s and DeepSpeed's own figure
+    include data wait."""
 
     def __init__(
         self,
@@ -48,11 +49,14 @@ class BenchReport:
         if ranks.is_main_process:
             micro_batch = engine.deepspeed.train_micro_batch_size_per_gpu()
             # The micro-batch may have been found.
-            summary = record.update_summary(micro_batch_per_gpu=micro_batch, global_batch=self._samples)
+            summary = record.update_summary(
+                micro_batch_per_gpu=micro_batch, global_batch=self._samples
+            )
             print(run_title(summary), flush=True)
 
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
-        """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks if a loss isn't finite."""
+        """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks
+        if a loss isn't finite."""
         window, shown = gather_window(times, torch.stack(losses)[:, None]), "warm-up"
         if number is not None:
             own_s = window.step_s[:, 0] - window.data_wait_s[:, 0]
@@ -67,8 +71,12 @@ class BenchReport:
                 self._memory = window.memory
                 self._throughput.add(window, self._samples)
                 rate = self._samples * len(losses) / window.slowest_s
-                slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
-                energy = environment.energy(window.joules - self._begin_joules, number * len(losses) * self._samples)
+                slow = self._stragglers.add(
+                    self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s
+                )
+                energy = environment.energy(
+                    window.joules - self._begin_joules, number * len(losses) * self._samples
+                )
                 self._record.update_summary(slow, energy, self._throughput.summary())
                 self._write_scalars(window, rate, memory_bytes)
                 shown = f"window {number}: {rate:,.1f} samples/s"
@@ -100,12 +108,17 @@ class BenchReport:
             "data_wait_s": wait_s,
             "loss": losses,
         }
-        for offset, step in enumerate(range(self._engine.steps - len(losses) + 1, self._engine.steps + 1)):
+        for offset, step in enumerate(
+            range(self._engine.steps - len(losses) + 1, self._engine.steps + 1)
+        ):
             times = {name: float(column[offset]) for name, column in columns.items()}
             self._record.append_metrics(of_window, step=step, **times)
 
-    def finish(self, steps: list[dict[str, float]], flops: dict[str, Any], peak_tflops: float | None) -> None:
-        """Record and print the results after the last window, with MFU in both conventions if the peak is known.
+    def finish(
+        self, steps: list[dict[str, float]], flops: dict[str, Any], peak_tflops: float | None
+    ) -> None:
+        """Record and print the results after the last window, with MFU in both conventions if the
+          peak is known.
 
         Args:
             steps: seconds of each instrumented step's phases.
@@ -121,7 +134,8 @@ class BenchReport:
         rate = measured["samples_per_s_per_gpu"]["mean"]
         counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
         published, trained, recomputed = (
-            flops[f"{it}_gflops"] and 1e9 * flops[f"{it}_gflops"] for it in ("published", "training", "recomputed")
+            flops[f"{it}_gflops"] and 1e9 * flops[f"{it}_gflops"]
+            for it in ("published", "training", "recomputed")
         )
         device_name = self._record.summary()["device_name"]  # if mixed, no peak is known
         used = utilization(published, trained, rate, device_name, peak_tflops, recomputed)
@@ -132,7 +146,9 @@ class BenchReport:
             breakdown_s=median_step(steps),
             flops=flops,
             skipped_steps=deepspeed.skipped_steps,
-            deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,  # but for its first two steps
+            deepspeed_samples_per_s=timer.avg_samples_per_sec()
+            if counted
+            else None,  # but for its first two steps
             warnings=[*self._stragglers.warnings, *warn_about_mfu(used)],
         )
         print_summary(summary)

@@ -13,7 +13,8 @@ MICRO_BATCH, ACCUMULATION, GLOBAL_BATCH = NAMES
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples per rank and forward pass, forward passes per optimizer step, and samples per step on all ranks."""
+    """Samples per rank and forward pass, forward passes per optimizer step, and samples per step on
+    all ranks."""
 
     micro_batch: int
     accumulation_steps: int
@@ -26,7 +27,8 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
-        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does; without `world_size`, for the fewest
+        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does; without
+          `world_size`, for the fewest
         ranks that fit. Raises ValueError, one line per missing, invalid or contradictory number."""
         given = {name: config[name] for name in NAMES if config.get(name) is not None}
         problems = [
@@ -35,11 +37,15 @@ class BatchSizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
         if MICRO_BATCH not in given and GLOBAL_BATCH not in given:
-            problems.append(f"{MICRO_BATCH}: missing; expected samples per GPU and forward pass, or {GLOBAL_BATCH}")
+            problems.append(
+                f"{MICRO_BATCH}: missing; expected samples per GPU and forward pass, or {GLOBAL_BATCH}"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         micro_batch, steps, whole = map(given.get, NAMES)
-        ranks = world_size or (max(1, whole // (micro_batch * steps)) if micro_batch and steps and whole else 1)
+        ranks = world_size or (
+            max(1, whole // (micro_batch * steps)) if micro_batch and steps and whole else 1
+        )
         steps = steps or (max(1, whole // (micro_batch * ranks)) if micro_batch and whole else 1)
         micro_batch = micro_batch or max(1, (whole or 0) // (steps * ranks))
         sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
@@ -51,6 +57,9 @@ class BatchSizes:
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the per-rank sizes to a configuration; a given global batch stays for DeepSpeed to check."""
-        kept = {name: value for name, value in config.items() if name not in NAMES or value is not None}
+        """Add the per-rank sizes to a configuration; a given global batch stays for DeepSpeed to
+        check."""
+        kept = {
+            name: value for name, value in config.items() if name not in NAMES or value is not None
+        }
         return {**kept, MICRO_BATCH: self.micro_batch, ACCUMULATION: self.accumulation_steps}

@@ -1,5 +1,5 @@
-"""Convert the files of a `transformers.ClapModel` and its `ClapFeatureExtractor` to the format of `presets/*.json`, without
-transformers.
+"""Convert the files of a `transformers.ClapModel` and its `ClapFeatureExtractor` to the format of
+`presets/*.json`, without transformers.
 
 Unsupported models and front ends are rejected with the reason.
 """
@@ -38,13 +38,19 @@ FIXED_FRONT_END = {
 
 
 def sizes_of_clap(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert `config.json` to a preset's sections, unchecked, with LAION-CLAP's front end. Missing fields take transformers'
-    defaults, `clap_htsat_tiny_roberta_base`. Raises ValueError naming an unsupported field."""
+    """Convert `config.json` to a preset's sections, unchecked, with LAION-CLAP's front end. Missing
+    fields take transformers' defaults, `clap_htsat_tiny_roberta_base`. Raises ValueError naming an
+    unsupported field."""
     if fields.get("model_type") != "clap":
-        raise ValueError(f"config.json has model_type {fields.get('model_type')!r}, expected 'clap'")
+        raise ValueError(
+            f"config.json has model_type {fields.get('model_type')!r}, expected 'clap'"
+        )
     audio, text = (fields.get(f"{tower}_config") or {} for tower in ("audio", "text"))
     patch, ratio = audio.get("patch_size", 4), audio.get("mlp_ratio", 4.0)
-    activation, joint_dim = fields.get("projection_hidden_act", "relu"), fields.get("projection_dim", 512)
+    activation, joint_dim = (
+        fields.get("projection_hidden_act", "relu"),
+        fields.get("projection_dim", 512),
+    )
     expected = FIXED_AUDIO | {
         "fusion_type": "aff_2d" if audio.get("fusion_type") else None,
         "patch_stride": patch if audio.get("patch_stride") == patch else [patch, patch],
@@ -55,18 +61,28 @@ def sizes_of_clap(fields: dict[str, Any]) -> dict[str, Any]:
     tiny = read_object(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
-    own_audio = tiny["audio"] | {ours: audio[theirs] for ours, theirs in AUDIO.items() if theirs in audio}
+    own_audio = tiny["audio"] | {
+        ours: audio[theirs] for ours, theirs in AUDIO.items() if theirs in audio
+    }
     own_audio |= {"patch_size": patch, "mlp_ratio": round(ratio), "projection": projection}
-    own_text = tiny["text"] | {ours: text[theirs] for ours, theirs in TEXT.items() if theirs in text}
-    own_text |= {"hub_name": tiny["text"]["hub_name"] if own_text == tiny["text"] else "", "pooling": "cls_pooler"}
+    own_text = tiny["text"] | {
+        ours: text[theirs] for ours, theirs in TEXT.items() if theirs in text
+    }
+    own_text |= {
+        "hub_name": tiny["text"]["hub_name"] if own_text == tiny["text"] else "",
+        "pooling": "cls_pooler",
+    }
     own_text |= {"layer_norm_eps": text.get("layer_norm_eps", 1e-12), "projection": projection}
     return {"audio": own_audio, "text": own_text, "joint_dim": joint_dim}
 
 
 def convert_front_end(saved: dict[str, Any], audio: dict[str, Any]) -> dict[str, Any]:
-    """Convert a saved `ClapFeatureExtractor` to fields of a preset's `audio` section. Raises ValueError for a value that the
-    front end here can't have."""
-    extractor = {"frequency_min": 0, "max_length_s": 10} | saved  # the defaults of its class, or LAION-CLAP's values
+    """Convert a saved `ClapFeatureExtractor` to fields of a preset's `audio` section. Raises
+    ValueError for a value that the front end here can't have."""
+    extractor = {
+        "frequency_min": 0,
+        "max_length_s": 10,
+    } | saved  # the defaults of its class, or LAION-CLAP's values
     sizes = {ours: extractor.get(theirs, audio[ours]) for ours, theirs in FRONT_END.items()}
     sizes["fmax"] = int(sizes["fmax"])  # saved as 14000 or 14000.0
     sizes["num_samples"] = extractor["max_length_s"] * sizes["sample_rate"]
@@ -76,7 +92,8 @@ def convert_front_end(saved: dict[str, Any], audio: dict[str, Any]) -> dict[str,
         "nb_max_samples": sizes["num_samples"],
         "nb_frequency_bins": sizes["stft_window"] // 2 + 1,
     }
-    # "fusion" has other mel filters than the others, which only differ in how they treat clips that are too long.
+    # "fusion" has other mel filters than the others, which only differ in how they treat clips that
+    # are too long.
     if audio["fusion"]:
         expected["truncation"] = "fusion"
     elif extractor.get("truncation") == "fusion":
@@ -89,13 +106,17 @@ def _require(fields: dict[str, Any], expected: dict[str, Any], section: str = ""
     """Raise ValueError for a field that has another value than expected."""
     for field, value in expected.items():
         if fields.get(field, value) != value:
-            raise ValueError(f"{section}{field} is {fields[field]!r}; only {value!r} is supported with this model")
+            raise ValueError(
+                f"{section}{field} is {fields[field]!r}; only {value!r} is supported with this model"
+            )
 
 
 def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Call `sizes_of_clap` with a `config.json` and the front end saved next to it. Prints which front end is assumed if there
-    is none. Raises ValueError, with the file, if they are unreadable or unsupported."""
-    # transformers 5 nests the front end in the first file, which it prefers. Earlier versions wrote the second.
+    """Call `sizes_of_clap` with a `config.json` and the front end saved next to it. Prints which
+    front end is assumed if there is none. Raises ValueError, with the file, if they are unreadable
+    or unsupported."""
+    # transformers 5 nests the front end in the first file, which it prefers. Earlier versions wrote
+    # the second.
     source = path.with_name("processor_config.json")
     saved = read_object(source).get("feature_extractor") if source.exists() else None
     if saved is None:
@@ -107,11 +128,21 @@ def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
         if saved is not None:
             where = source
             sizes["audio"] |= convert_front_end(saved, sizes["audio"])
-    except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # fields of wrong types
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+    ) as error:  # fields of wrong types
         raise ValueError(f"{where}: can't be read: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if saved is None and os.environ.get("RANK") in (None, "0"):
-        assumed = "assuming LAION-CLAP's front end: 48 kHz, 10 s, window 1024, hop 480, 50 to 14,000 Hz"
-        print(f"note: no processor_config.json or preprocessor_config.json by {path}: {assumed}", file=sys.stderr)
+        assumed = (
+            "assuming LAION-CLAP's front end: 48 kHz, 10 s, window 1024, hop 480, 50 to 14,000 Hz"
+        )
+        print(
+            f"note: no processor_config.json or preprocessor_config.json by {path}: {assumed}",
+            file=sys.stderr,
+        )
     return sizes

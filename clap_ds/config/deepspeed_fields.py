@@ -1,7 +1,9 @@
-"""Make pydantic models of DeepSpeed's fields from the table `deepspeed_fields.json`. Imports no torch.
+"""Make pydantic models of DeepSpeed's fields from the table `deepspeed_fields.json`. Imports no
+torch.
 
-`.ci/list_deepspeed_fields.py` makes the table from DeepSpeed. It consists of JSON schemas, extended by `required`,
-`alias` (the field's other name), `ignoreCase` (of an enumeration) and `strict` (of a whole number: reject 1e3).
+`.ci/list_deepspeed_fields.py` makes the table from DeepSpeed. It consists of JSON schemas, extended
+by `required`, `alias` (the field's other name), `ignoreCase` (of an enumeration) and `strict` (of a
+whole number: reject 1e3).
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ _BOUNDS = {
     "minItems": "min_length",
 }  # fmt: skip
 _LARGEST = 3.4e38
-"""Number that float32 holds: torch and DeepSpeed fail with larger ones. Whole numbers are bounded in `settings.py`."""
+"""Number that float32 holds: torch and DeepSpeed fail with larger ones. Whole numbers are bounded
+in `settings.py`."""
 
 
 class _DeepSpeedSection(Section):
-    """Base of the models made here. They have no source code to search for docstrings, which would take half a second."""
+    """Base of the models made here. They have no source code to search for docstrings, which would
+    take half a second."""
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 def find_params(section: str, kind: str | None) -> Schema | None:
-    """Return the schemas of `params` of a type, or None if it is unknown. DeepSpeed's own optimizers may be in any case."""
+    """Return the schemas of `params` of a type, or None if it is unknown. DeepSpeed's own
+    optimizers may be in any case."""
     kinds = PARAMS[section]
     return kinds.get(str(kind).lower(), kinds.get(str(kind)))
 
@@ -54,7 +59,8 @@ def find_kind(section: Any) -> str | None:
 
 def _make_section(name: str, fields: Schema) -> type[Section]:
     types: Any = {
-        field: (_make_type(field, schema), ... if schema.get("required") else None) for field, schema in fields.items()
+        field: (_make_type(field, schema), ... if schema.get("required") else None)
+        for field, schema in fields.items()
     }
     return create_model(name, __base__=_DeepSpeedSection, **types)
 
@@ -93,7 +99,8 @@ def _make_enum(values: list[str], *, ignore_case: bool) -> Any:
 
 
 def _make_union(name: str, schemas: list[Schema]) -> Any:
-    """Return a type of which pydantic reports only the alternative that has the value's JSON type, or else the first."""
+    """Return a type of which pydantic reports only the alternative that has the value's JSON type,
+    or else the first."""
     options = [schema for schema in schemas if schema.get("type") != "null"]
     types = {schema.get("type", "object"): _make_type(name, schema) for schema in options}
     first = next(iter(types))
@@ -110,8 +117,8 @@ def _make_union(name: str, schemas: list[Schema]) -> Any:
 
 
 def make_deepspeed_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
-    """Return a model of DeepSpeed's part of a run's JSON, without batch sizes. Its `params` are those of these types,
-    if known."""
+    """Return a model of DeepSpeed's part of a run's JSON, without batch sizes. Its `params` are
+    those of these types, if known."""
     fields = {name: schema for name, schema in FIELDS.items() if name not in NAMES}
     for section, kind in (("optimizer", optimizer), ("scheduler", scheduler)):
         params = find_params(section, kind)

@@ -23,8 +23,13 @@ OTHER_NAMES = {
 """Patterns of names in other trainers, and fields here."""
 MOST_SHOWN = 5
 UNION_TAGS = ("synthetic", "webdataset", "array", "integer", "number", "string")
-"""Parts that pydantic adds to a field's place: kinds of `data`, and JSON types of DeepSpeed's fields."""
-PATTERNS = {r"\S": "text that isn't blank", r"\{\}": "text with {}", "^[/~$]": "a path that begins with /, ~ or $"}
+"""Parts that pydantic adds to a field's place: kinds of `data`, and JSON types of DeepSpeed's
+fields."""
+PATTERNS = {
+    r"\S": "text that isn't blank",
+    r"\{\}": "text with {}",
+    "^[/~$]": "a path that begins with /, ~ or $",
+}
 """What the schema's patterns of texts expect."""
 
 
@@ -61,8 +66,8 @@ class CollectiveUserError(UserError):
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
-    """Run a command and return its exit code: its own or 0, 2 with a message (further lines indented) for a ValueError or
-    OSError, or 130 after Ctrl-C."""
+    """Run a command and return its exit code: its own or 0, 2 with a message (further lines
+    indented) for a ValueError or OSError, or 130 after Ctrl-C."""
     try:
         code = action()
     except KeyboardInterrupt as stop:
@@ -73,7 +78,8 @@ def exit_code_of(action: Callable[[], object]) -> int:
             raise
         further = "\n" + " " * len("error: ")
         print(
-            "error: " + re.sub(r"\n(?=.)", further, printable(str(error) + how_to_install(error), "\n")),
+            "error: "
+            + re.sub(r"\n(?=.)", further, printable(str(error) + how_to_install(error), "\n")),
             file=sys.stderr,
         )
         return USER_ERROR
@@ -96,11 +102,14 @@ def escape(text: str, kept: str = "") -> str:
     if text.isprintable():
         return text
     escaped = lambda letter: letter.encode("unicode_escape", "replace").decode()  # noqa: E731
-    return "".join(letter if letter.isprintable() or letter in kept else escaped(letter) for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter in kept else escaped(letter) for letter in text
+    )
 
 
 def cut_names(message: str) -> str:
-    """Cut the middle of names, quotes and lines that are longer than people read. Files of others may have any."""
+    """Cut the middle of names, quotes and lines that are longer than people read. Files of others
+    may have any."""
     message = _LONG_NAME.sub(lambda name: _cut(name[0], LONGEST_NAME), message)
     return _LONG_LINE.sub(lambda line: _cut(line[0], LONGEST_LINE), message)
 
@@ -144,7 +153,9 @@ def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) 
     near = find_near(name, candidates)
     if near is not None:
         return f"; did you mean {near!r}?"
-    return f"; expected one of {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""
+    return (
+        f"; expected one of {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""
+    )
 
 
 def find_near(name: str, candidates: Collection[str]) -> str | None:
@@ -155,7 +166,8 @@ def find_near(name: str, candidates: Collection[str]) -> str | None:
 
 
 def sections_of(annotation: Any) -> list[Any]:
-    """Return the pydantic models in a field's type: none, one (also if nullable), or several alternatives."""
+    """Return the pydantic models in a field's type: none, one (also if nullable), or several
+    alternatives."""
     if hasattr(annotation, "model_fields"):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_of(part)]
@@ -170,8 +182,8 @@ def _fields(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _suggest_field(field: str, root: Any) -> str:
-    """Return a hint about an unknown field: its name here if other trainers have it, or the nearest in its section, or the only
-    one of that name, or its section's."""
+    """Return a hint about an unknown field: its name here if other trainers have it, or the nearest
+    in its section, or the only one of that name, or its section's."""
     section, _, name = field.rpartition(".")
     for pattern, own_name in OTHER_NAMES.items():
         if re.fullmatch(pattern, name):
@@ -195,7 +207,8 @@ def _suggest_field(field: str, root: Any) -> str:
 
 
 def explain(details: Any, root: Any) -> str:
-    """Format one of `ValidationError.errors()` of a pydantic model in a line: field, expected, found, nearest valid name."""
+    """Format one of `ValidationError.errors()` of a pydantic model in a line: field, expected,
+    found, nearest valid name."""
     field = ".".join(str(part) for part in details["loc"] if part not in UNION_TAGS)
     kind = details["type"]
     if kind == "extra_forbidden":
@@ -217,7 +230,9 @@ def explain(details: Any, root: Any) -> str:
         value = context["tag"]
         message = f"expected {context['expected_tags'].replace(', ', ' or ')}"
     message = message.removeprefix("Value error, ").replace("Input should be", "expected")
-    valid_values = re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
+    valid_values = (
+        re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
+    )
     message = f"{field}: {message[0].lower()}{message[1:]}"
     if kind not in ("missing", "value_error", "union_tag_not_found"):
         message += f", found {json.dumps(value, default=str)}"

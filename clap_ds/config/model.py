@@ -1,4 +1,5 @@
-"""Typed sizes of a CLAP model, from `presets/*.json` or a path. Imports no torch, so it works on login nodes."""
+"""Typed sizes of a CLAP model, from `presets/*.json` or a path. Imports no torch, so it works on
+login nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from clap_ds.config.open_clip import PREFIX, sizes_of_open_clip
 
 PAD_TOKEN_ID = 1  # RoBERTa's
 CONTEXT_LENGTH = 77  # LAION's, if the training length is unknown
-CHANNELS = 4  # spectrograms per file with feature fusion: all of it, and crops from its front, middle and back
+# spectrograms per file with feature fusion: all of it, and crops from its front, middle and back
+CHANNELS = 4
 INT16_SCALE = 32768  # int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged
 NARROWING = 4  # channel reduction factor of feature fusion's attention
 
@@ -50,7 +52,8 @@ class ProjectionConfig(Section):
 
 
 class AudioConfig(Section):
-    """HTSAT: a Swin transformer over a log-mel spectrogram folded into a square image (arXiv 2202.00874)."""
+    """HTSAT: a Swin transformer over a log-mel spectrogram folded into a square image (arXiv
+    2202.00874)."""
 
     sample_rate: PositiveInt
     num_samples: PositiveInt
@@ -83,7 +86,8 @@ class AudioConfig(Section):
 
     @property
     def clip_shape(self) -> tuple[int, ...]:
-        """Shape of a clip as read from audio files: a waveform or, with fusion, log-mel features."""
+        """Shape of a clip as read from audio files: a waveform or, with fusion, log-mel
+        features."""
         return (CHANNELS, *self.feature_shape) if self.fusion else (self.num_samples,)
 
     @property
@@ -112,21 +116,32 @@ class AudioConfig(Section):
     @model_validator(mode="after")
     def _check_geometry(self) -> AudioConfig:
         if len(self.depths) != len(self.num_heads):
-            raise ValueError(f"depths has {len(self.depths)} stages, num_heads has {len(self.num_heads)}")
+            raise ValueError(
+                f"depths has {len(self.depths)} stages, num_heads has {len(self.num_heads)}"
+            )
         if self.image_size % self.mel_bins:
-            raise ValueError(f"image_size {self.image_size} is not a multiple of mel_bins {self.mel_bins}")
+            raise ValueError(
+                f"image_size {self.image_size} is not a multiple of mel_bins {self.mel_bins}"
+            )
         if self.num_frames > self.image_size * self.freq_ratio:
-            raise ValueError(f"{self.num_frames} frames don't fit in an image of {self.image_size}×{self.freq_ratio}")
-        for stage, (dim, grid, heads) in enumerate(zip(self.stage_dims, self.stage_grids, self.num_heads, strict=True)):
+            raise ValueError(
+                f"{self.num_frames} frames don't fit in an image of {self.image_size}×{self.freq_ratio}"
+            )
+        for stage, (dim, grid, heads) in enumerate(
+            zip(self.stage_dims, self.stage_grids, self.num_heads, strict=True)
+        ):
             if dim % heads:
                 raise ValueError(f"stage {stage}: {dim} channels don't divide into {heads} heads")
             if grid == 0 or grid % min(self.attention_window, grid):
-                raise ValueError(f"stage {stage}: grid {grid} doesn't divide into windows of {self.attention_window}")
+                raise ValueError(
+                    f"stage {stage}: grid {grid} doesn't divide into windows of {self.attention_window}"
+                )
         return self
 
 
 class TextConfig(Section):
-    """A `transformers` text encoder. `hub_name` is the checkpoint of its tokenizer and pretrained weights."""
+    """A `transformers` text encoder. `hub_name` is the checkpoint of its tokenizer and pretrained
+    weights."""
 
     architecture: Literal["roberta", "bert"] = "roberta"
     """`transformers`' name; DistilRoBERTa is a `roberta` with 6 layers."""
@@ -164,9 +179,13 @@ class TextConfig(Section):
     @model_validator(mode="after")
     def _check_sizes(self) -> TextConfig:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} doesn't divide into num_heads {self.num_heads}")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} doesn't divide into num_heads {self.num_heads}"
+            )
         if self.max_tokens < 2:
-            raise ValueError(f"max_positions {self.max_positions} leaves only {self.max_tokens} tokens, expected 2")
+            raise ValueError(
+                f"max_positions {self.max_positions} leaves only {self.max_tokens} tokens, expected 2"
+            )
         return self
 
 
@@ -189,7 +208,12 @@ def load_preset(name: str) -> ClapConfig:
     if name.startswith(PREFIX):
         try:
             sizes = sizes_of_open_clip(name.removeprefix(PREFIX))
-        except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # fields of wrong types
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ArithmeticError,
+        ) as error:  # fields of wrong types
             raise ValueError(f"{name}: its configuration can't be read: {error!r}") from error
         return parse_sizes(sizes, name, name)
     names, known = preset_names(), preset_of(name)
@@ -198,7 +222,9 @@ def load_preset(name: str) -> ClapConfig:
     path = Path(os.path.abspath(name))
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ValueError(f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; expected one of {PRESETS}")
+        raise ValueError(
+            f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; expected one of {PRESETS}"
+        )
     content = read_object(path)
     if "model_type" in content:
         return parse_sizes(read_clap(path, content), path.parent.name, str(path))
@@ -206,7 +232,8 @@ def load_preset(name: str) -> ClapConfig:
 
 
 def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConfig:
-    """Validate a preset's content, which may override `name`. Raises ValueError with one line that starts with `where`."""
+    """Validate a preset's content, which may override `name`. Raises ValueError with one line that
+    starts with `where`."""
     try:
         return ClapConfig.model_validate({"name": name, **content})
     except ValidationError as error:

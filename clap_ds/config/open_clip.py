@@ -1,4 +1,5 @@
-"""Read the sizes of an installed open_clip's models from its configurations. Imports neither open_clip nor torch."""
+"""Read the sizes of an installed open_clip's models from its configurations. Imports neither
+open_clip nor torch."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ AUDIO = {
 
 
 def sizes_of_open_clip(name: str) -> dict[str, Any]:
-    """Return a preset's sections for a model, named as for `open_clip.create_model`. They state what batches hold; other fields
-    are HTSAT-tiny's and have no effect. Raises ValueError if open_clip isn't installed or has no such audio–text model."""
+    """Return a preset's sections for a model, named as for `open_clip.create_model`. They state
+    what batches hold; other fields are HTSAT-tiny's and have no effect. Raises ValueError if
+    open_clip isn't installed or has no such audio–text model."""
     theirs, sizes = _config_of(name), read_object(PRESET_DIR / "htsat_tiny_roberta_base.json")
-    audio, text, is_hf = theirs["audio_cfg"], theirs["text_cfg"], "hf_model_name" in theirs["text_cfg"]
+    audio, text, is_hf = (
+        theirs["audio_cfg"],
+        theirs["text_cfg"],
+        "hf_model_name" in theirs["text_cfg"],
+    )
     own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
-    own["mel_bins"] = audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
+    own["mel_bins"] = (
+        audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
+    )
     most_frames = own["num_samples"] // own["hop_size"]
     while own["image_size"] < 2**24 and most_frames >= own["image_size"] ** 2 // own["mel_bins"]:
         own["image_size"] *= 2  # or HTSAT's image could not hold the frames
@@ -57,10 +65,14 @@ def _config_of(name: str) -> dict[str, Any]:
     schema, _, place = name.partition(":")
     if not place:
         known = {
-            path.stem: path for path in (folder / "model_configs").glob("*.json") if "audio_cfg" in path.read_text()
+            path.stem: path
+            for path in (folder / "model_configs").glob("*.json")
+            if "audio_cfg" in path.read_text()
         }
         if name not in known:
-            raise ValueError(f"open_clip has no audio–text model {name!r}{did_you_mean(name, known, most_listed=0)}")
+            raise ValueError(
+                f"open_clip has no audio–text model {name!r}{did_you_mean(name, known, most_listed=0)}"
+            )
         return read_object(known[name])
     if schema == "hf-hub":
         from huggingface_hub import snapshot_download
@@ -74,8 +86,9 @@ def _config_of(name: str) -> dict[str, Any]:
 
 @contextmanager
 def open_clip_for(name: str) -> Iterator[Any]:
-    """Yield open_clip to load `name`, whose errors become ValueErrors. Code that models and tokenizers bring is never run.
-    Otherwise `transformers` would ask on standard input, and run it after "y". Import torchaudio_compat before."""
+    """Yield open_clip to load `name`, whose errors become ValueErrors. Code that models and
+    tokenizers bring is never run. Otherwise `transformers` would ask on standard input, and run it
+    after "y". Import torchaudio_compat before."""
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
@@ -84,7 +97,9 @@ def open_clip_for(name: str) -> Iterator[Any]:
     try:
         yield importlib.import_module("open_clip")
     except Exception as error:  # open_clip and transformers raise various errors
-        raise ValueError(f"open_clip can't load {name!r}: {first_line(error)}{how_to_install(error)}") from error
+        raise ValueError(
+            f"open_clip can't load {name!r}: {first_line(error)}{how_to_install(error)}"
+        ) from error
 
 
 def _refuse_code(*place: object, **options: object) -> NoReturn:

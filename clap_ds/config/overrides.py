@@ -26,14 +26,17 @@ def find_field(content: Any, name: str) -> Any:
 
 
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
+    """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an
+    object."""
     *sections, field = name.split(".")
     copy = {**content}
     section = copy
     for depth, inner_name in enumerate(sections, start=1):
         inner = section.get(inner_name, {})
         if not isinstance(inner, dict):
-            raise UserError(f"{name}: {'.'.join(sections[:depth])} is {json.dumps(inner)}, not an object")
+            raise UserError(
+                f"{name}: {'.'.join(sections[:depth])} is {json.dumps(inner)}, not an object"
+            )
         section[inner_name] = {**inner}
         section = section[inner_name]
     section[field] = value
@@ -41,7 +44,8 @@ def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Parse `a.b=1e-4` to name and value, a string unless valid JSON. Raises UserError without a name or `=`."""
+    """Parse `a.b=1e-4` to name and value, a string unless valid JSON. Raises UserError without a
+    name or `=`."""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
@@ -62,7 +66,8 @@ def with_assignments(content: dict[str, Any], assignments: Iterable[str]) -> dic
 
 
 def locate(problem: str, path: Path, assignments: Iterable[str]) -> str:
-    """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the file."""
+    """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the
+    file."""
     field = problem.partition(":")[0]
     set_names = [parse_assignment(assignment)[0] for assignment in assignments]
     is_set = any(f"{field}.".startswith(f"{name}.") for name in set_names)
@@ -70,7 +75,8 @@ def locate(problem: str, path: Path, assignments: Iterable[str]) -> str:
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """Parse `a.b=1,2` to name and values, which may be JSON lists. Raises UserError without a name or `=`."""
+    """Parse `a.b=1,2` to name and values, which may be JSON lists. Raises UserError without a name
+    or `=`."""
     name, _ = parse_assignment(text)
     values = text.partition("=")[2]
     if not values.strip():

@@ -1,7 +1,8 @@
 """Redact secrets in options and URLs from records, logs and reports, which people share.
 
-Credentials belong in the environment, which isn't recorded. Patterns take time in proportion to the text, whatever it is: each
-begins where a name or an address begins, which a character is part of only once. Standard library only.
+Credentials belong in the environment, which isn't recorded. Patterns take time in proportion to the
+text, whatever it is: each begins where a name or an address begins, which a character is part of
+only once. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _PATTERNS = (
 
 
 def redacted(text: str) -> str:
-    """Replace what looks like a secret by `[hidden]`: `--hf_token=…`, `HF_TOKEN=…`, `password: …`, a presigned URL's
-    parameters, `://user:password@`, and keys that begin like those of well-known services."""
+    """Replace what looks like a secret by `[hidden]`: `--hf_token=…`, `HF_TOKEN=…`, `password: …`,
+    a presigned URL's parameters, `://user:password@`, and keys that begin like those of well-known
+    services."""
     text = _QUERY.sub(_redact_query, text)
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\1{HIDDEN}", text)
@@ -49,13 +51,17 @@ def _redact_query(match: re.Match[str]) -> str:
 
 
 def redacted_all(content: Any, name: str = "") -> Any:
-    """Redact all strings of a JSON value, those under names of secrets whole. `name`: the field's, after its section's."""
+    """Redact all strings of a JSON value, those under names of secrets whole. `name`: the field's,
+    after its section's."""
     is_secret = any(_SECRET_NAME.fullmatch(part) for part in (name, name.rpartition(".")[2]))
     if isinstance(content, str):
         return HIDDEN if is_secret else redacted(content)
     if isinstance(content, dict):
         section = name.rpartition(".")[2]
-        return {redacted_all(key): redacted_all(value, f"{section}.{key}") for key, value in content.items()}
+        return {
+            redacted_all(key): redacted_all(value, f"{section}.{key}")
+            for key, value in content.items()
+        }
     if isinstance(content, list | tuple):
         is_command = content and all(isinstance(word, str) for word in content)
         if is_command and not is_secret:

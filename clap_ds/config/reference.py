@@ -1,4 +1,5 @@
-"""Generate the pages about a run's JSON: fields of `clap` from the typed settings, DeepSpeed's from the table of its fields.
+"""Generate the pages about a run's JSON: fields of `clap` from the typed settings, DeepSpeed's from
+the table of its fields.
 
 python -m clap_ds.config.reference > docs/reference.md
 python -m clap_ds.config.reference deepspeed > docs/deepspeed_fields.md
@@ -53,7 +54,8 @@ def reference() -> str:
 
 
 def deepspeed_reference() -> str:
-    """Return the page of DeepSpeed's fields as Markdown: top-level values, sections, `params` by type, and refused fields."""
+    """Return the page of DeepSpeed's fields as Markdown: top-level values, sections, `params` by
+    type, and refused fields."""
     values = {name: schema for name, schema in FIELDS.items() if "properties" not in schema}
     page = [DEEPSPEED_HEAD, *_format_deepspeed_section("Top level", values)]
     for name in sorted(FIELDS.keys() - values.keys()):
@@ -70,7 +72,9 @@ def _format_deepspeed_section(title: str, fields: Schema, prefix: str = "") -> I
     rows: list[str] = []
     inner: dict[str, Schema] = {}
     for name, field in fields.items():
-        properties = [option["properties"] for option in field.get("anyOf", [field]) if "properties" in option]
+        properties = [
+            option["properties"] for option in field.get("anyOf", [field]) if "properties" in option
+        ]
         if properties:
             inner[name] = properties[0]
             continue
@@ -98,7 +102,11 @@ def _format_section(path: str, section: Schema, definitions: Schema) -> Iterator
         sections = dict.fromkeys(re.findall(r"\$defs/(\w+(?:Settings|Data))\b", json.dumps(field)))
         inner += [(name, inner_section) for inner_section in sections]
         if not sections:
-            default = f"`{json.dumps(field['default'], ensure_ascii=False)}`" if "default" in field else "required"
+            default = (
+                f"`{json.dumps(field['default'], ensure_ascii=False)}`"
+                if "default" in field
+                else "required"
+            )
             yield f"| `{name}` | {_describe_type(field)} | {default} | {_format_description(field)} |\n"
     for name, inner_section in inner:
         yield from _format_section(f"{path}.{name}", definitions[inner_section], definitions)
@@ -111,7 +119,9 @@ def _describe_type(field: Schema) -> str:
     if "$ref" in field:
         return "sizes"
     if "const" in field or "enum" in field:
-        values = " or ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
+        values = " or ".join(
+            f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")])
+        )
         return values + " (in any case)" if field.get("ignoreCase") else values
     if field["type"] == "object" and "additionalProperties" not in field:
         return "object, see below"

@@ -1,4 +1,5 @@
-"""Define the sections of `clap`: name, type, default and meaning of every field, from which `docs/reference.md` is made."""
+"""Define the sections of `clap`: name, type, default and meaning of every field, from which
+`docs/reference.md` is made."""
 
 from __future__ import annotations
 
@@ -25,24 +26,30 @@ class ModelSettings(Section):
     """The model, and how its towers run in training."""
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
-    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, a `ClapModel`'s folder or `config.json`, or
-    `open_clip:NAME`."""
+    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, a `ClapModel`'s folder
+    or `config.json`, or `open_clip:NAME`."""
     pretrained_text: bool = False
-    """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
+    """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local
+    cache)."""
     drop_path: Probability = 0.1
     """Stochastic depth of the last audio block, decreasing linearly to 0 at the first."""
     text_dropout: Probability = 0.1
     """Dropout of hidden states and attention weights in the text tower."""
     spec_augment: bool = True
-    """Mask two stripes of up to 63 frames and two of up to 7 mel bins in training, as in LAION-CLAP."""
+    """Mask two stripes of up to 63 frames and two of up to 7 mel bins in training, as in
+    LAION-CLAP."""
     attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Window attention kernel. `auto`: on CPUs `clap.cpu_kernels` or `matmul`; on CUDA `triton` if it runs, else `sdpa`."""
+    """Window attention kernel. `auto`: on CPUs `clap.cpu_kernels` or `matmul`; on CUDA `triton` if
+    it runs, else `sdpa`."""
     mlp_impl: Literal["auto", "torch", "triton"] = "auto"
-    """MLP kernel. `auto`: on CUDA `triton` if it runs (fused in audio blocks of up to 128 channels), else `torch`."""
+    """MLP kernel. `auto`: on CUDA `triton` if it runs (fused in audio blocks of up to 128
+    channels), else `torch`."""
     text_attention_impl: Literal["auto", "torch", "triton"] = "auto"
-    """Text attention kernel. `auto`: on CUDA `triton` if it runs and captions have up to 128 tokens, else `torch`."""
+    """Text attention kernel. `auto`: on CUDA `triton` if it runs and captions have up to 128
+    tokens, else `torch`."""
     activation_checkpointing: list[Tower] = []
-    """Towers with activation checkpointing per block, for less memory and about a third more compute."""
+    """Towers with activation checkpointing per block, for less memory and about a third more
+    compute."""
 
     @property
     def sizes(self) -> ClapConfig:
@@ -55,17 +62,21 @@ class ModelSettings(Section):
         if isinstance(given, dict):
             return parse_sizes(given, "own")
         is_path = isinstance(given, str) and preset_of(given) not in preset_names()
-        return load_preset(given) if is_path else preset_of(given) if isinstance(given, str) else given
+        return (
+            load_preset(given) if is_path else preset_of(given) if isinstance(given, str) else given
+        )
 
 
 class EngineSettings(Section):
     """How the engine computes a step."""
 
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
-    """What torch.compile compiles: nothing, or mel front end and towers, forward and backward. `towers-max-autotune` is
-    Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, else `off`."""
+    """What torch.compile compiles: nothing, or mel front end and towers, forward and backward.
+    `towers-max-autotune` is Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA,
+    else `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """This project's bf16 CPU kernels. `auto`: if the CPU has AMX or AVX-512; `off`: torch's operations."""
+    """This project's bf16 CPU kernels. `auto`: if the CPU has AMX or AVX-512; `off`: torch's
+    operations."""
     optimizer_implementation: Literal["torch", "deepspeed"] = "torch"
     """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
     gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
@@ -73,7 +84,8 @@ class EngineSettings(Section):
     bucket_cap_mb: PositiveFloat = 12.0
     """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
     max_logit_scale: Annotated[float, Field(ge=1)] = 100.0
-    """Upper bound of the learned logit scale; the lower one is 1. Both as in LAION's and open_clip's training."""
+    """Upper bound of the learned logit scale; the lower one is 1. Both as in LAION's and
+    open_clip's training."""
 
 
 class SyntheticData(Section):
@@ -82,13 +94,16 @@ class SyntheticData(Section):
     source: Literal["synthetic"]
     """Selects this kind of `data`."""
     placement: Literal["host", "device"] = "host"
-    """`host`: batches are copied from (pinned) host memory every step; `device`: they are already on the device."""
+    """`host`: batches are copied from (pinned) host memory every step; `device`: they are already
+    on the device."""
     caption_lengths: PositiveInt | dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `context_length`."""
+    """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all
+    `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, cycled."""
     num_workers: NonNegativeInt = 0
-    """Processes per rank that copy the batches clip by clip, as a loader of files would, on the host; 0: none."""
+    """Processes per rank that copy the batches clip by clip, as a loader of files would, on the
+    host; 0: none."""
 
 
 class ShardData(Section):
@@ -97,13 +112,15 @@ class ShardData(Section):
     source: Literal["webdataset"]
     """Selects this kind of `data`."""
     shards: str | list[str] | dict[str, PositiveFloat]
-    """Tar files: a path, brace pattern (`train-{000..127}.tar`), wildcard or fsspec URL, or a list of these. Mixture:
-    {"pattern": share of the samples}."""
+    """Tar files: a path, brace pattern (`train-{000..127}.tar`), wildcard or fsspec URL, or a list
+    of these. Mixture: {"pattern": share of the samples}."""
     resampled: bool = False
-    """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once per epoch, if shards are
-    local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
+    """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once
+    per epoch, if shards are local or have a `manifest.json`; without one, and in mixtures, workers
+    share whole shards."""
     caption_key: NotBlank = CAPTION_KEY
-    """Where a clip's caption is: a field of its json, or `txt`. The first that isn't blank of several, separated by `;`."""
+    """Where a clip's caption is: a field of its json, or `txt`. The first that isn't blank of
+    several, separated by `;`."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -111,12 +128,15 @@ class ShardData(Section):
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
     audio_dtype: Literal["float32", "int16"] = "int16"
-    """Type of audio sent to the device: `int16`, as in LAION-CLAP's training, rounds by up to 1.5e-5. Both clip to ±1."""
+    """Type of audio sent to the device: `int16`, as in LAION-CLAP's training, rounds by up to
+    1.5e-5. Both clip to ±1."""
     cache_gb: NonNegativeFloat = 50.0
-    """Disk cache of remote shards per host in GB (1e9 bytes), in `$XDG_CACHE_HOME/clap_ds/shards`."""
+    """Disk cache of remote shards per host in GB (1e9 bytes), in
+    `$XDG_CACHE_HOME/clap_ds/shards`."""
     stage_to: LocalFolder | None = None
-    """Folder on a disk of each host, such as `$SLURM_TMPDIR`, to which shards, local and remote, are copied when first read.
-    Variables are those of each host. If the disk is full, the remaining shards are read from their source."""
+    """Folder on a disk of each host, such as `$SLURM_TMPDIR`, to which shards, local and remote,
+    are copied when first read. Variables are those of each host. If the disk is full, the remaining
+    shards are read from their source."""
 
     @property
     def has_epochs(self) -> bool:
@@ -131,11 +151,13 @@ class LossSettings(Section):
     """The contrastive loss over the global batch."""
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
-    """`softmax`: symmetric cross entropy of CLIP and CLAP; `sigmoid`: SigLIP's pairwise loss with a learned bias."""
+    """`softmax`: symmetric cross entropy of CLIP and CLAP; `sigmoid`: SigLIP's pairwise loss with a
+    learned bias."""
 
 
 class BenchSettings(Section):
-    """The benchmark protocol: warm-up steps, then `windows` timed windows of `steps_per_window` steps."""
+    """The benchmark protocol: warm-up steps, then `windows` timed windows of `steps_per_window`
+    steps."""
 
     warmup_steps: NonNegativeInt = 10
     """Untimed steps at the start."""
@@ -144,7 +166,8 @@ class BenchSettings(Section):
     steps_per_window: PositiveInt = 5
     """Steps timed together between device synchronizations."""
     find_micro_batch: bool = False
-    """On a GPU, first replace the micro-batch by the largest multiple of 8 with which both towers run eager."""
+    """On a GPU, first replace the micro-batch by the largest multiple of 8 with which both towers
+    run eager."""
     breakdown_steps: NonNegativeInt = 5
     """Steps of the instrumented pass that breaks down a step's time; 0 skips it."""
 
@@ -169,13 +192,16 @@ class DebugSettings(Section):
     """Diagnostics for runs that hang or crash; slower, with long logs."""
 
     enabled: bool = False
-    """Print Python stacks on crashes, make NCCL verbose, disable hang detection. Collectives time out after 5 minutes."""
+    """Print Python stacks on crashes, make NCCL verbose, disable hang detection. Collectives time
+    out after 5 minutes."""
     allow_mixed_code: bool = False
     """Run with a warning even if hosts have different code or versions of torch or DeepSpeed."""
 
     @property
     def collective_timeout_s(self) -> float:
-        return 300.0 if self.enabled else 1800.0  # must cover one rank's slow start (compiling, downloading)
+        return (
+            300.0 if self.enabled else 1800.0
+        )  # must cover one rank's slow start (compiling, downloading)
 
 
 class TrainSettings(Section):
@@ -184,52 +210,64 @@ class TrainSettings(Section):
     max_samples: PositiveInt | None = None
     """Total audio–caption pairs to train on; set this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Passes over the data; set this or `max_samples`. Mixtures and `resampled` data have no epochs."""
+    """Passes over the data; set this or `max_samples`. Mixtures and `resampled` data have no
+    epochs."""
     pretrained: str | None = None
-    """Weights to start from: a `transformers.ClapModel` folder, a file of LAION-CLAP, open_clip or HTSAT, or a checkpoint."""
+    """Weights to start from: a `transformers.ClapModel` folder, a file of LAION-CLAP, open_clip or
+    HTSAT, or a checkpoint."""
     freeze: list[Tower] = []
     """Towers to freeze, with their projections; also in `bench.py`."""
     lr_scale: dict[Tower, PositiveFloat] = {}
     """Learning-rate factor per tower, e.g. {"text": 0.1}. Projections are not scaled."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and exports then use."""
+    """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and
+    exports then use."""
     accumulation: Literal["plain", "gradcache"] = "plain"
-    """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly (GradCache, arXiv 2101.06983)."""
+    """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly
+    (GradCache, arXiv 2101.06983)."""
     batch_ramp: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = []
-    """Global batch from a number of samples on, by gradient accumulation, e.g. [[0, 2048], [100000, 4096]]. The last one is the
-    run's own. `clap-ds plan --ramp` prints how many nodes each can use."""
+    """Global batch from a number of samples on, by gradient accumulation, e.g. [[0, 2048], [100000,
+    4096]]. The last one is the run's own. `clap-ds plan --ramp` prints how many nodes each can
+    use."""
     resume: str = "auto"
-    """Checkpoint to resume from: a path or fsspec URL, or `auto` for the newest valid one in `clap.checkpoint.folder` or
-    `remote_sync`."""
+    """Checkpoint to resume from: a path or fsspec URL, or `auto` for the newest valid one in
+    `clap.checkpoint.folder` or `remote_sync`."""
     target_metrics: dict[str, float] = {}
-    """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
+    """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the
+    time is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
     histogram_every_steps: PositiveInt | None = None
-    """Steps between TensorBoard histograms of each parameter and its averaged gradient before clipping; null: none."""
+    """Steps between TensorBoard histograms of each parameter and its averaged gradient before
+    clipping; null: none."""
 
 
 class CheckpointSettings(Section):
     """When and where checkpoints are saved, and which are kept."""
 
     folder: str | None = None
-    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`, or
-    the folder of this name that a run has whose data or initial weights have moved."""
+    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed,
+    weights, freeze>-checkpoints`, or the folder of this name that a run has whose data or initial
+    weights have moved."""
     every_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop signal."""
+    """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop
+    signal."""
     every_minutes: PositiveFloat | None = None
-    """Minutes after which a checkpoint is saved if none by steps has been; null: only by `every_steps`."""
+    """Minutes after which a checkpoint is saved if none by steps has been; null: only by
+    `every_steps`."""
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
     """Best checkpoints by `best_metric` to keep in addition."""
     best_metric: str | None = None
-    """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else `retrieval_audio_to_text_r1`."""
+    """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else
+    `retrieval_audio_to_text_r1`."""
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL for copies of checkpoints, `history.jsonl`, TensorBoard's files and run directories. Runs without a
-    local checkpoint resume from it. Credentials come only from the environment."""
+    """Folder or fsspec URL for copies of checkpoints, `history.jsonl`, TensorBoard's files and run
+    directories. Runs without a local checkpoint resume from it. Credentials come only from the
+    environment."""
     remote_sync_every_minutes: NonNegativeFloat = 0.0
     """Least minutes between such copies; the last checkpoint is always copied."""
 
@@ -250,10 +288,15 @@ class ZeroShotSettings(Section):
     """Tar files with a `json` member per sample that contains its class."""
     class_key: str = "kind"
     """Field of that json with a class name, or a list of names (multi-label)."""
-    templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
+    templates: Annotated[list[Template], Field(min_length=1)] = [
+        "{}",
+        "the sound of {}",
+        "a recording of {}",
+    ]
     """Captions with {} for the class name; a class embedding is the mean over all its captions."""
     classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
-    """Class name → its names in captions; null: classes found in the shards, with underscores as spaces."""
+    """Class name → its names in captions; null: classes found in the shards, with underscores as
+    spaces."""
 
 
 class EvaluationSettings(Section):

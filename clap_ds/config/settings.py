@@ -1,4 +1,5 @@
-"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Imports no torch."""
+"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from clap_ds.config import schema
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
-from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, find_kind, find_params, make_deepspeed_model
+from clap_ds.config.deepspeed_fields import (
+    FIELDS,
+    PARAMS,
+    REFUSED,
+    find_kind,
+    find_params,
+    make_deepspeed_model,
+)
 from clap_ds.config.errors import UserError, did_you_mean, explain
 from clap_ds.config.files import flatten, read_object
 from clap_ds.config.model import MOST, ClapConfig, Section
@@ -43,11 +51,13 @@ class ClapSettings(schema.EngineSettings):
     context_length: Annotated[int, Field(ge=2)] = 77
     """Caption length in tokens, including start token, end token and padding."""
     text_packing: bool = False
-    """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables attention dropout."""
+    """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables
+    attention dropout."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     # A text is taken for the kind, so that a wrong one is explained.
     loss: Annotated[
-        schema.LossSettings, BeforeValidator(lambda loss: {"kind": loss} if isinstance(loss, str) else loss)
+        schema.LossSettings,
+        BeforeValidator(lambda loss: {"kind": loss} if isinstance(loss, str) else loss),
     ] = schema.LossSettings()
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
@@ -69,12 +79,15 @@ def make_run_model(optimizer: str | None, scheduler: str | None) -> type[Section
     """Return a model of the whole JSON, for these types of optimizer and scheduler."""
     model = make_deepspeed_model(optimizer, scheduler)
     batch_sizes: Any = dict.fromkeys(NAMES, (Any, None))  # `BatchSizes` checks these
-    return create_model("RunFile", __base__=model, clap=(ClapSettings, ClapSettings()), **batch_sizes)
+    return create_model(
+        "RunFile", __base__=model, clap=(ClapSettings, ClapSettings()), **batch_sizes
+    )
 
 
 @dataclass
 class RunSettings:
-    """A run's typed `clap` section, and everything else as `deepspeed.initialize(config=…)` takes it."""
+    """A run's typed `clap` section, and everything else as `deepspeed.initialize(config=…)` takes
+    it."""
 
     path: Path
     clap: ClapSettings
@@ -88,7 +101,8 @@ class RunSettings:
 
     @functools.cached_property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of the training setup. Training
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of
+          the training setup. Training
         replaces it by the folder that a run whose data has moved already has."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
@@ -99,8 +113,16 @@ class RunSettings:
             "train": {"pretrained", "freeze"},
         }
         setup = clap.model_dump(mode="json", include=named)
-        identity = [*setup["model"].values(), setup["data"], setup["train"], clap.loss.kind, clap.seed]
-        digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
+        identity = [
+            *setup["model"].values(),
+            setup["data"],
+            setup["train"],
+            clap.loss.kind,
+            clap.seed,
+        ]
+        digest = hashlib.blake2b(
+            json.dumps(identity, sort_keys=True).encode(), digest_size=4
+        ).hexdigest()
         return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
     @property
@@ -116,7 +138,8 @@ class RunSettings:
 
     @property
     def precision(self) -> str:
-        """`bf16`, `fp16`, `torch_autocast_bfloat16` (fp32 parameters) or `fp32`, from DeepSpeed's sections."""
+        """`bf16`, `fp16`, `torch_autocast_bfloat16` (fp32 parameters) or `fp32`, from DeepSpeed's
+        sections."""
         return precision_of(self.deepspeed)
 
     def resolved(self) -> dict[str, Any]:
@@ -128,12 +151,17 @@ def precision_of(deepspeed: Mapping[str, Any]) -> str:
     """Return the precision that DeepSpeed's sections set."""
     if find_field(deepspeed, "torch_autocast.enabled"):
         return "torch_autocast_bfloat16"
-    return next((name for name in ("bf16", "fp16") if find_field(deepspeed, f"{name}.enabled")), "fp32")
+    return next(
+        (name for name in ("bf16", "fp16") if find_field(deepspeed, f"{name}.enabled")), "fp32"
+    )
 
 
-def load_run(path: str | Path, world_size: int | None = None, assignments: Sequence[str] = ()) -> RunSettings:
-    """Read and validate a run's JSON, by path or packaged name, and compute batch sizes for `world_size` ranks.
-    Raises UserError if it is missing or not JSON, with one line per unknown or invalid field.
+def load_run(
+    path: str | Path, world_size: int | None = None, assignments: Sequence[str] = ()
+) -> RunSettings:
+    """Read and validate a run's JSON, by path or packaged name, and compute batch sizes for
+    `world_size` ranks. Raises UserError if it is missing or not JSON, with one line per unknown or
+    invalid field.
 
     Args:
         assignments: `NAME=VALUE` of fields to change, from `--set`.
@@ -157,10 +185,15 @@ def load_run(path: str | Path, world_size: int | None = None, assignments: Seque
         sizes = BatchSizes.of(content, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or [*_check_deepspeed(content), *_check_together(clap, precision_of(content))]
+    problems = problems or [
+        *_check_deepspeed(content),
+        *_check_together(clap, precision_of(content)),
+    ]
     if problems:
         raise UserError("\n".join(locate(problem, path, assignments) for problem in problems))
-    return RunSettings(path, clap, sizes.fill(content) if world_size else content, tuple(assignments))
+    return RunSettings(
+        path, clap, sizes.fill(content) if world_size else content, tuple(assignments)
+    )
 
 
 def _explain_field(details: Any, model: type[Section]) -> str:
@@ -171,8 +204,8 @@ def _explain_field(details: Any, model: type[Section]) -> str:
 
 
 def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
-    """Yield problems in DeepSpeed's sections that types don't exclude: unsupported values, missing required values, and
-    monitors' missing packages."""
+    """Yield problems in DeepSpeed's sections that types don't exclude: unsupported values, missing
+    required values, and monitors' missing packages."""
 
     for name, only_value in WITHOUT_ZERO.items():
         value = find_field(content, name)
@@ -183,7 +216,9 @@ def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
         if {name, field.get("alias")} <= content.get("zero_optimization", {}).keys():
             yield f"zero_optimization.{name}: expected only one of it and {field['alias']}, its other name"
     precisions = [
-        section for section in ("bf16", "fp16", "torch_autocast") if find_field(content, f"{section}.enabled")
+        section
+        for section in ("bf16", "fp16", "torch_autocast")
+        if find_field(content, f"{section}.enabled")
     ]
     for section in precisions[1:]:
         yield f"{section}.enabled: expected false, as {precisions[0]}.enabled is true"
@@ -195,7 +230,10 @@ def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
         )
     if find_field(content, "optimizer.type") is None:
         yield "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW"
-    if find_field(content, "scheduler.type") is None and find_field(content, "scheduler.params") is not None:
+    if (
+        find_field(content, "scheduler.type") is None
+        and find_field(content, "scheduler.params") is not None
+    ):
         yield "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR"
     if "gradient_clipping" not in content:
         yield (
@@ -217,18 +255,33 @@ def _check_together(clap: ClapSettings, precision: str) -> list[str]:
     longest = preset.text.max_tokens
     lengths = getattr(clap.data, "caption_lengths", None) or tokens
     numbers = lengths if isinstance(lengths, dict) else [str(lengths)]
-    wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
+    wrong = [
+        number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)
+    ]
     problems = {
-        f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
-        f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
-        "data.num_workers: expected 0 with placement device": getattr(clap.data, "placement", "") == "device"
+        f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens
+        > longest,
+        f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(
+            wrong
+        ),
+        "data.num_workers: expected 0 with placement device": getattr(clap.data, "placement", "")
+        == "device"
         and clap.data.num_workers > 0,
-        "train.freeze: expected at most one tower; without both only the logit scale is trained": len({*train.freeze})
+        "train.freeze: expected at most one tower; without both only the logit scale is trained": len(
+            {*train.freeze}
+        )
         > 1,
         "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
-        f"text_packing: {preset.name} takes padded captions": bool(preset.open_clip and clap.text_packing),
-        f"model.preset: {preset.name} trains in fp32 or with torch_autocast, not in {precision}": bool(preset.open_clip)
+        f"text_packing: {preset.name} takes padded captions": bool(
+            preset.open_clip and clap.text_packing
+        ),
+        f"model.preset: {preset.name} trains in fp32 or with torch_autocast, not in {precision}": bool(
+            preset.open_clip
+        )
         and precision in ("bf16", "fp16"),
     }
-    problems |= {f"train.lr_scale: {tower} is in clap.train.freeze": tower in train.freeze for tower in train.lr_scale}
+    problems |= {
+        f"train.lr_scale: {tower} is in clap.train.freeze": tower in train.freeze
+        for tower in train.lr_scale
+    }
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -1,7 +1,7 @@
 """Run layer norm with residual, dropout and mel power in one pass over memory, with CPU kernels.
 
-They fuse the residual of pre-norm and post-norm blocks, for which torch needs another pass over the activations in each
-direction. All threads draw dropout's mask; in torch, only one does.
+They fuse the residual of pre-norm and post-norm blocks, for which torch needs another pass over the
+activations in each direction. All threads draw dropout's mask; in torch, only one does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def native_layer_norm(
         residual: like `x`.
 
     Returns:
-        The normalized rows, and `x + residual` rounded to bf16 as in torch; without a residual `x` itself, which must not
+        The normalized rows, and `x + residual` rounded to bf16 as in torch; without a residual `x`
+          itself, which must not
         be modified in place. The second output's gradient is added in the same pass.
     """
     return _LayerNorm.apply(x, residual, weight, bias, eps)
@@ -54,7 +55,9 @@ class _LayerNorm(torch.autograd.Function):
         y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
         statistics = torch.empty(2, x.numel() // channels)
         sizes = x.numel() // channels, channels
-        kernel("clap_layer_norm")(x, residual, total, weight, bias, y, statistics, *sizes, float(eps))
+        kernel("clap_layer_norm")(
+            x, residual, total, weight, bias, y, statistics, *sizes, float(eps)
+        )
         ctx.save_for_backward(x if total is None else total, weight, statistics)
         ctx.has_residual = residual is not None
         return y, given.view_as(given) if total is None else total
@@ -76,7 +79,8 @@ def draw_seed() -> int:
 
 
 def native_dropout(x: Tensor, probability: float) -> Tensor:
-    """Apply training's `F.dropout` to a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
+    """Apply training's `F.dropout` to a multiple of 16 bf16 elements on the CPU; `probability` is
+    below 1."""
     assert x.numel() % 16 == 0
     return x if probability == 0.0 else _Dropout.apply(x, draw_seed(), float(probability))
 
@@ -97,12 +101,14 @@ class _Dropout(torch.autograd.Function):
 
 
 def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
-    """Multiply squared magnitudes of complex64 spectra (batch, frames, frequencies) by fp32 filters (mel bins, frequencies)
-    on the CPU, without gradients: (batch, frames, mel bins) fp32."""
+    """Multiply squared magnitudes of complex64 spectra (batch, frames, frequencies) by fp32 filters
+    (mel bins, frequencies) on the CPU, without gradients: (batch, frames, mel bins) fp32."""
     spectrum_BTK, filters_FK = spectrum_BTK.contiguous(), filters_FK.contiguous()
     B, T, K = spectrum_BTK.shape
     used = (filters_FK != 0).int()
     first, end = used.argmax(dim=1).int(), (K - used.flip(1).argmax(dim=1)).int()
     mel_BTF = filters_FK.new_empty(B, T, len(filters_FK))
-    kernel("clap_mel_power")(spectrum_BTK, filters_FK, first, end, mel_BTF, B * T, K, len(filters_FK))
+    kernel("clap_mel_power")(
+        spectrum_BTK, filters_FK, first, end, mel_BTF, B * T, K, len(filters_FK)
+    )
     return mel_BTF

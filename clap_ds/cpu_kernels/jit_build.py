@@ -36,7 +36,8 @@ COMPILE_TIMEOUT_S = 300
 
 
 class Implementation(NamedTuple):
-    """Hold the required processor features, as in /proc/cpuinfo, and the compiler flags in addition to `FLAGS`."""
+    """Hold the required processor features, as in /proc/cpuinfo, and the compiler flags in addition
+    to `FLAGS`."""
 
     needed: frozenset[str]
     flags: tuple[str, ...]
@@ -45,7 +46,9 @@ class Implementation(NamedTuple):
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BF16 = AVX512 | {"avx512_bf16"}
 IMPLEMENTATIONS = {
-    "AMX": Implementation(BF16 | {"amx_tile", "amx_bf16"}, ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DCLAP_AMX")),
+    "AMX": Implementation(
+        BF16 | {"amx_tile", "amx_bf16"}, ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DCLAP_AMX")
+    ),
     "AVX-512": Implementation(BF16, ("-mavx512bf16",)),
     "AVX-512 without bf16": Implementation(AVX512, ("-mno-avx512bf16",)),
 }
@@ -64,7 +67,12 @@ def _processor() -> str:
 
 def executable() -> list[str]:
     """List the implementations that this processor supports; the first one is used."""
-    features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
+    features = {
+        word
+        for line in _processor().splitlines()
+        if line.startswith("flags")
+        for word in line.split()
+    }
     return [name for name, each in IMPLEMENTATIONS.items() if each.needed <= features]
 
 
@@ -77,9 +85,12 @@ def _compiler() -> list[str]:
 
 
 def _build(flags: Sequence[str]) -> Path:
-    """Return the library for this machine, sources and flags, compiling it if necessary. Only this user can write it."""
+    """Return the library for this machine, sources and flags, compiling it if necessary. Only this
+    user can write it."""
     compiler = _compiler()
-    version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
+    version = run(
+        [*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
+    ).stdout
     sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     parts = [
         *compiler,
@@ -90,16 +101,23 @@ def _build(flags: Sequence[str]) -> Path:
         *map(Path.read_bytes, sources),
     ]
     try:
-        library = compile_cache_dir("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        library = (
+            compile_cache_dir("cpu_kernels")
+            / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        )
         if rank() == 0 and not library.exists():
-            print("compiling the CPU kernels (once)…", file=sys.stderr, flush=True)  # takes up to minutes
+            print(
+                "compiling the CPU kernels (once)…", file=sys.stderr, flush=True
+            )  # takes up to minutes
         with library.with_suffix(".lock").open("a") as lock:
             with contextlib.suppress(OSError):  # of file systems without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one rank per host compiles
             if not library.exists():
                 _compile(compiler, flags, library)
     except OSError as error:
-        raise RuntimeError(f"can't store compiled kernels in {cache_folder()} ($XDG_CACHE_HOME): {error}") from error
+        raise RuntimeError(
+            f"can't store compiled kernels in {cache_folder()} ($XDG_CACHE_HOME): {error}"
+        ) from error
     return library
 
 
@@ -107,17 +125,29 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, log_file = Path(folder) / library.name, Path(folder) / "messages"
         command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]
-        with log_file.open("w") as messages:  # after a timeout, a pipe would wait for the compiler's subprocesses
-            done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
+        with log_file.open(
+            "w"
+        ) as messages:  # after a timeout, a pipe would wait for the compiler's subprocesses
+            done = run(
+                command,
+                stdin=DEVNULL,
+                stdout=messages,
+                stderr=messages,
+                timeout=COMPILE_TIMEOUT_S,
+                check=False,
+            )
         if done.returncode != 0:
-            lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
+            lines = log_file.read_text(errors="replace").splitlines() or [
+                f"exit status {done.returncode}"
+            ]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
             raise RuntimeError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
         made.replace(library)
 
 
 def _may_use_amx() -> bool:
-    """Request AMX tiles from Linux (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA). Return whether they are permitted."""
+    """Request AMX tiles from Linux (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA). Return whether
+    they are permitted."""
     return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (158, 0x1023, 18))) == 0
 
 
@@ -147,14 +177,18 @@ def unavailable() -> str:
 def is_ready(*tensors: Tensor | None) -> bool:
     """Return whether all tensors are contiguous bf16 on the CPU, or None."""
     given = [each for each in tensors if each is not None]
-    return all(each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given)
+    return all(
+        each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given
+    )
 
 
 @functools.cache
 def kernel(name: str) -> Callable[..., Any]:
-    """Return a function of the library that takes tensors (as addresses), ints (64-bit) and floats (32-bit).
+    """Return a function of the library that takes tensors (as addresses), ints (64-bit) and floats
+    (32-bit).
 
-    It uses as many threads as torch. Like torch, it can't use several in a process forked after threads were started.
+    It uses as many threads as torch. Like torch, it can't use several in a process forked after
+    threads were started.
     """
     library = _load()
     assert not isinstance(library, str), library

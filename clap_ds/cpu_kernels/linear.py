@@ -1,6 +1,7 @@
 """Run linear layers with CPU kernels: bf16 products, fp32 sums, with bias, GELU and residual fused.
 
-All tensors are bf16 on the CPU. Shape letters: M rows (all leading dimensions), K inputs, N outputs.
+All tensors are bf16 on the CPU. Shape letters: M rows (all leading dimensions), K inputs, N
+outputs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ def fits_linears(*layers: nn.Linear) -> bool:
     return not any(size % BLOCK for layer in layers for size in layer.weight.shape)
 
 
-def native_linears(x: Tensor, *parameters: Tensor | None, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Apply up to three layers of one size to the same input, x · weightᵀ + bias, and add a residual.
+def native_linears(
+    x: Tensor, *parameters: Tensor | None, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Apply up to three layers of one size to the same input, x · weightᵀ + bias, and add a
+    residual.
 
     Args:
         x: (…, K).
@@ -32,17 +36,23 @@ def native_linears(x: Tensor, *parameters: Tensor | None, residual: Tensor | Non
         residual: (…, layers·N).
 
     Returns:
-        (…, layers·N), the concatenated outputs, rounded once; and `x` itself, so that its other gradient is added in the
+        (…, layers·N), the concatenated outputs, rounded once; and `x` itself, so that its other
+          gradient is added in the
         same pass. Don't modify it in place.
     """
     return _Linear.apply(x, residual, *parameters)
 
 
 def native_mlp(
-    x: Tensor, weight1_NK: Tensor, bias1_N: Tensor, weight2_KN: Tensor, bias2_K: Tensor, residual: Tensor | None = None
+    x: Tensor,
+    weight1_NK: Tensor,
+    bias1_N: Tensor,
+    weight2_KN: Tensor,
+    bias2_K: Tensor,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return gelu(x · weight1ᵀ + bias1) · weight2ᵀ + bias2 + residual, (…, K), with exact GELU; and `x` itself, as in
-    `native_linears`."""
+    """Return gelu(x · weight1ᵀ + bias1) · weight2ᵀ + bias2 + residual, (…, K), with exact GELU; and
+    `x` itself, as in `native_linears`."""
     return _Mlp.apply(x, residual, weight1_NK, bias1_N, weight2_KN, bias2_K)
 
 
@@ -58,8 +68,11 @@ def _sizes(rows: Tensor, weights: Sequence[Tensor]) -> tuple[int, int, int]:
     return rows.numel() // rows.shape[-1], sum(map(len, weights)), weights[0].shape[1]
 
 
-def _forward(x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any, activated: Any = None) -> Tensor:
-    """Apply the layers. `residual` and `activated` (receives gelu(output)) are shaped like the output, or None."""
+def _forward(
+    x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any, activated: Any = None
+) -> Tensor:
+    """Apply the layers. `residual` and `activated` (receives gelu(output)) are shaped like the
+    output, or None."""
     M, N, K = _sizes(x, weights)
     y, residual = x.new_empty(*x.shape[:-1], N), _contiguous(residual)
     assert is_ready(x, residual, *weights, *biases)
@@ -72,18 +85,25 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any,
 def _backward_input(
     dy: Tensor, weights: Sequence[Tensor], passed: Tensor | None, before: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of the layers' input, or of GELU's input `before` if given, plus `passed`."""
+    """Return the gradient of the layers' input, or of GELU's input `before` if given, plus
+    `passed`."""
     M, N, K = _sizes(dy, weights)
     dx = dy.new_empty(*dy.shape[:-1], K)
-    kernel("clap_linear_backward_input")(dy, *_three(weights), before, _contiguous(passed), dx, M, N, K)
+    kernel("clap_linear_backward_input")(
+        dy, *_three(weights), before, _contiguous(passed), dx, M, N, K
+    )
     return dx
 
 
-def _backward_weights(dy: Tensor, x: Tensor, weights: Sequence[Tensor], *, with_bias: bool) -> list[Tensor | None]:
+def _backward_weights(
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], *, with_bias: bool
+) -> list[Tensor | None]:
     """Return alternating gradients of weights and biases."""
     dweights = [torch.empty_like(weight) for weight in weights]
     dbiases = [dy.new_empty(len(weight)) if with_bias else None for weight in weights]
-    kernel("clap_linear_backward_weight")(dy, x, *_three(dweights), *_three(dbiases), *_sizes(dy, weights))
+    kernel("clap_linear_backward_weight")(
+        dy, x, *_three(dweights), *_three(dbiases), *_sizes(dy, weights)
+    )
     return [each for pair in zip(dweights, dbiases, strict=True) for each in pair]
 
 
@@ -93,7 +113,9 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         rows, weights, biases = x.contiguous(), parameters[::2], parameters[1::2]
         ctx.save_for_backward(rows, *weights)
@@ -106,13 +128,23 @@ class _Linear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         dy = dy.contiguous()
         dx = _backward_input(dy, weights, passed)
-        return dx, dy if ctx.has_residual else None, *_backward_weights(dy, x, weights, with_bias=ctx.has_bias)
+        return (
+            dx,
+            dy if ctx.has_residual else None,
+            *_backward_weights(dy, x, weights, with_bias=ctx.has_bias),
+        )
 
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight1: Tensor,
+        bias1: Tensor,
+        weight2: Tensor,
+        bias2: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         rows, activated = x.contiguous(), x.new_empty(*x.shape[:-1], len(weight1))
@@ -129,4 +161,9 @@ class _Mlp(torch.autograd.Function):
         second = _backward_weights(dy, activated, [weight2], with_bias=True)
         dbefore = _backward_input(dy, [weight2], None, before)
         first = _backward_weights(dbefore, x, [weight1], with_bias=True)
-        return _backward_input(dbefore, [weight1], passed), dy if ctx.has_residual else None, *first, *second
+        return (
+            _backward_input(dbefore, [weight1], passed),
+            dy if ctx.has_residual else None,
+            *first,
+            *second,
+        )

@@ -1,8 +1,9 @@
 """Make a model use this project's CPU kernels.
 
-Modules become subclasses of themselves with the same parameters, names and hooks, but another forward pass. It computes a
-whole block with the weights of the inner modules, which aren't called. Results differ from torch's bf16 only by rounding,
-which is rarer: sums, GELU and residuals stay in fp32 until they are stored.
+Modules become subclasses of themselves with the same parameters, names and hooks, but another
+forward pass. It computes a whole block with the weights of the inner modules, which aren't called.
+Results differ from torch's bf16 only by rounding, which is rarer: sums, GELU and residuals stay in
+fp32 until they are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from clap_ds.cpu_kernels.elementwise import fits_norm, native_dropout, native_layer_norm, native_mel_power
+from clap_ds.cpu_kernels.elementwise import (
+    fits_norm,
+    native_dropout,
+    native_layer_norm,
+    native_mel_power,
+)
 from clap_ds.cpu_kernels.jit_build import executable, unavailable
 from clap_ds.cpu_kernels.linear import fits_linears, native_linears, native_mlp
 from clap_ds.cpu_kernels.segment_attention import HEAD_DIMS, Segments, native_segment_attention
@@ -28,14 +34,15 @@ from clap_ds.model.text import TextLayer
 
 
 def report(setting: Literal["auto", "off"]) -> str:
-    """Return `native` and the implementation if bf16 models on this CPU use these kernels with this `clap.cpu_kernels`;
-    else `torch` and the reason."""
+    """Return `native` and the implementation if bf16 models on this CPU use these kernels with this
+    `clap.cpu_kernels`; else `torch` and the reason."""
     reason = 'clap.cpu_kernels is "off"' if setting == "off" else unavailable()
     return f"torch: {reason}" if reason else f"native ({executable()[0]})"
 
 
 def convert(model: nn.Module) -> None:
-    """Convert a model in place to CPU kernels as far as they exist. Do nothing if they can't run."""
+    """Convert a model in place to CPU kernels as far as they exist. Do nothing if they can't
+    run."""
     if unavailable():
         return
     native_by_plain = {native.__bases__[-1]: native for native in NATIVE}
@@ -47,7 +54,8 @@ def convert(model: nn.Module) -> None:
 
 @contextmanager
 def reverted(model: nn.Module) -> Iterator[None]:
-    """Run a converted model, or part of one, temporarily with torch's operations, as FLOP counters require."""
+    """Run a converted model, or part of one, temporarily with torch's operations, as FLOP counters
+    require."""
     converted = [(module, type(module)) for module in model.modules() if isinstance(module, NATIVE)]
     for module, native in converted:
         module.__class__ = native.__bases__[-1]
@@ -59,8 +67,9 @@ def reverted(model: nn.Module) -> Iterator[None]:
 
 
 class NativeModule(nn.Module):
-    """Run a module with kernels (`run`) if its weights are bf16 on a CPU and torch.compile isn't tracing; else use its
-    last base, the original class. `fits` returns whether there are kernels for its sizes and options."""
+    """Run a module with kernels (`run`) if its weights are bf16 on a CPU and torch.compile isn't
+    tracing; else use its last base, the original class. `fits` returns whether there are kernels
+    for its sizes and options."""
 
     run: Callable[..., Tensor]
 
@@ -78,7 +87,11 @@ class NativeLogMel(LogMel):
         return True
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
-        known = spectrum_BKT.dtype == torch.complex64 and spectrum_BKT.is_cpu and not torch.compiler.is_compiling()
+        known = (
+            spectrum_BKT.dtype == torch.complex64
+            and spectrum_BKT.is_cpu
+            and not torch.compiler.is_compiling()
+        )
         if known and not (spectrum_BKT.requires_grad and torch.is_grad_enabled()):
             return native_mel_power(spectrum_BKT.transpose(1, 2), self.mel_filters)
         return super().mel_power(spectrum_BKT)
@@ -97,7 +110,9 @@ class NativePatchMerging(NativeModule, PatchMerging):
         return fits_norm(self.reduction.in_features) and fits_linears(self.reduction)
 
     def run(self, tokens_BHWC: Tensor) -> Tensor:
-        return native_linears(_norm(self.squares(tokens_BHWC), self.norm)[0], self.reduction.weight, None)[0]
+        return native_linears(
+            _norm(self.squares(tokens_BHWC), self.norm)[0], self.reduction.weight, None
+        )[0]
 
 
 class NativeSwinBlock(NativeModule, SwinBlock):
@@ -120,7 +135,9 @@ class NativeSwinBlock(NativeModule, SwinBlock):
         project = partial(native_linears, mixed, attention.proj.weight, attention.proj.bias)
         tokens_BHWC = _add_branch(self.drop_path, project, tokens_BHWC)
         normed, tokens_BHWC = _norm(tokens_BHWC, self.norm2)
-        feed = partial(native_mlp, normed, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
+        feed = partial(
+            native_mlp, normed, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias
+        )
         return _add_branch(self.drop_path, feed, tokens_BHWC)
 
 
@@ -134,13 +151,19 @@ class NativeTextLayer(NativeModule, TextLayer):
             and attention.query.in_features // self.num_heads in HEAD_DIMS
         )
 
-    def run(self, hidden_BLC: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+    def run(
+        self, hidden_BLC: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None
+    ) -> Tensor:
         first_only = self.first_only
         segments = _segments(hidden_BLC, mask_B11L, layout, first_only=first_only)
         attention: Any = self.attention.self
-        query, *others = ((each.weight, each.bias) for each in (attention.query, attention.key, attention.value))
+        query, *others = (
+            (each.weight, each.bias) for each in (attention.query, attention.key, attention.value)
+        )
         hidden_TC = hidden_BLC.flatten(0, 1)
-        projected, hidden_TC = native_linears(hidden_TC, *([] if first_only else query), *others[0], *others[1])
+        projected, hidden_TC = native_linears(
+            hidden_TC, *([] if first_only else query), *others[0], *others[1]
+        )
         tensors = [projected]
         if first_only:
             hidden_TC = hidden_TC.index_select(0, segments.key_start)
@@ -151,14 +174,24 @@ class NativeTextLayer(NativeModule, TextLayer):
         output, first, second = self.attention.output, self.intermediate.dense, self.output.dense
         branch, _ = native_linears(mixed, output.dense.weight, output.dense.bias)
         hidden_TC = _add_and_norm(branch, hidden_TC, output)
-        branch, hidden_TC = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)
+        branch, hidden_TC = native_mlp(
+            hidden_TC, first.weight, first.bias, second.weight, second.bias
+        )
         return _add_and_norm(branch, hidden_TC, self.output).unflatten(0, (len(hidden_BLC), -1))
 
 
-NATIVE: tuple[Any, ...] = (NativeLogMel, NativePatchEmbed, NativePatchMerging, NativeSwinBlock, NativeTextLayer)
+NATIVE: tuple[Any, ...] = (
+    NativeLogMel,
+    NativePatchEmbed,
+    NativePatchMerging,
+    NativeSwinBlock,
+    NativeTextLayer,
+)
 
 
-def _segments(hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: Layout | None, *, first_only: bool) -> Segments:
+def _segments(
+    hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: Layout | None, *, first_only: bool
+) -> Segments:
     """Return the segments of right-padded captions, or of packed ones including padding."""
     if layout is not None:
         bounds, num_captions, _ = layout.packing
@@ -180,7 +213,9 @@ def _add_and_norm(branch: Tensor, residual: Tensor, output: Any) -> Tensor:
     return _norm(branch, output.LayerNorm, residual)[0]
 
 
-def _add_branch(drop_path: DropPath, branch: Callable[..., tuple[Tensor, Tensor]], tokens: Tensor) -> Tensor:
+def _add_branch(
+    drop_path: DropPath, branch: Callable[..., tuple[Tensor, Tensor]], tokens: Tensor
+) -> Tensor:
     """Return `tokens` plus the branch, fused unless drop path applies."""
     if drop_path.training and drop_path.probability > 0.0:
         return tokens + drop_path(branch()[0])

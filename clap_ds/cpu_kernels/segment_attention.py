@@ -1,7 +1,8 @@
 """Run softmax attention of captions over their own tokens with CPU kernels.
 
-Captions are segments of rows. So one kernel supports padded and packed ones, with all tokens or only the first as
-queries, and reads q, k and v in place. Shape letters: S segments, T rows, A heads, D head dim, C = A·D.
+Captions are segments of rows. So one kernel supports padded and packed ones, with all tokens or
+only the first as queries, and reads q, k and v in place. Shape letters: S segments, T rows, A
+heads, D head dim, C = A·D.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ PARTS = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}
 class Segments(NamedTuple):
     """Define which rows attend to which, each (S,) int32 on the CPU.
 
-    Segment s's queries are `query_rows[s]` ≥ 0 rows from `query_start[s]`; keys and values likewise. Segments must be in
-    order, without overlap (gaps are allowed) and inside the tensors, which the kernel doesn't check.
+    Segment s's queries are `query_rows[s]` ≥ 0 rows from `query_start[s]`; keys and values
+    likewise. Segments must be in order, without overlap (gaps are allowed) and inside the tensors,
+    which the kernel doesn't check.
     """
 
     query_start: Tensor
@@ -34,12 +36,17 @@ class Segments(NamedTuple):
     key_rows: Tensor
 
     @classmethod
-    def of_captions(cls, start: Tensor, rows: Tensor, keys: Tensor | None = None, *, first_only: bool) -> Segments:
-        """Build the segments of captions with `rows` rows from `start`, of which the first `keys` (default: all) are keys.
+    def of_captions(
+        cls, start: Tensor, rows: Tensor, keys: Tensor | None = None, *, first_only: bool
+    ) -> Segments:
+        """Build the segments of captions with `rows` rows from `start`, of which the first `keys`
+          (default: all) are keys.
         With `first_only` the queries are (captions, C); else every row is a query."""
         keys = rows if keys is None else keys
         if first_only:
-            return cls(torch.arange(len(start), dtype=torch.int32), torch.ones_like(start), start, keys)
+            return cls(
+                torch.arange(len(start), dtype=torch.int32), torch.ones_like(start), start, keys
+            )
         return cls(start, rows, start, keys)
 
 
@@ -49,29 +56,48 @@ def native_segment_attention(
     """Compute dropout(softmax(q kᵀ · scale)) v of each segment and head.
 
     Args:
-        tensors: queries, keys and values, (rows, A·D) bf16 on the CPU each: all three side by side in one tensor, queries
-            and the other two side by side, or three tensors. They may be slices of wider rows. Gradients have the same
+        tensors: queries, keys and values, (rows, A·D) bf16 on the CPU each: all three side by side
+          in one tensor, queries
+            and the other two side by side, or three tensors. They may be slices of wider rows.
+              Gradients have the same
             layout.
         scale: above 0.
         dropout: probability of dropping a weight, below 1.
 
     Returns:
-        bf16 (rows of the queries, A·D). Zeros for segments without keys and rows outside of segments.
+        bf16 (rows of the queries, A·D). Zeros for segments without keys and rows outside of
+          segments.
     """
     q, k, v = _parts(tensors)
     for tensor in (q, k, v):
         assert is_ready(tensor[:0])
         assert tensor.ndim == 2
-        assert tensor.shape[1] == q.shape[1] in [heads * head_dim for head_dim in HEAD_DIMS], (tensor.shape, heads)
+        assert tensor.shape[1] == q.shape[1] in [heads * head_dim for head_dim in HEAD_DIMS], (
+            tensor.shape,
+            heads,
+        )
     places = torch.stack(segments)
     assert places.dtype == torch.int32
-    sizes = places.shape[1], len(q), len(k), heads, q.shape[1] // heads, draw_seed() if dropout > 0 else 0
-    return _SegmentAttention.apply((places, torch.tensor(sizes), float(scale), float(dropout)), *tensors)
+    sizes = (
+        places.shape[1],
+        len(q),
+        len(k),
+        heads,
+        q.shape[1] // heads,
+        draw_seed() if dropout > 0 else 0,
+    )
+    return _SegmentAttention.apply(
+        (places, torch.tensor(sizes), float(scale), float(dropout)), *tensors
+    )
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Split tensors, or their gradients, into q, k and v."""
-    return [part for count, tensor in zip(PARTS[len(tensors)], tensors, strict=True) for part in tensor.chunk(count, 1)]
+    return [
+        part
+        for count, tensor in zip(PARTS[len(tensors)], tensors, strict=True)
+        for part in tensor.chunk(count, 1)
+    ]
 
 
 def _run(name: str, tensors: list[Tensor], *call: Any) -> None:
@@ -84,7 +110,10 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Tensor, Tensor, float, float], *tensors: Tensor) -> Tensor:
         tensors = tuple(_with_whole_rows(tensor) for tensor in tensors)
         query, key, value = _parts(tensors)
-        output, log_sums_AT = torch.empty(query.shape, dtype=query.dtype), torch.empty(int(call[1][3]), len(query))
+        output, log_sums_AT = (
+            torch.empty(query.shape, dtype=query.dtype),
+            torch.empty(int(call[1][3]), len(query)),
+        )
         _run("clap_segment_attention_forward", [query, key, value, output], log_sums_AT, *call)
         ctx.save_for_backward(log_sums_AT, *tensors)
         ctx.call = call

@@ -1,8 +1,9 @@
 """Run window attention with CPU kernels.
 
-Each head of a window is read from the qkv projection's output and written to its place in the output grid. Scores and
-softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass recomputes the
-weights from the softmax denominators. Gradients are reproducible with the same number of threads.
+Each head of a window is read from the qkv projection's output and written to its place in the
+output grid. Scores and softmax are in fp32; weights and their gradients are rounded to bf16 for the
+products. The backward pass recomputes the weights from the softmax denominators. Gradients are
+reproducible with the same number of threads.
 
 Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E = 3·A·D.
 """
@@ -48,7 +49,9 @@ class _WindowAttention(torch.autograd.Function):
         A = len(bias)
         output_BHWC, log_sums_BHWA = qkv_BHWE.new_empty(B, H, W, E // 3), bias.new_empty(B, H, W, A)
         ctx.sizes, ctx.bias_dtype = (B, H, A, E // (3 * A), shift), bias_ANN.dtype
-        kernel("clap_window_attention_forward")(qkv_BHWE, bias, output_BHWC, log_sums_BHWA, *ctx.sizes)
+        kernel("clap_window_attention_forward")(
+            qkv_BHWE, bias, output_BHWC, log_sums_BHWA, *ctx.sizes
+        )
         ctx.save_for_backward(qkv_BHWE, bias, log_sums_BHWA)
         return output_BHWC
 

@@ -1,4 +1,5 @@
-"""Define `Batch`, the model's input, and `MicroBatchStream`, the protocol of data sources whose host rows `join` assembles."""
+"""Define `Batch`, the model's input, and `MicroBatchStream`, the protocol of data sources whose
+host rows `join` assembles."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ from clap_ds.model.packed import Packing, pack
 class Batch:
     """Hold B audio–caption pairs of L text tokens (including padding), all on one device.
 
-    `num_tokens` excludes padding; it is counted from the mask by default. `packed` optionally holds the captions as
-    token ids (tokens,) and their `Packing` (`clap_ds.model.packed`).
+    `num_tokens` excludes padding; it is counted from the mask by default. `packed` optionally holds
+    the captions as token ids (tokens,) and their `Packing` (`clap_ds.model.packed`).
     """
 
-    audio: Tensor  # input of `ClapModel.encode_audio`: int16 or float32; in pieces also float16 features
+    # input of `ClapModel.encode_audio`: int16 or float32; in pieces also float16 features
+    audio: Tensor
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1
@@ -41,7 +43,8 @@ class Batch:
         return self.audio.device
 
     def model_inputs(self) -> tuple[Any, ...]:
-        """Return the arguments of the model's forward: packed captions if any, else padded ones; no mask without padding."""
+        """Return the arguments of the model's forward: packed captions if any, else padded ones; no
+        mask without padding."""
         if self.packed is not None:
             input_ids, packing = self.packed
             return self.audio, input_ids, None, packing
@@ -57,8 +60,11 @@ class Batch:
         return self.audio, self.input_ids, self.attention_mask
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Return views of pairs `start` to `stop`. For host batches only, because it recounts the tokens."""
-        return Batch(self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
+        """Return views of pairs `start` to `stop`. For host batches only, because it recounts the
+        tokens."""
+        return Batch(
+            self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop]
+        )
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked host memory for asynchronous copies to the GPU."""
@@ -90,7 +96,8 @@ class BatchSpec:
 class MicroBatchStream(Protocol):
     """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
 
-    `state` is JSON-serializable. `statistics` go into the run's record. `throughput` is the workers' throughput, if known.
+    `state` is JSON-serializable. `statistics` go into the run's record. `throughput` is the
+    workers' throughput, if known.
     """
 
     def __next__(self) -> list[Batch]: ...
@@ -106,15 +113,18 @@ def to_int16(waveforms: Tensor) -> Tensor:
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """Concatenate `pieces` into one batch on `device` without sharing audio, asynchronously from page-locked memory.
-    A single piece caches its packed captions, because synthetic batches repeat."""
+    """Concatenate `pieces` into one batch on `device` without sharing audio, asynchronously from
+    page-locked memory. A single piece caches its packed captions, because synthetic batches
+    repeat."""
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()
         whole = pieces[0].to(device, non_blocking=True)
     else:
         audio = pieces[0].audio
-        rows = torch.empty(sum(map(len, pieces)), *audio.shape[1:], dtype=audio.dtype, device=device)
+        rows = torch.empty(
+            sum(map(len, pieces)), *audio.shape[1:], dtype=audio.dtype, device=device
+        )
         for part, piece in zip(rows.split(list(map(len, pieces))), pieces, strict=True):
             part.copy_(piece.audio, non_blocking=True)
         ids = _move(torch.cat([piece.input_ids for piece in pieces]), device)

@@ -1,4 +1,5 @@
-"""Turn an item of a tar into a caption and a row of a batch. Unusable items raise BrokenItemError."""
+"""Turn an item of a tar into a caption and a row of a batch. Unusable items raise
+BrokenItemError."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from torch import Tensor
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import CAPTION_KEY
-from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, Encoded, decode_audio, decode_part, repeat
+from clap_ds.data.decoding import (
+    AUDIO_FORMATS,
+    BrokenItemError,
+    Encoded,
+    decode_audio,
+    decode_part,
+    repeat,
+)
 from clap_ds.data.shard_io import Kind
 from clap_ds.model.mel import LogMel
 from clap_ds.model.patch_embed import longer_rows
@@ -43,12 +51,15 @@ class Broken:
 
 
 def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]:
-    """Return an item's captions by the first name of `key` that isn't blank: a field of its `json`, or its `txt`."""
+    """Return an item's captions by the first name of `key` that isn't blank: a field of its `json`,
+    or its `txt`."""
     values = values_by_name(members, key)
     for name in key.split(";"):
         value = values.get(name)
         captions = value if isinstance(value, list) else [value]
-        usable = [caption.strip() for caption in captions if isinstance(caption, str) and caption.strip()]
+        usable = [
+            caption.strip() for caption in captions if isinstance(caption, str) and caption.strip()
+        ]
         if usable:
             return usable
     if any(isinstance(value, str) for value in values.values()):
@@ -58,7 +69,8 @@ def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]
 
 
 def values_by_name(members: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return what an item has of the names of `key` and of the captions' `CAPTION_KEY`, in this order."""
+    """Return what an item has of the names of `key` and of the captions' `CAPTION_KEY`, in this
+    order."""
     try:
         content = parse_json(members.get("json", b"0"), allow_nan=True)
         fields = content if isinstance(content, dict) else {}
@@ -75,7 +87,9 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
     for extension in formats:
         if extension in members:
             return members[extension]
-    raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {_list_files(members)}")
+    raise BrokenItemError(
+        f"no audio ({', '.join(formats)}) among its files: {_list_files(members)}"
+    )
 
 
 def _list_files(members: Mapping[str, Any]) -> str:
@@ -84,7 +98,8 @@ def _list_files(members: Mapping[str, Any]) -> str:
 
 
 def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
-    """Read a clip with `decode_audio`, `read_mel` or `read_fused` if `row` has 1, 2 or 3 dimensions."""
+    """Read a clip with `decode_audio`, `read_mel` or `read_fused` if `row` has 1, 2 or 3
+    dimensions."""
     if row.ndim == 2:
         assert isinstance(encoded, bytes)
         read_mel(encoded, row, rng=rng)
@@ -95,35 +110,48 @@ def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.
 
 
 def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
-    """Write prepared features from a NumPy file to `row`, (num_frames, mel_bins) float16, cropped at random by `rng`."""
+    """Write prepared features from a NumPy file to `row`, (num_frames, mel_bins) float16, cropped
+    at random by `rng`."""
     num_frames, mel_bins = row.shape
     try:
         features = np.lib.format.read_array(io.BytesIO(encoded))
-    except (ValueError, TypeError, SyntaxError, MemoryError, tokenize.TokenError) as error:  # from NumPy's parser
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        MemoryError,
+        tokenize.TokenError,
+    ) as error:  # from NumPy's parser
         raise BrokenItemError(f"features aren't a NumPy file: {error}") from None
     spare = len(features) - num_frames if features.ndim == 2 else -1
     if features.dtype != np.float16 or spare < 0 or features.shape[1] != mel_bins:
         wanted = f"float16, at least {num_frames} frames of {mel_bins} mel bins"
-        raise BrokenItemError(f"features are {features.dtype} of shape {features.shape}, expected {wanted}")
+        raise BrokenItemError(
+            f"features are {features.dtype} of shape {features.shape}, expected {wanted}"
+        )
     start = rng.randint(0, spare)
     target = row.numpy()
     target[:] = features[start : start + num_frames]
-    # Integers compare faster. Without and with a sign, the largest exponent is above every finite number.
+    # Integers compare faster. Without and with a sign, the largest exponent is above every finite
+    # number.
     if target.view(np.int16).max() >= 0x7C00 or target.view(np.uint16).max() >= 0xFC00:
         raise BrokenItemError("features hold NaN or infinite values")
 
 
 def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
-    """Write the input of feature-fusion models to `row`, (4, num_frames, mel_bins), like `transformers.ClapFeatureExtractor`.
+    """Write the input of feature-fusion models to `row`, (4, num_frames, mel_bins), like
+    `transformers.ClapFeatureExtractor`.
 
-    It is the whole file shrunk to `num_frames`, and a random crop from each third of the possible positions. If the file
-    isn't longer than a clip, all four are equal.
+    It is the whole file shrunk to `num_frames`, and a random crop from each third of the possible
+    positions. If the file isn't longer than a clip, all four are equal.
     """
     samples = torch.empty(MOST_CLIPS * audio.num_samples)
     found = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
     if found < audio.num_samples:
         repeat(samples[: audio.num_samples].numpy(), found)
-    log_mel_TF = _log_mel(audio.model_dump_json()).of_any_length(samples[None, : max(found, audio.num_samples)])[0]
+    log_mel_TF = _log_mel(audio.model_dump_json()).of_any_length(
+        samples[None, : max(found, audio.num_samples)]
+    )[0]
     num_places = len(log_mel_TF) - audio.num_frames + 1
     if num_places == 1:
         row[:] = log_mel_TF

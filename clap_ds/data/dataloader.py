@@ -1,5 +1,5 @@
-"""Move a rank's batches to its device. On a GPU, the next batch is copied during the current step on its own stream, after
-the step before, whose batch's memory it may take."""
+"""Move a rank's batches to its device. On a GPU, the next batch is copied during the current step
+on its own stream, after the step before, whose batch's memory it may take."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from clap_ds.distributed.collectives import gather, rank
 from clap_ds.run_records.cpu_binding import CORES
 from clap_ds.run_records.run_dir import RunDirectory
 
-_Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the source's state after the batch
+_Ahead = tuple[
+    Batch, Any, dict[str, Any]
+]  # the copy's end event or None; the source's state after the batch
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     """Iterate endlessly over batches on the device. Use as a context manager, or call `close()`."""
 
     def __init__(
-        self, pieces: MicroBatchStream, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False
+        self,
+        pieces: MicroBatchStream,
+        device: torch.device,
+        *,
+        copy_ahead: bool,
+        pack_captions: bool = False,
     ) -> None:
         self._pieces, self._device, self._pack_captions = pieces, device, pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
@@ -60,24 +67,31 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch, done, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's JSON-serializable state after the last returned batch, for `build_batches` to resume."""
+        """Return this rank's JSON-serializable state after the last returned batch, for
+        `build_batches` to resume."""
         return self._state
 
     def statistics(self) -> dict[str, Any]:
         return self._pieces.statistics()
 
     def report_throughput(self, rates: Iterable[float], ranks_per_host: int) -> None:
-        """Print once, on rank 0, whether workers keep up with the fastest of several steps, given their `rates` in clips/s
+        """Print once, on rank 0, whether workers keep up with the fastest of several steps, given
+          their `rates` in clips/s
         without waiting for data."""
         rates, found = [*rates], self._pieces.throughput()
         if not self._is_reported and rank() == 0 and found is not None and len(rates) > 1:
-            print(describe(found, max(rates), ranks_per_host=ranks_per_host, cores=len(CORES)), flush=True)
+            print(
+                describe(found, max(rates), ranks_per_host=ranks_per_host, cores=len(CORES)),
+                flush=True,
+            )
             self._is_reported = True
 
     def record_statistics(self, record: RunDirectory) -> None:
         """Record statistics, and the samples that any rank couldn't use. A collective."""
         found = gather(self.statistics())
-        broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
+        broken = {
+            each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())
+        }
         if rank() == 0:
             counted = {"num_broken_items": len(broken), "broken_items": [*broken.values()][:5]}
             record.update_summary(data=found[0] | counted)
@@ -103,7 +117,8 @@ def build_batches(
     """Build one rank's endless batches on a device from the `clap.data` section.
 
     Args:
-        state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks changed. Exact if ranks,
+        state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks
+          changed. Exact if ranks,
             workers, settings and shards are unchanged; else data continues in a new order.
         needs_epochs: count local tars without a manifest regardless of their size.
         spec: fields of `BatchSpec`.

@@ -1,7 +1,8 @@
 """Decode audio files to waveforms of the model's length and sample rate.
 
-Resampling uses the windowed sinc of librosa's `kaiser_best`. Like librosa's default (soxr), which made the inputs of published
-CLAP weights, it suppresses images above the file's Nyquist frequency. The log of the mel spectrum would show weaker filters'.
+Resampling uses the windowed sinc of librosa's `kaiser_best`. Like librosa's default (soxr), which
+made the inputs of published CLAP weights, it suppresses images above the file's Nyquist frequency.
+The log of the mel spectrum would show weaker filters'.
 """
 
 from __future__ import annotations
@@ -36,20 +37,25 @@ _LOUDEST = 1000  # floating-point samples beyond are unscaled integers or garbag
 _RATES = range(1000, 10**6 + 1)  # Hz; at lower rates, a few samples would become hours
 
 RESAMPLING_FILTER = "kaiser_best"
-"""Recorded with prepared shards. A change of the next three numbers, librosa's, needs another name."""
+"""Recorded with prepared shards. A change of the next three numbers, librosa's, needs another
+name."""
 _ZERO_CROSSINGS = 64  # of the sinc, on either side of its center
 _ROLLOFF = 0.9475937167399596  # cutoff relative to the lower of the two Nyquist frequencies
 _KAISER_BETA = 14.769656459379492
-_LARGEST_DENOMINATOR = 48_000  # of a ratio: bounds its filters to 30 MB, and keeps rates up to 48 kHz exact
+_LARGEST_DENOMINATOR = (
+    48_000  # of a ratio: bounds its filters to 30 MB, and keeps rates up to 48 kHz exact
+)
 _FILTERS_AT_ONCE = 32  # columns of a matrix product: fit registers, few zeros
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """Decode a clip to fill `row`, mono at `sample_rate` (Hz). Return its length in samples before repeating.
+    """Decode a clip to fill `row`, mono at `sample_rate` (Hz). Return its length in samples before
+    repeating.
 
-    Longer audio is cropped at a position drawn from `rng`, or around its loudest sample if that crop is silent. Shorter
-    audio is repeated while it fits, then zero-padded (LAION-CLAP's "repeatpad"). `row` is a contiguous CPU tensor,
-    float32 in ±1 or int16 (see `to_int16`). Raises BrokenItemError if audio is undecodable or silent.
+    Longer audio is cropped at a position drawn from `rng`, or around its loudest sample if that
+    crop is silent. Shorter audio is repeated while it fits, then zero-padded (LAION-CLAP's
+    "repeatpad"). `row` is a contiguous CPU tensor, float32 in ±1 or int16 (see `to_int16`). Raises
+    BrokenItemError if audio is undecodable or silent.
     """
     found = decode_part(encoded, row, sample_rate=sample_rate, rng=rng)
     repeat(row.numpy(), found)
@@ -57,7 +63,8 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
 
 
 def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """Decode like `decode_audio`, but leave `row` unchanged after the returned number of samples."""
+    """Decode like `decode_audio`, but leave `row` unchanged after the returned number of
+    samples."""
     target = row.numpy()
     with open_audio(encoded) as file:
         ratio = resampling_ratio(file.samplerate, sample_rate)
@@ -73,21 +80,31 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
         if _is_silent(float(waveform.abs().max())):
-            raise BrokenItemError(f"audio is silent at {sample_rate} Hz: all its sound is above half of that")
+            raise BrokenItemError(
+                f"audio is silent at {sample_rate} Hz: all its sound is above half of that"
+            )
     return found
 
 
 @contextmanager
 def open_audio(encoded: Encoded) -> Iterator[AudioFile]:
-    """Open an encoded file for decoding. Raises BrokenItemError for decoding errors, also inside the `with`."""
+    """Open an encoded file for decoding. Raises BrokenItemError for decoding errors, also inside
+    the `with`."""
     try:
         with open_audio_file(encoded) as file:
             if file.samplerate not in _RATES:
-                raise BrokenItemError(f"audio has a sample rate of {file.samplerate} Hz: expected 1 kHz to 1 MHz")
+                raise BrokenItemError(
+                    f"audio has a sample rate of {file.samplerate} Hz: expected 1 kHz to 1 MHz"
+                )
             yield file
     except BrokenItemError:
         raise
-    except (soundfile.SoundFileError, MemoryError, ValueError, OverflowError) as error:  # the last for invalid lengths
+    except (
+        soundfile.SoundFileError,
+        MemoryError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the last for invalid lengths
         reason = str(getattr(error, "error_string", error)).rstrip(".")
         advice = "if it is neither truncated nor damaged, convert it, such as with `ffmpeg -i x.m4a x.flac`"
         raise BrokenItemError(f"audio can't be decoded: {reason}; {advice}") from None
@@ -96,7 +113,9 @@ def open_audio(encoded: Encoded) -> Iterator[AudioFile]:
 def check_samples(found: int, expected: int, is_silent: bool) -> None:
     """Raise BrokenItemError if audio is too short, truncated or silent."""
     if expected < 2:
-        raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
+        raise BrokenItemError(
+            "audio holds a single sample" if expected else "audio holds no samples"
+        )
     if found < max(1, expected // 2, expected - _FRAMES_LOST):
         raise BrokenItemError(f"audio is truncated: decoded {found} of {expected} samples")
     if is_silent:
@@ -104,8 +123,10 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
-    """Read frames `start` to `start + num_frames`, or as many as can be decoded: (frames, channels)."""
-    # After a seek in an MP3, libmpg123 lacks bits of earlier frames: it first returns zeros and logs to stderr.
+    """Read frames `start` to `start + num_frames`, or as many as can be decoded: (frames,
+    channels)."""
+    # After a seek in an MP3, libmpg123 lacks bits of earlier frames: it first returns zeros and
+    # logs to stderr.
     lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
     if start - lead_in != file.tell():
         file.seek(start - lead_in)
@@ -115,15 +136,19 @@ def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[
 
 
 def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
-    """Read `num_frames` around the loudest of the first `_MOST_SEARCHED` frames: (frames, channels)."""
+    """Read `num_frames` around the loudest of the first `_MOST_SEARCHED` frames: (frames,
+    channels)."""
     file.seek(0)
-    samples: NDArray[np.float32] = file.read(min(file.frames, _MOST_SEARCHED), "float32", always_2d=True)
+    samples: NDArray[np.float32] = file.read(
+        min(file.frames, _MOST_SEARCHED), "float32", always_2d=True
+    )
     start = int(np.abs(samples.mean(axis=1)).argmax()) - num_frames // 2  # channels may cancel
     return samples[max(0, min(start, len(samples) - num_frames)) :][:num_frames]
 
 
 def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
-    """Write the channel mean of (frames, channels) to `mixed` (frames,). Return the number of frames and if it is silent."""
+    """Write the channel mean of (frames, channels) to `mixed` (frames,). Return the number of
+    frames and if it is silent."""
     target = mixed[: len(frames)]
     if frames.dtype == mixed.dtype == np.int16 and frames.shape[1] == 1:
         target[:] = frames[:, 0]
@@ -133,14 +158,17 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
     mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
     peak = float(np.abs(mean).max(initial=0))
     if not peak <= _LOUDEST:  # or NaN
-        raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
+        raise BrokenItemError(
+            f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)"
+        )
     np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
     target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
     return len(frames), _is_silent(peak)
 
 
 def _is_silent(peak: float) -> bool:
-    """Return whether samples up to this are 0 in 16 bits, as `clap-ds shards prepare` stores them."""
+    """Return whether samples up to this are 0 in 16 bits, as `clap-ds shards prepare` stores
+    them."""
     return round(peak * INT16_SCALE) == 0
 
 
@@ -154,12 +182,15 @@ class _Filters(NamedTuple):
     input_period: int  # input samples after which the filters repeat
     output_period: int  # output samples after which they repeat: number of filters
     reach: int  # input samples on either side of an output sample's position that affect it
-    parts: list[tuple[int, Tensor]]  # first input sample, counted from `reach` before a period; taps (taps, filters)
+    parts: list[
+        tuple[int, Tensor]
+    ]  # first input sample, counted from `reach` before a period; taps (taps, filters)
 
 
 @functools.lru_cache(maxsize=16)  # building takes 10 ms for usual ratios, a second for the longest
 def _build_filters(ratio: Fraction) -> _Filters:
-    """Build the filters that `torchaudio.transforms.Resample` defines, of which each part stores only the nonzero taps."""
+    """Build the filters that `torchaudio.transforms.Resample` defines, of which each part stores
+    only the nonzero taps."""
     cutoff = _ROLLOFF * min(1.0, float(ratio))  # relative to the input's Nyquist frequency
     reach = math.ceil(_ZERO_CROSSINGS / cutoff)
     most_taps = 2 * reach + math.ceil(_FILTERS_AT_ONCE / ratio) + 2
@@ -170,16 +201,21 @@ def _build_filters(ratio: Fraction) -> _Filters:
         positions = outputs / float(ratio)  # in input samples
         first = math.floor(positions[0]) - reach
         last = math.ceil(positions[-1]) + reach
-        distances = (torch.arange(first, last + 1)[:, None] - positions) * cutoff  # in zero crossings
+        distances = (
+            torch.arange(first, last + 1)[:, None] - positions
+        ) * cutoff  # in zero crossings
         distances.clamp_(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)  # where the sinc is zero
-        window = torch.i0(_KAISER_BETA * (1 - (distances / _ZERO_CROSSINGS) ** 2).sqrt()) / float(np.i0(_KAISER_BETA))
+        window = torch.i0(_KAISER_BETA * (1 - (distances / _ZERO_CROSSINGS) ** 2).sqrt()) / float(
+            np.i0(_KAISER_BETA)
+        )
         taps = cutoff * torch.sinc(distances) * window
         parts.append((first + reach, taps.float()))
     return _Filters(periods * ratio.denominator, output_period, reach, parts)
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
-    """Return the ratio of two rates in Hz: exact if `from_rate` is at most 48 kHz, else within 1 in 90,000."""
+    """Return the ratio of two rates in Hz: exact if `from_rate` is at most 48 kHz, else within 1 in
+    90,000."""
     return Fraction(to_rate, from_rate).limit_denominator(_LARGEST_DENOMINATOR)
 
 

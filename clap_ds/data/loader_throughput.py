@@ -8,7 +8,8 @@ from typing import NamedTuple
 from clap_ds.data.shard_io import Kind
 
 MARGIN = 1.25
-"""Factor by which the loader should exceed the step's throughput, so that uneven clips don't make the step wait."""
+"""Factor by which the loader should exceed the step's throughput, so that uneven clips don't make
+the step wait."""
 
 
 class LoaderThroughput(NamedTuple):
@@ -19,8 +20,11 @@ class LoaderThroughput(NamedTuple):
     kind: Kind
 
 
-def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int, cores: int) -> str:
-    """Report whether the loader sustains the `needed` clips per second of a rank's step, and what to do if not."""
+def describe(
+    throughput: LoaderThroughput, needed: float, *, ranks_per_host: int, cores: int
+) -> str:
+    """Report whether the loader sustains the `needed` clips per second of a rank's step, and what
+    to do if not."""
     if throughput.num_workers == 0:
         share = needed / throughput.samples_per_s
         return f"clap.data.num_workers: 0: loading in the training process makes each step {share:.0%} longer"
@@ -31,7 +35,11 @@ def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int
     wanted = math.ceil(MARGIN * needed * throughput.num_workers / throughput.samples_per_s)
     if wanted <= throughput.num_workers:
         return f"{found}: enough"
-    waits = "the step will wait" if needed > throughput.samples_per_s else f"margin below {MARGIN - 1:.0%}"
+    waits = (
+        "the step will wait"
+        if needed > throughput.samples_per_s
+        else f"margin below {MARGIN - 1:.0%}"
+    )
     found += f": {waits}. Set clap.data.num_workers to {wanted}"
     if (wanted + 1) * ranks_per_host > cores:
         found += f", which is more than this host's {cores} cores for {ranks_per_host} rank(s)"

@@ -1,7 +1,9 @@
-"""Transfer files from and to folders that others can write, and from servers that may never stop sending.
+"""Transfer files from and to folders that others can write, and from servers that may never stop
+sending.
 
-No other module calls fsspec's transfers; a test holds that. Only regular files are transferred. No link below the folder that
-the user named is followed. No more bytes are received than the caller allows and the disk has room for.
+No other module calls fsspec's transfers; a test holds that. Only regular files are transferred. No
+link below the folder that the user named is followed. No more bytes are received than the caller
+allows and the disk has room for.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 
 
 class RemoteFiles:
-    """Files by their names in the folder at a URL or path. The name `""` is the file at the URL itself, which may be a link.
+    """Files by their names in the folder at a URL or path. The name `""` is the file at the URL
+    itself, which may be a link.
 
-    Methods raise RefusedFileError for links and for files that are too large, and any errors of the file system's package.
+    Methods raise RefusedFileError for links and for files that are too large, and any errors of the
+    file system's package.
     """
 
     def __init__(self, url: str) -> None:
         schemes = [scheme for scheme in ("http", "https") if f"{scheme}://" in url]
-        fs, root = fsspec.url_to_fs(url, **{scheme: {"get_client": _open_http_client} for scheme in schemes})
+        fs, root = fsspec.url_to_fs(
+            url, **{scheme: {"get_client": _open_http_client} for scheme in schemes}
+        )
         while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
             fs = fs.fs
         self._fs = fs
@@ -52,7 +58,9 @@ class RemoteFiles:
         except FileNotFoundError:
             return {}
         return {
-            posixpath.basename(entry["name"].rstrip("/")): bool(entry.get("islink", entry.get("type") == "link"))
+            posixpath.basename(entry["name"].rstrip("/")): bool(
+                entry.get("islink", entry.get("type") == "link")
+            )
             for entry in entries
         }
 
@@ -74,7 +82,8 @@ class RemoteFiles:
         return bytes(content)
 
     def download(self, name: str, to: Path, most: float) -> None:
-        """Copy a file of at most `most` bytes to a local path in a folder that only this user can write. Raises OSError if the
+        """Copy a file of at most `most` bytes to a local path in a folder that only this user can
+          write. Raises OSError if the
         download is incomplete."""
         limit = _Limit(self._join(name), min(most, shutil.disk_usage(to.parent).free))
         try:
@@ -90,7 +99,11 @@ class RemoteFiles:
 
     def upload(self, folder: Path, source: str, name: str) -> None:
         """Create or replace a file by the one named `source` in a local folder."""
-        with own_path(folder, source) as path, open_regular(path, os.O_NOFOLLOW) as file, self._target(name) as target:
+        with (
+            own_path(folder, source) as path,
+            open_regular(path, os.O_NOFOLLOW) as file,
+            self._target(name) as target,
+        ):
             self._fs.put_file(f"/proc/self/fd/{file.fileno()}", target)
 
     def write(self, name: str, content: bytes) -> None:
@@ -121,7 +134,8 @@ class RemoteFiles:
 
     @contextmanager
     def _target(self, name: str) -> Iterator[str]:
-        """Yield the path to write a file to. On a local disk, it becomes the file when the context ends without an error."""
+        """Yield the path to write a file to. On a local disk, it becomes the file when the context
+        ends without an error."""
         if self._is_local:
             self._fs.makedirs(self._root, exist_ok=True)
         with self._own(name, creates=True) as path:
@@ -138,7 +152,8 @@ class RemoteFiles:
 
     @contextmanager
     def _own(self, name: str, *, creates: bool = False) -> Iterator[str]:
-        """Yield a path that isn't reached through a link below the root. Locally, `creates` makes missing folders."""
+        """Yield a path that isn't reached through a link below the root. Locally, `creates` makes
+        missing folders."""
         if self._is_local and name:
             with own_path(Path(self._root), name, creates=creates) as local_path:
                 yield str(local_path)
@@ -152,7 +167,8 @@ class RemoteFiles:
 
 
 class _Limit(NoOpCallback):
-    """End a transfer with an error after `most` bytes. With other classes than `NoOpCallback`, `hf://` is slow."""
+    """End a transfer with an error after `most` bytes. With other classes than `NoOpCallback`,
+    `hf://` is slow."""
 
     def __init__(self, path: str, most: float) -> None:
         super().__init__()
@@ -167,7 +183,8 @@ class _Limit(NoOpCallback):
 
 
 async def _open_http_client(**options: Any) -> Any:
-    """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads listings and ranges whole."""
+    """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads
+    listings and ranges whole."""
     import aiohttp  # only needed for these URLs
 
     class LimitedResponse(aiohttp.ClientResponse):
@@ -180,12 +197,15 @@ async def _open_http_client(**options: Any) -> Any:
                     body += block
                     if len(body) > MOST_BYTES:
                         self.close()
-                        raise RefusedFileError(f"{self.url} answers with more than {MOST_BYTES:,} bytes")
+                        raise RefusedFileError(
+                            f"{self.url} answers with more than {MOST_BYTES:,} bytes"
+                        )
                 self._body = bytes(body)
             return self._body
 
         async def text(self, *args: Any, **options: Any) -> str:
-            """Return only the links of a page: fsspec's pattern takes cubic time, and a server may name a slow encoding."""
+            """Return only the links of a page: fsspec's pattern takes cubic time, and a server may
+            name a slow encoding."""
             page = (await self.read()).decode(errors="ignore")
             return "".join(f'<a href="{link}">' for link in _LINK.findall(page))
 

@@ -1,7 +1,8 @@
 """Open shards from paths or any URL that fsspec supports (s3://, gs://, https://, hf://, …).
 
-Remote tars are copied to a folder shared by the host's workers and runs. The next tar is fetched while one is read.
-Credentials come only from the environment: in a URL, they would appear in logs and records.
+Remote tars are copied to a folder shared by the host's workers and runs. The next tar is fetched
+while one is read. Credentials come only from the environment: in a URL, they would appear in logs
+and records.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LASTING = (*NO_SPACE, errno.ELOOP, errno.ENAMETOOLONG)
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
 
 Kind = Literal["encoded", "waveform", "mel"]
-"""What shards contain: audio files in any supported format, 16-bit mono WAVs at the model's sample rate, or the model's
-log-mel features as NumPy files, (frames, mel_bins) float16."""
+"""What shards contain: audio files in any supported format, 16-bit mono WAVs at the model's sample
+rate, or the model's log-mel features as NumPy files, (frames, mel_bins) float16."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 T = TypeVar("T")
@@ -63,9 +64,13 @@ def is_remote(shard: str) -> bool:
 def check_url(url: str) -> None:
     """Raise ValueError for a URL that contains credentials or that fsspec can't open."""
     for address in map(urlsplit, url.split("::")):
-        if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
+        if "@" in address.netloc and (
+            address.password is not None or address.scheme in ("http", "https", "ftp")
+        ):
             why = "which would appear in logs and records; set them in the environment"
-            raise ValueError(f"the {address.scheme} URL of {address.hostname} contains credentials, {why}")
+            raise ValueError(
+                f"the {address.scheme} URL of {address.hostname} contains credentials, {why}"
+            )
         try:
             fsspec.get_filesystem_class(address.scheme)
         except (ValueError, ImportError) as error:
@@ -87,10 +92,15 @@ def again(attempt: Callable[[], T]) -> T:
 
 
 def is_absent(error: Exception) -> bool:
-    """Return whether a file is missing. fsspec raises FileNotFoundError for all HTTP errors, so check its cause."""
+    """Return whether a file is missing. fsspec raises FileNotFoundError for all HTTP errors, so
+    check its cause."""
     cause = error.__cause__
-    is_refused = getattr(cause, "status", None) == 403  # object stores' answer without permission to list
-    return isinstance(error, FileNotFoundError) and (is_refused or isinstance(cause, FileNotFoundError | None))
+    is_refused = (
+        getattr(cause, "status", None) == 403
+    )  # object stores' answer without permission to list
+    return isinstance(error, FileNotFoundError) and (
+        is_refused or isinstance(cause, FileNotFoundError | None)
+    )
 
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
@@ -107,10 +117,13 @@ def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
 def open_ahead(
     shards: Iterable[str], open_file: Callable[[str], OpenFile]
 ) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
-    """Yield shards in order, each with a function that returns it opened, while `open_file` opens the next."""
+    """Yield shards in order, each with a function that returns it opened, while `open_file` opens
+    the next."""
     before: list[tuple[str, Callable[[], OpenFile]]] = []
     for shard in shards:
-        opened: Future[OpenFile] = Future()  # no executor, because exiting workers would wait for its threads
+        opened: Future[OpenFile] = (
+            Future()
+        )  # no executor, because exiting workers would wait for its threads
         threading.Thread(target=_open, args=(opened, shard, open_file), daemon=True).start()
         yield from before
         before = [(shard, opened.result)]
@@ -137,9 +150,11 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     return file
 
 
-def open_copy(shard: str, folder: Path, locks: Path, limit: Callable[[int | None], float]) -> OpenFile:
-    """Open a shard's copy, named by a hash of the source's info so that changed shards are fetched again.
-    `limit` returns the most bytes to copy, given the source's size if that is known."""
+def open_copy(
+    shard: str, folder: Path, locks: Path, limit: Callable[[int | None], float]
+) -> OpenFile:
+    """Open a shard's copy, named by a hash of the source's info so that changed shards are fetched
+    again. `limit` returns the most bytes to copy, given the source's size if that is known."""
     remote = RemoteFiles(shard)
     info = again(remote.info)
     name = hashlib.sha256(repr((shard, info)).encode()).hexdigest()[:32]
@@ -151,7 +166,9 @@ def open_copy(shard: str, folder: Path, locks: Path, limit: Callable[[int | None
                 os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's clock is coarser
                 return OpenFile(copy)
             again(lambda: remote.download("", part, most=limit(info.get("size"))))
-            file = OpenFile(part)  # before the rename, because other processes may delete the copy at once
+            file = OpenFile(
+                part
+            )  # before the rename, because other processes may delete the copy at once
             part.replace(copy)
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # needed because forked processes also hold it open

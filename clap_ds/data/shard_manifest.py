@@ -1,4 +1,5 @@
-"""Find tars, and read and write the `manifest.json` of their folders: kind, and items, bytes, seconds and checksum per tar."""
+"""Find tars, and read and write the `manifest.json` of their folders: kind, and items, bytes,
+seconds and checksum per tar."""
 
 from __future__ import annotations
 
@@ -39,7 +40,16 @@ class ShardRecord:
     sha256: str  # of the whole file, in hex
 
 
-FRONT_END = ("sample_rate", "num_samples", "stft_window", "hop_size", "mel_bins", "fmin", "fmax", "fusion")
+FRONT_END = (
+    "sample_rate",
+    "num_samples",
+    "stft_window",
+    "hop_size",
+    "mel_bins",
+    "fmin",
+    "fmax",
+    "fusion",
+)
 """Fields of `AudioConfig` that determine features."""
 FrontEnd = dict[str, Any]
 
@@ -58,7 +68,8 @@ class ShardManifest:
 
 
 def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
-    """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for none."""
+    """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for
+    none."""
     names: list[str] = []
     try:
         for pattern in [shards] if isinstance(shards, str) else shards:
@@ -88,7 +99,9 @@ def _matches(name: str) -> list[str]:
             try:
                 found = RemoteFiles(name).glob()
             except Exception as error:  # any error of the file system package
-                raise ValueError(f"{name!r} can't be listed: {type(error).__name__}: {error}") from None
+                raise ValueError(
+                    f"{name!r} can't be listed: {type(error).__name__}: {error}"
+                ) from None
     elif glob.has_magic(name) and not Path(name).exists():
         found = sorted(glob.glob(name))
     if not found:
@@ -105,15 +118,20 @@ def write_manifest(folder: Path, manifest: ShardManifest) -> None:
 
 
 def read_manifest(folder: str) -> ShardManifest:
-    """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
+    """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if
+    unreadable."""
     path = f"{folder}/{MANIFEST}"
     try:
         content = parse_json(_read_start(path, MOST_BYTES))
         is_own = isinstance(content, dict) and "shards" in content  # else another program's
         return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
-        if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(error):
-            return ShardManifest({})  # without permission to list, object stores deny access to missing files
+        if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(
+            error
+        ):
+            return ShardManifest(
+                {}
+            )  # without permission to list, object stores deny access to missing files
         reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
@@ -124,8 +142,8 @@ def _read_start(path: str, size: int) -> bytes:
 
 
 def describe_contents(paths: Sequence[str]) -> str:
-    """Describe what files contain, the same wherever they are: their number, and a digest of all names and of the beginnings of
-    the first files. Raises ValueError if one can't be read."""
+    """Describe what files contain, the same wherever they are: their number, and a digest of all
+    names and of the beginnings of the first files. Raises ValueError if one can't be read."""
     by_name = sorted(paths, key=lambda path: Path(path).name)
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
     for path in by_name[:FILES_READ]:
@@ -136,17 +154,21 @@ def describe_contents(paths: Sequence[str]) -> str:
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"
 
 
-def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, warns: bool = True) -> Kind:
-    """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
-    `warns` prints folders that were prepared with another resampling filter. Raises ValueError for kinds that can't be
-    mixed and for another model's front end."""
+def kind_of(
+    shards: Iterable[str], model: ClapConfig, field: str = FIELD, warns: bool = True
+) -> Kind:
+    """Return the kind of these shards from their folders' manifests; `encoded` without one or if
+    mixed with `waveform`. `warns` prints folders that were prepared with another resampling filter.
+    Raises ValueError for kinds that can't be mixed and for another model's front end."""
     own, kinds = front_end_of(model.audio), dict[Kind, str]()  # kind → its last folder
     for folder in dict.fromkeys(map(folder_of, shards)):
         manifest = read_manifest(folder)
         found = manifest.front_end or {}
         matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FRONT_END}[manifest.kind]
         if others := [
-            f"{name} is {found.get(name)}, not {own[name]}" for name in matters if found.get(name) != own[name]
+            f"{name} is {found.get(name)}, not {own[name]}"
+            for name in matters
+            if found.get(name) != own[name]
         ]:
             where = f"{field}: {folder} was prepared for another model than {model.name}"
             raise ValueError(f"{where}: {', '.join(others)}")
@@ -160,22 +182,34 @@ def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD, warns:
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found_in = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
-        raise ValueError(f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-ds shards prepare)")
+        raise ValueError(
+            f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-ds shards prepare)"
+        )
     return next(kind for kind in KINDS if kind in kinds)
 
 
 def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
-    """Count each tar's samples from manifests or, for up to `most_bytes` of local tars, headers. Return None otherwise."""
+    """Count each tar's samples from manifests or, for up to `most_bytes` of local tars, headers.
+    Return None otherwise."""
     records = _find_records(shards)
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
-    if any(map(is_remote, unknown)) or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes:
+    if (
+        any(map(is_remote, unknown))
+        or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes
+    ):
         return None
-    counted = {tar: sum(map(is_sample, list_items(tar, lambda name, reason: None))) for tar in unknown}
-    return [record.items if record else counted[tar] for tar, record in zip(shards, records, strict=True)]
+    counted = {
+        tar: sum(map(is_sample, list_items(tar, lambda name, reason: None))) for tar in unknown
+    }
+    return [
+        record.items if record else counted[tar]
+        for tar, record in zip(shards, records, strict=True)
+    ]
 
 
 def count_bytes(shards: Sequence[str]) -> dict[str, int]:
-    """Return each shard's size by its folder's manifest or, of a local one, by its file; 0 if neither tells it."""
+    """Return each shard's size by its folder's manifest or, of a local one, by its file; 0 if
+    neither tells it."""
     sizes: dict[str, int] = {}
     for shard, record in zip(shards, _find_records(shards), strict=True):
         if record:

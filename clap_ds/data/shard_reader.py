@@ -1,6 +1,7 @@
 """Read one worker's share of the shards in a resumable order, and decode and collate it to pieces.
 
-The order of a pass and an item's crop and caption depend only on the seed, the pass and the position in it.
+The order of a pass and an item's crop and caption depend only on the seed, the pass and the
+position in it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from clap_ds.data.tar_samples import DAMAGE, Item, fetch, list_items, samples_be
 from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
-"""A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass and its items drawn."""
+"""A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass
+and its items drawn."""
 START: Position = {"samples": 0, "passes": []}
 
 
@@ -44,20 +46,24 @@ def note(text: str) -> None:
 
 @dataclass(slots=True)
 class Chunk:
-    """Hold what a worker sends: some rows and its broken items. The audio stays in the reader's memory."""
+    """Hold what a worker sends: some rows and its broken items. The audio stays in the reader's
+    memory."""
 
     worker: int
     place: int  # index of the audio in that memory
     broken: list[Broken]
     after: Position  # the reader's position after these rows
-    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # `Batch.input_ids` and `attention_mask`
+    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = (
+        None  # `Batch.input_ids` and `attention_mask`
+    )
     made_in_s: float = 0.0  # excludes waiting to be fetched; 0 for a worker's first piece
     failure: str = ""  # why the reader stopped; then there are no rows
 
 
 @dataclass(slots=True)
 class ShardReader:
-    """Make one worker's pieces. `memory`, (places, rows, *row shape), is used as a ring buffer of places."""
+    """Make one worker's pieces. `memory`, (places, rows, *row shape), is used as a ring buffer of
+    places."""
 
     worker: int
     sources: list[Source]  # the worker's share of every source
@@ -72,9 +78,12 @@ class ShardReader:
     _row: Tensor = field(default_factory=lambda: torch.empty(0))  # next row to fill
 
     def pieces(self) -> Iterator[Chunk]:
-        """Yield pieces endlessly. If a source has no usable item, the last piece gives the reason."""
+        """Yield pieces endlessly. If a source has no usable item, the last piece gives the
+        reason."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while its items are buffered
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (most, most)
+        )  # a tar stays open while its items are buffered
         passes: list[tuple[int, int]] = [*self.start["passes"]] or [(0, 0)] * len(self.sources)
         streams = [self._captions(number, *passes[number]) for number in range(len(passes))]
         weights = [source.weight for source in self.sources]
@@ -83,14 +92,18 @@ class ShardReader:
         for number in count(self.start["samples"]):
             self._row = self.memory[place, len(captions)]
             if len(streams) > 1:
-                (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
+                (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(
+                    range(len(streams)), weights
+                )
             found = next(streams[chosen], None)
             if found is not None:
                 caption, passes[chosen] = found
                 captions.append(caption)
                 if len(captions) < self.memory.shape[1]:
                     continue
-            piece = Chunk(self.worker, place, self._broken, {"samples": number + 1, "passes": [*passes]})
+            piece = Chunk(
+                self.worker, place, self._broken, {"samples": number + 1, "passes": [*passes]}
+            )
             if found is None:
                 shards = self.sources[chosen].shards
                 piece.failure = f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
@@ -103,16 +116,27 @@ class ShardReader:
             began_s, captions, self._broken = time.perf_counter(), [], []
             place = (place + 1) % len(self.memory)
 
-    def _captions(self, number: int, pass_number: int, drawn: int) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Decode the items of a source to the next rows. Yield the caption of each usable one, and the pass and items drawn
+    def _captions(
+        self, number: int, pass_number: int, drawn: int
+    ) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Decode the items of a source to the next rows. Yield the caption of each usable one, and
+          the pass and items drawn
         in it so far. End only if a whole pass has none."""
-        source, seed, given = self.sources[number], f"{self.seed}, source {number}", self.start["samples"]
+        source, seed, given = (
+            self.sources[number],
+            f"{self.seed}, source {number}",
+            self.start["samples"],
+        )
         is_useful = True
         while is_useful:
             wanted = source.deal.given(pass_number + 1) if source.deal else math.inf
             is_useful = drawn > 0 or given >= wanted
             in_pass = f"{seed}, pass {pass_number}"
-            items = self._items(source, pass_number, random.Random(in_pass)) if given < wanted else iter(())
+            items = (
+                self._items(source, pass_number, random.Random(in_pass))
+                if given < wanted
+                else iter(())
+            )
             rest = islice(enumerate(items, start=1), drawn, None)
             for drawn, item in rest:
                 caption = self._decode(item, random.Random(f"{in_pass}, item {drawn - 1}"))
@@ -164,7 +188,9 @@ class ShardReader:
         """Log, on one worker, which captions are used if an item has several kinds."""
         names = list(values_by_name(item, self.data.caption_key))
         if len(names) > 1 and not (self.worker or self.spec.rank):
-            note(f"captions are from {names[0]!r}, not {', '.join(names[1:])} (clap.data.caption_key)")
+            note(
+                f"captions are from {names[0]!r}, not {', '.join(names[1:])} (clap.data.caption_key)"
+            )
 
     def _report(self, name: str, reason: str) -> None:
         self._broken.append(Broken(name, reason))

@@ -1,7 +1,8 @@
 """Copy shards to a disk of the host when they are first read, for `clap.data.stage_to`.
 
-All ranks of a host, and their workers, share one copy of each shard. Copies are named by the source's path, size and time of
-change, so a changed shard is copied again. They are never deleted here: SLURM or the user removes the folder.
+All ranks of a host, and their workers, share one copy of each shard. Copies are named by the
+source's path, size and time of change, so a changed shard is copied again. They are never deleted
+here: SLURM or the user removes the folder.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ KEPT_FREE = 0.01
 
 
 class StagingFolder:
-    """A folder of copies on this host's disk. A full disk is no error: shards without a copy are read from their source."""
+    """A folder of copies on this host's disk. A full disk is no error: shards without a copy are
+    read from their source."""
 
     def __init__(self, stage_to: str) -> None:
-        """Create the folder. Raises ValueError if a variable isn't set on this host, or if the folder can't be written."""
+        """Create the folder. Raises ValueError if a variable isn't set on this host, or if the
+        folder can't be written."""
         place = f"{FIELD}: {stage_to!r} on {this_host()}"
         path = os.path.expanduser(os.path.expandvars(stage_to))
         if unset := re.search(r"\$(\w+|\{[^}]*\})", path):
@@ -45,7 +48,9 @@ class StagingFolder:
             for folder in (self.folder, self._copies, self._locks):
                 make_private(folder)
         except OSError as error:
-            raise ValueError(f"{place}: {error.filename or path} can't be written: {error.strerror}") from None
+            raise ValueError(
+                f"{place}: {error.filename or path} can't be written: {error.strerror}"
+            ) from None
         self._has_quota_left = True
         self._warning_lock: TextIO | None = None
 
@@ -55,18 +60,23 @@ class StagingFolder:
         return max(0.0, disk.free - KEPT_FREE * disk.total)
 
     def check_room(self, needed_bytes: float) -> None:
-        """Warn if the shards that this host's ranks read need more room than there is, copies of earlier runs included."""
+        """Warn if the shards that this host's ranks read need more room than there is, copies of
+        earlier runs included."""
         room = self.free_bytes() + sum(copy.stat().st_size for copy in self._copies.glob("*.tar"))
         if needed_bytes > room:
-            self._warn(f"shards need {needed_bytes / 1e9:,.3f} GB, and there is room for {room / 1e9:,.3f} GB")
+            self._warn(
+                f"shards need {needed_bytes / 1e9:,.3f} GB, and there is room for {room / 1e9:,.3f} GB"
+            )
 
     def open(self, shard: str, cache_bytes: float) -> OpenFile:
-        """Open a shard's copy, copying the shard if it is new, or the shard itself if that fails. Raises OSError."""
+        """Open a shard's copy, copying the shard if it is new, or the shard itself if that fails.
+        Raises OSError."""
         try:
             return open_copy(shard, self._copies, self._locks, self._limit)
         except Exception as error:  # any error of the file system package
             file = open_shard(shard, cache_bytes)
-            # Of a quota nothing tells how much is left: don't copy until it ends again for each shard.
+            # Of a quota nothing tells how much is left: don't copy until it ends again for each
+            # shard.
             self._has_quota_left &= getattr(error, "errno", None) not in NO_SPACE
             self._warn(f"{shard} can't be copied: {error}")
             return file
@@ -75,7 +85,8 @@ class StagingFolder:
         return self.free_bytes() if self._has_quota_left else -1
 
     def _warn(self, problem: str) -> None:
-        """Print a problem, unless a process of this host already printed one: it holds the lock until it ends."""
+        """Print a problem, unless a process of this host already printed one: it holds the lock
+        until it ends."""
         if self._warning_lock is not None:
             return
         try:

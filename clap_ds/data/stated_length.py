@@ -1,7 +1,9 @@
-"""Open audio files whose header states no length, or a wrong one, with the length that ffmpeg decodes.
+"""Open audio files whose header states no length, or a wrong one, with the length that ffmpeg
+decodes.
 
-libsndfile trusts headers: it reads no sample beyond the stated length. It estimates that of an MP3 without a Xing frame
-from the first frame. Programs that write to a pipe can't go back to the header, so they leave it without a length.
+libsndfile trusts headers: it reads no sample beyond the stated length. It estimates that of an MP3
+without a Xing frame from the first frame. Programs that write to a pipe can't go back to the
+header, so they leave it without a length.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _BYTES_STATED = re.compile(rb"(?:Xing|Info)\0\0\0[\3\7\v\x0f](.{4})(.{4})", re.D
 _CHUNKS = {b"RIFF": (12, 2, 4), b"FORM": (12, 2, 4), b"caff": (8, 1, 8)}
 """Where the chunks of a WAV, AIFF or CAF start, their alignment, and the bytes of a size."""
 _SIZES = {b".snd": (8, 4, 24), b"RF64": (20, 8, 8), b"riff": (16, 8, 0)}
-"""Where an AU, RF64 or W64 states a size, the bytes of that field, and bytes of the file that the size doesn't count."""
+"""Where an AU, RF64 or W64 states a size, the bytes of that field, and bytes of the file that the
+size doesn't count."""
 _MOST_CHUNKS = 1000  # most files have about ten
 _LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
 _FIRST_PAGES = 4096  # bytes that hold the first page of each stream of an Ogg
@@ -61,7 +64,10 @@ def open_audio_file(encoded: Encoded) -> AudioFile:
     """
     with io.BytesIO(encoded) if isinstance(encoded, bytes) else open(encoded, "rb") as file:
         while (tag := file.read(10))[:3] == b"ID3":  # may hold pictures
-            file.seek(functools.reduce(lambda size, seven_bits: size << 7 | seven_bits, tag[6:], 0), os.SEEK_CUR)
+            file.seek(
+                functools.reduce(lambda size, seven_bits: size << 7 | seven_bits, tag[6:], 0),
+                os.SEEK_CUR,
+            )
         start = file.seek(-len(tag), os.SEEK_CUR)
         magic = tag[:4]
         if not magic:
@@ -109,7 +115,8 @@ def _complete_chunks(file: BinaryIO, magic: bytes) -> bytes | None:
 
 
 def _marks_pipe(stated: int, size_bytes: int) -> bool:
-    """Return whether programs write this size to a pipe: sox 0x7F000008 or 0x7FFFF000, ffmpeg 0xFFFFFFFF."""
+    """Return whether programs write this size to a pipe: sox 0x7F000008 or 0x7FFFF000, ffmpeg
+    0xFFFFFFFF."""
     return stated >> 8 * size_bytes - 8 >= 0x7F
 
 
@@ -120,13 +127,16 @@ def _check_size(file: BinaryIO, magic: bytes) -> None:
     position, size_bytes, not_counted = _SIZES[magic]
     file_bytes = file.seek(0, os.SEEK_END)
     file.seek(position)
-    stated = int.from_bytes(file.read(size_bytes), "big" if magic == b".snd" else "little") + not_counted
+    stated = (
+        int.from_bytes(file.read(size_bytes), "big" if magic == b".snd" else "little") + not_counted
+    )
     if file_bytes < stated and not _marks_pipe(stated, size_bytes):
         raise BrokenItemError(f"audio is truncated: found {file_bytes} of {stated} bytes")
 
 
 def _check_ogg(file: BinaryIO) -> None:
-    """Raise BrokenItemError for an Ogg that ends within a page, or with another stream than it begins with."""
+    """Raise BrokenItemError for an Ogg that ends within a page, or with another stream than it
+    begins with."""
     file.seek(0)
     first_pages = file.read(_FIRST_PAGES)
     file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_PAGE))
@@ -141,7 +151,8 @@ def _check_ogg(file: BinaryIO) -> None:
 
 
 def _complete_flac(source: AudioFile) -> AudioFile:
-    """Open a FLAC that states no length after encoding it anew, because decoded it may be too large for memory."""
+    """Open a FLAC that states no length after encoding it anew, because decoded it may be too large
+    for memory."""
     content = io.BytesIO()
     options: Any = {"format": "FLAC", "subtype": source.subtype, "compression_level": 0.0}
     with soundfile.SoundFile(content, "w", source.samplerate, source.channels, **options) as target:
@@ -152,7 +163,8 @@ def _complete_flac(source: AudioFile) -> AudioFile:
 
 
 def _count_stated(file: BinaryIO, start: bytes) -> int:
-    """Return the number of frames that a Xing frame states, if other MPEG frames may follow those: `cat a.mp3 b.mp3`."""
+    """Return the number of frames that a Xing frame states, if other MPEG frames may follow those:
+    `cat a.mp3 b.mp3`."""
     stated = _BYTES_STATED.search(start)
     if not stated:
         return 0
@@ -164,12 +176,14 @@ def _count_stated(file: BinaryIO, start: bytes) -> int:
 
 
 def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
-    """Open MPEG audio that states no length, with all samples that its frames hold. An encoder's delay isn't removed."""
+    """Open MPEG audio that states no length, with all samples that its frames hold. An encoder's
+    delay isn't removed."""
     start = file.read(64)
     num_stated = _count_stated(file, start)
     if _NUM_FRAMES_STATED.search(start) and not num_stated:
         return estimated
-    # A Xing frame without a length becomes one without sound. libsndfile would leave it out and estimate from the next.
+    # A Xing frame without a length becomes one without sound. libsndfile would leave it out and
+    # estimate from the next.
     content = re.sub(rb"Xing|Info", bytes(4), start) + file.read()
     is_mpeg_1 = estimated.samplerate >= 32000
     bit_rates = _BIT_RATES[estimated.subtype if is_mpeg_1 else "MPEG-2"].split()
@@ -185,7 +199,9 @@ def _complete_mpeg(file: BinaryIO, estimated: AudioFile) -> AudioFile:
         padding = header[2] >> 1 & 1
         return bit_rate and samples_per_frame // 8 * bit_rate // estimated.samplerate + padding
 
-    for candidate in re.finditer(rb"\xff[\xe2-\xff]", content):  # zeros or text may precede the first frame
+    for candidate in re.finditer(
+        rb"\xff[\xe2-\xff]", content
+    ):  # zeros or text may precede the first frame
         sync = candidate[0]
         position = candidate.start()
         if measure_frame(position) and measure_frame(position + measure_frame(position)):

@@ -16,7 +16,11 @@ from clap_ds.data.batch import Batch, BatchSpec, to_int16
 from clap_ds.data.workers import Loader
 
 PIECE_SIZE = 32  # clips that a worker sends together, as shared memory may be small
-START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
+START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = (
+    0,
+    2,
+    4,
+)  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
 
 
 class _Clips(Dataset[tuple[Tensor, ...]]):
@@ -31,23 +35,33 @@ class _Clips(Dataset[tuple[Tensor, ...]]):
 
 
 class SyntheticStream:
-    """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the device. With workers, those
-    collate each batch again from its clips."""
+    """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the
+    device. With workers, those collate each batch again from its clips."""
 
-    def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None
+    ) -> None:
         setting = data.caption_lengths
-        histogram = setting if isinstance(setting, dict) else {str(setting or spec.context_length): 1.0}
+        histogram = (
+            setting if isinstance(setting, dict) else {str(setting or spec.context_length): 1.0}
+        )
         lengths = torch.tensor(list(map(int, histogram)))
         weights = torch.tensor(list(histogram.values()), dtype=torch.float64)
         on_host = torch.Generator().manual_seed(_mix(spec.seed, spec.rank, 0))
         on_device = torch.Generator(spec.device).manual_seed(_mix(spec.seed, spec.rank, 1))
         self._batches: list[Batch] = []
         for _ in range(data.num_batches):
-            drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
-            captions = _random_captions(lengths[drawn], spec.context_length, spec.model.text, on_host)
+            drawn = torch.multinomial(
+                weights, spec.micro_batch, replacement=True, generator=on_host
+            )
+            captions = _random_captions(
+                lengths[drawn], spec.context_length, spec.model.text, on_host
+            )
             noise = torch.empty(spec.micro_batch, *spec.model.audio.clip_shape, device=spec.device)
             noise.uniform_(-1, 1, generator=on_device)
-            batch = Batch((noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions)
+            batch = Batch(
+                (noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions
+            )
             if data.placement == "device":
                 batch = batch.to(spec.device)
             elif spec.device.type != "cpu" and not data.num_workers:
@@ -97,8 +111,11 @@ def _mix(*parts: int) -> int:  # a 63-bit seed that depends on every part
 def _random_captions(
     lengths_B: Tensor, context_length: int, text: TextConfig, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw token ids and attention mask, both (B, context_length) int64, for captions of `lengths_B` real tokens."""
-    ids = torch.randint(FIRST_WORD_ID, text.vocab_size, (len(lengths_B), context_length), generator=generator)
+    """Draw token ids and attention mask, both (B, context_length) int64, for captions of
+    `lengths_B` real tokens."""
+    ids = torch.randint(
+        FIRST_WORD_ID, text.vocab_size, (len(lengths_B), context_length), generator=generator
+    )
     ids[:, 0] = START_TOKEN_ID
     ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID
     mask = (torch.arange(context_length) < lengths_B[:, None]).long()

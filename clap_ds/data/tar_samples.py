@@ -16,13 +16,24 @@ from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import OpenFile, open_shard
 
 Item = dict[str, Any]
-"""Extension → content (bytes or a `Place` in the tar), with `__key__`, `__url__` and, for places, `__file__`."""
+"""Extension → content (bytes or a `Place` in the tar), with `__key__`, `__url__` and, for places,
+`__file__`."""
 Report = Callable[[str, str], None]
 """Called with the name of an unusable tar or item, and the reason."""
-UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
+UNREADABLE = (
+    tarfile.TarError,
+    EOFError,
+    ValueError,
+    OverflowError,
+    IndexError,
+    RecursionError,
+    MemoryError,
+)
 DAMAGE = (*UNREADABLE, OSError)  # errors of reading a damaged or deleted tar
 
-_HEADER_BUFFER_BYTES = 2**13  # the default is megabytes on some file systems, which each seek to a header would read
+_HEADER_BUFFER_BYTES = (
+    2**13
+)  # the default is megabytes on some file systems, which each seek to a header would read
 _MOST_HEADER_BYTES = 2**20
 _DIGITS = re.compile(
     rb"\d{256}"
@@ -60,12 +71,20 @@ class Place(NamedTuple):
 _remembered: dict[tuple[str | int, ...], list[Item]] = {}  # by file and version
 
 
-def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None) -> Iterator[Item]:
-    """Yield the items of a tar (path or URL) in order without reading their contents, as far as the tar is readable."""
+def list_items(
+    shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None
+) -> Iterator[Item]:
+    """Yield the items of a tar (path or URL) in order without reading their contents, as far as the
+    tar is readable."""
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
-        version = (shard, state.st_ino, state.st_size, state.st_mtime_ns)  # inodes of deleted copies are reused
+        version = (
+            shard,
+            state.st_ino,
+            state.st_size,
+            state.st_mtime_ns,
+        )  # inodes of deleted copies are reused
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
@@ -73,7 +92,9 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
         report(shard, f"tar can't be read: {words(error)}{expected}")
 
 
-def _read_headers(shard: str, file: OpenFile, version: tuple[str | int, ...], report: Report) -> Iterator[Item]:
+def _read_headers(
+    shard: str, file: OpenFile, version: tuple[str | int, ...], report: Report
+) -> Iterator[Item]:
     """Yield items, and cache them all at the end if nothing was reported."""
     found: list[Item] = []
     problems: list[str] = []
@@ -91,7 +112,8 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[str | int, ...], re
 
 
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
-    """Yield the files of a tar for `group_by_keys`. Detect damage and truncation, which tarfile treats as the end."""
+    """Yield the files of a tar for `group_by_keys`. Detect damage and truncation, which tarfile
+    treats as the end."""
     with (
         _Headers(io.FileIO(os.dup(file.number)), _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,
@@ -110,13 +132,17 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
                     yield {"fname": member.name, "data": place, "__url__": shard}
             rest = file.read(tar.offset, _MOST_READ_BEHIND)
             if not rest or any(rest):
-                raise EOFError(f"end-of-archive mark missing, or followed by other than zeros, at byte {tar.offset:,}")
+                raise EOFError(
+                    f"end-of-archive mark missing, or followed by other than zeros, at byte {tar.offset:,}"
+                )
         except UNREADABLE as error:
             tell(EOFError(f"tar is truncated or damaged ({words(error)}); using its readable part"))
 
 
 def words(error: BaseException) -> str:
-    return str(error.args[-1] if isinstance(error, OSError) and error.strerror else error) or repr(error)
+    return str(error.args[-1] if isinstance(error, OSError) and error.strerror else error) or repr(
+        error
+    )
 
 
 def fetch(item: Item) -> None:
@@ -133,7 +159,8 @@ def is_sample(item: Item) -> bool:
 
 
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:
-    """Yield a tar's items from sample `first` to before sample `end` (None: all), including items that aren't samples."""
+    """Yield a tar's items from sample `first` to before sample `end` (None: all), including items
+    that aren't samples."""
     number = 0
     for item in items:
         if number >= first:

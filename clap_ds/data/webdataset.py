@@ -1,6 +1,7 @@
 """Load audio and captions from WebDataset tars in worker processes.
 
-Workers send small pieces of a micro-batch in reused shared memory, because 616 ten-second clips take 1.2 GB.
+Workers send small pieces of a micro-batch in reused shared memory, because 616 ten-second clips
+take 1.2 GB.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def _digest(contents: Any) -> str:
 def _prepare_staging(
     stage_to: str, shards: list[str], shares: list[list[Source]], ranks_per_host: int
 ) -> StagingFolder:
-    """Create the folder for copies of shards, and compare its room with what this host's ranks need."""
+    """Create the folder for copies of shards, and compare its room with what this host's ranks
+    need."""
     staging = StagingFolder(stage_to)
     sizes = count_bytes(shards)
     of_rank = {shard for share in shares for source in share for shard in source.shards_read()}
@@ -60,21 +62,40 @@ class _Readers(IterableDataset[Chunk]):
 
 
 class WebDatasetStream:
-    """Iterate endlessly over one rank's micro-batches. Arguments and errors: see `clap_ds.data.dataloader.build_batches`."""
+    """Iterate endlessly over one rank's micro-batches. Arguments and errors: see
+    `clap_ds.data.dataloader.build_batches`."""
 
     def __init__(
-        self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
+        self,
+        data: ShardData,
+        spec: BatchSpec,
+        state: dict[str, Any] | None = None,
+        *,
+        needs_epochs: bool = False,
     ) -> None:
         self._num_workers, self._micro_batch = data.num_workers, spec.micro_batch
         piece_size = min(spec.micro_batch, PIECE_SIZE)
-        shares, order = self._share(data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES)
-        # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of the current piece.
-        self._state: dict[str, Any] = {"source": "webdataset", "order": order, "origin": 0, "samples": 0}
+        shares, order = self._share(
+            data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES
+        )
+        # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of
+        # the current piece.
+        self._state: dict[str, Any] = {
+            "source": "webdataset",
+            "order": order,
+            "origin": 0,
+            "samples": 0,
+        }
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
         if state is not None:
             self._restore(state, spec)
-        # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that, and fills another.
-        ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self._num_workers else 0
+        # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that,
+        # and fills another.
+        ahead = (
+            max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares))))
+            if self._num_workers
+            else 0
+        )
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
         audio, is_mel = spec.model.audio, self._kind == "mel"
         in_16_bits = is_mel or (audio.fusion and data.audio_dtype == "int16")
@@ -82,13 +103,25 @@ class WebDatasetStream:
         row = audio.feature_shape if is_mel else audio.clip_shape
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         text = spec.model.text
-        tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
+        tokenizer = load_tokenizer(
+            data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
+        )
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
             ShardReader(
-                worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start, self._staging
+                worker,
+                own,
+                data,
+                spec,
+                tokenizer,
+                self._memory[worker],
+                f"{seed}{worker}",
+                start,
+                self._staging,
             )
-            for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
+            for worker, (own, start) in enumerate(
+                zip(shares, self._state["positions"], strict=True)
+            )
         ]
         self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
         self._broken: dict[str, Broken] = {}  # by name
@@ -102,18 +135,25 @@ class WebDatasetStream:
         )  # fmt: skip
         if spec.device.type == "cuda":
             if lock_pages(self._memory):
-                # Not in `close`, which also runs after errors: CUDA could wait for unfinished work of other ranks.
+                # Not in `close`, which also runs after errors: CUDA could wait for unfinished work
+                # of other ranks.
                 weakref.finalize(self, unlock_pages, self._memory).atexit = False
             else:
-                note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU block the host")
+                note(
+                    "clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU block the host"
+                )
 
     def _share(
         self, data: ShardData, spec: BatchSpec, piece_size: int, most_bytes: float
     ) -> tuple[list[list[Source]], dict[str, Any]]:
-        """Find the shards. Return each worker's share, and everything that determines the order of samples."""
+        """Find the shards. Return each worker's share, and everything that determines the order of
+        samples."""
         sources = expand_sources(data.shards)
         shards = [shard for source in sources for shard in source.shards]
-        self._kind, samples = kind_of(shards, spec.model, warns=spec.rank == 0), samples_of(shards, most_bytes)
+        self._kind, samples = (
+            kind_of(shards, spec.model, warns=spec.rank == 0),
+            samples_of(shards, most_bytes),
+        )
         num_samples = sum(samples) if samples else None
         has_epochs = bool(num_samples and data.has_epochs)
         self._described = {
@@ -125,7 +165,9 @@ class WebDatasetStream:
             "num_workers": data.num_workers,
         }
         # Names without folders: moved tars are read in the same order.
-        contents: Any = [[[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources]
+        contents: Any = [
+            [[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources
+        ]
         paths: Any = [[source.shards, source.weight] for source in sources]
         shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
         self._staging = None
@@ -156,11 +198,17 @@ class WebDatasetStream:
         if not changed:
             self._state |= state
             return
-        origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
+        origin = state.get("origin", 0) + state.get("samples", 0) * before.get(
+            "ranks", spec.world_size
+        )
         self._state["origin"] = origin
         if spec.rank == 0:
-            other = ", ".join(f"{name} (then {before.get(name)}, now {order[name]})" for name in changed)
-            note(f"resuming after {origin:,} samples in a new order, because these changed: {other}")
+            other = ", ".join(
+                f"{name} (then {before.get(name)}, now {order[name]})" for name in changed
+            )
+            note(
+                f"resuming after {origin:,} samples in a new order, because these changed: {other}"
+            )
 
     def __next__(self) -> list[Batch]:
         """Return rows that are valid until the next call."""
@@ -174,7 +222,11 @@ class WebDatasetStream:
             if state["rows_taken"] == len(batch):
                 places = state["positions"]
                 places = [*places[: piece.worker], piece.after, *places[piece.worker + 1 :]]
-                state |= {"positions": places, "next_worker": (piece.worker + 1) % len(places), "rows_taken": 0}
+                state |= {
+                    "positions": places,
+                    "next_worker": (piece.worker + 1) % len(places),
+                    "rows_taken": 0,
+                }
                 self._piece = None
         state["samples"] += self._micro_batch
         return rows
@@ -188,7 +240,11 @@ class WebDatasetStream:
         if piece.captions is None:
             self.close()
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
-            found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they contain no items"
+            found = (
+                f"{len(self._broken)} broken, the first: {examples}"
+                if examples
+                else "they contain no items"
+            )
             raise ValueError(f"{FIELD}: {piece.failure}; {found}")
         ids, mask = map(torch.from_numpy, piece.captions)
         batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
@@ -206,7 +262,8 @@ class WebDatasetStream:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
-        """Return statistics that count broken items and damaged tars once each; unknown numbers of samples are None."""
+        """Return statistics that count broken items and damaged tars once each; unknown numbers of
+        samples are None."""
         broken = [asdict(broken) for broken in self._broken.values()]
         return {**self._described, "num_broken_items": len(broken), "broken_items": broken}
 

@@ -1,4 +1,5 @@
-"""Choose GPU or CPU; fail if torch can't use a GPU that exists, as CPUs would be hundreds of times slower.
+"""Choose GPU or CPU; fail if torch can't use a GPU that exists, as CPUs would be hundreds of times
+slower.
 
     python -m clap_ds.distributed.accelerator     prints cuda or cpu
 
@@ -41,7 +42,8 @@ def choose_accelerator() -> str:
 
 
 def choose_device(rank: int, local_rank: int) -> torch.device:
-    """Return this rank's device, ready for use. Raises UserError if its host has too few GPUs or torch can't use them."""
+    """Return this rank's device, ready for use. Raises UserError if its host has too few GPUs or
+    torch can't use them."""
     import torch
 
     if choose_accelerator() == "cpu":
@@ -50,7 +52,9 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
     if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):  # `--gpus-per-task`
         number, os.environ["LOCAL_RANK"] = 0, "0"  # read by DeepSpeed's engine
     if number >= there:
-        raise UserError(f"rank {rank} needs GPU {number} of {os.uname().nodename}, which has {there} visible GPUs")
+        raise UserError(
+            f"rank {rank} needs GPU {number} of {os.uname().nodename}, which has {there} visible GPUs"
+        )
     set_up_cuda()
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
@@ -60,10 +64,12 @@ def set_up_cuda() -> None:
     """Change torch's CUDA defaults. Call before any GPU allocation."""
     import torch
 
-    # Since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678). It takes a bias only if that
-    # needs no gradient, so cached accumulation's two passes would use different kernels.
+    # Since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678). It
+    # takes a bias only if that needs no gradient, so cached accumulation's two passes would use
+    # different kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Otherwise cuBLAS may split long sums, such as weight gradients, and round the parts to 16 bits.
+    # Otherwise cuBLAS may split long sums, such as weight gradients, and round the parts to 16
+    # bits.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # Reduces fragmentation as caption lengths change.
@@ -72,7 +78,8 @@ def set_up_cuda() -> None:
 
 
 def find_gpu() -> str:
-    """Return the evidence that this process has a GPU, a usable device file or SLURM's variable, or an empty string."""
+    """Return the evidence that this process has a GPU, a usable device file or SLURM's variable, or
+    an empty string."""
     files = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
     if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in HIDE_ALL_GPUS:
         return min(files)
@@ -89,7 +96,8 @@ def explain_no_gpu() -> str:
 
 
 def find_cuda_problem() -> str:
-    """Return why CUDA can't be initialized: torch without it, no driver, or one that is too old; empty if it can."""
+    """Return why CUDA can't be initialized: torch without it, no driver, or one that is too old;
+    empty if it can."""
     import torch
 
     try:
@@ -103,7 +111,9 @@ def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> l
     """Return nvidia-smi's lines for a query, by default one per GPU; empty if it fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        shown = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in shown.splitlines() if line.count(",") >= query.count(",")]

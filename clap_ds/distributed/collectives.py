@@ -1,7 +1,8 @@
 """Collectives in which ranks exchange values and errors; an error on one rank blocks no other.
 
-They use gloo: NCCL would keep GPU memory for each peer. Values are exchanged as JSON, not as torch's pickles, in which a peer
-could send code. So on any number of ranks tuples become lists and paths text, and dictionaries' keys must be text.
+They use gloo: NCCL would keep GPU memory for each peer. Values are exchanged as JSON, not as
+torch's pickles, in which a peer could send code. So on any number of ranks tuples become lists and
+paths text, and dictionaries' keys must be text.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def _hosts_of(world: object) -> Any:
 
 
 def _encode(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value, default=os.fspath).encode()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(json.dumps(value, default=os.fspath).encode()), dtype=torch.uint8
+    )
 
 
 def _decode(content: Tensor) -> Any:
@@ -65,7 +68,8 @@ def _pad(content: Tensor) -> Tensor:
 
 
 def gather_tensor(tensor: Tensor) -> list[Tensor]:
-    """Return every rank's CPU tensor, of the same shape on all, by rank, on rank 0, and only the own one elsewhere."""
+    """Return every rank's CPU tensor, of the same shape on all, by rank, on rank 0, and only the
+    own one elsewhere."""
     if world_size() == 1:
         return [tensor]
     by_rank = [torch.empty_like(tensor) for _ in range(world_size())] if rank() == 0 else None
@@ -92,7 +96,8 @@ def _first_problem(problems: list[str | None]) -> str | None:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Run the body on every rank. Raises CollectiveUserError on all ranks at the end if it raises ValueError on any."""
+    """Run the body on every rank. Raises CollectiveUserError on all ranks at the end if it raises
+    ValueError on any."""
     problem = None
     try:
         yield
@@ -103,7 +108,8 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def run_on_rank0(task: Callable[[], T]) -> T:
-    """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it raises that or OSError."""
+    """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it
+    raises that or OSError."""
     answer = _encode(None)
     if rank() == 0:
         try:

@@ -1,4 +1,5 @@
-"""Error files: why each rank ended, in the run directory or, before it exists, in the job's folder."""
+"""Error files: why each rank ended, in the run directory or, before it exists, in the job's
+folder."""
 
 from __future__ import annotations
 
@@ -22,19 +23,29 @@ from clap_ds.config.redaction import redacted_all
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 SIGNAL, KILLED = "signal", "killed"
-"""Kinds of error that ranks can't record themselves. `KILLED` is also the fault of an error if a data worker was killed."""
+"""Kinds of error that ranks can't record themselves. `KILLED` is also the fault of an error if a
+data worker was killed."""
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """Consequences of other failures; these never replace an error file."""
 ERRORS = "errors"  # folder of error files in the run directory or the job's
 
 PROGRAM, HOST, IMPORT, LINK, ALL_RANKS = "", "host", "import", "link", "all_ranks"
-"""Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a connection, of which either
-host may be broken; of what all ranks share, such as settings."""
-_HOST_ERRNOS = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN)  # of disks and mounts
+"""Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a
+connection, of which either host may be broken; of what all ranks share, such as settings."""
+_HOST_ERRNOS = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+)  # of disks and mounts
 _CALL_CODES = (1, 2, 9, 98, 700, 701, 710, 716, 717)
-"""CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue, MemoryAllocation, InvalidConfiguration,
-InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources, Assert, MisalignedAddress, InvalidAddressSpace."""
-_CALL = re.compile("illegal memory access|misaligned address|device-side assert|out of memory|ncclInvalid")
+"""CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue,
+MemoryAllocation, InvalidConfiguration, InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources,
+Assert, MisalignedAddress, InvalidAddressSpace."""
+_CALL = re.compile(
+    "illegal memory access|misaligned address|device-side assert|out of memory|ncclInvalid"
+)
 """The same in texts of cuBLAS and NCCL, which have no codes."""
 _LOST_CONNECTION = re.compile(
     r"gloo/|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
@@ -44,7 +55,8 @@ _LOST_CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class RankError:
-    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault. `fault` tells whose an ERROR may be."""
+    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault. `fault` tells whose
+    an ERROR may be."""
 
     at: float
     rank: int
@@ -73,13 +85,16 @@ class ThisRank:
         self, kind: str, message: str, code: int, *,
         ranks: Sequence[int] = (), hosts: Sequence[str] = (), fault: str = PROGRAM,
     ) -> None:  # fmt: skip
-        """Write why this rank ends, with the current exception's stack; ignore failures to write."""
+        """Write why this rank ends, with the current exception's stack; ignore failures to
+        write."""
         name, line = f"rank{self.rank}.json", "; ".join(message.strip().splitlines())
         if self.folder is None or (kind in CONSEQUENCES and (self.folder / name).exists()):
             return
         # A signal may have interrupted an import.
         stack = "" if kind == STOPPED else traceback.format_exc()
-        error = RankError(time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts], fault)
+        error = RankError(
+            time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts], fault
+        )
         with suppress(OSError), own_folder(self.folder) as there:
             write_atomically(there / name, json.dumps(redacted_all(asdict(error))) + "\n")
 
@@ -98,7 +113,8 @@ def read_errors(folder: Path) -> list[RankError]:
 
 
 def fault_of(error: BaseException) -> str:
-    """Return whose fault an exception may be: its attribute `fault` or, for those of libraries, by type and error code."""
+    """Return whose fault an exception may be: its attribute `fault` or, for those of libraries, by
+    type and error code."""
     text = str(error)
     if hasattr(error, "fault"):
         return str(error.fault)
@@ -107,7 +123,8 @@ def fault_of(error: BaseException) -> str:
     if isinstance(error, ImportError):
         return IMPORT
     if isinstance(error, OSError):
-        # torch raises a data worker's error again without its number. Clients of remote files use EIO with texts of their own.
+        # torch raises a data worker's error again without its number. Clients of remote files use
+        # EIO with texts of their own.
         is_hosts = any(f"[Errno {number}] {os.strerror(number)}" in text for number in _HOST_ERRNOS)
         return HOST if is_hosts else PROGRAM
     if isinstance(error, RuntimeError):
@@ -120,7 +137,8 @@ def fault_of(error: BaseException) -> str:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Return whether another process ended or doesn't respond, by the messages of gloo, NCCL and torch's store."""
+    """Return whether another process ended or doesn't respond, by the messages of gloo, NCCL and
+    torch's store."""
     distributed = sys.modules.get("torch.distributed")
     for name in ("DistNetworkError", "DistStoreError"):
         if isinstance(error, getattr(distributed, name, ())):

@@ -15,14 +15,20 @@ from typing import Any
 from clap_ds.config.files import read_bytes
 
 Progress = dict[str, tuple[int, int]]
-"""Last started and last completed collective by process group, such as `nccl 0`; all ranks start them in the same order."""
+"""Last started and last completed collective by process group, such as `nccl 0`; all ranks start
+them in the same order."""
 DUMP = "nccl_rank"
-"""Stem of the files that NCCL's own watchdog writes if a collective times out; it needs no Python."""
+"""Stem of the files that NCCL's own watchdog writes if a collective times out; it needs no
+Python."""
 
 
 def prepare() -> None:
     """Make NCCL record when the device starts collectives. Call before creating a process group."""
-    defaults = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+    defaults = {
+        "TORCH_NCCL_ENABLE_TIMING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }
     os.environ.update({**defaults, **os.environ})
 
 
@@ -49,7 +55,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _progress(backend: str, dump: bytes) -> Progress:
-    """Return the progress in a dump. Queued collectives of gloo count as started, those of NCCL don't."""
-    begun, done = f"last_{'started' if backend == 'nccl' else 'enqueued'}_collective", "last_completed_collective"
+    """Return the progress in a dump. Queued collectives of gloo count as started, those of NCCL
+    don't."""
+    begun, done = (
+        f"last_{'started' if backend == 'nccl' else 'enqueued'}_collective",
+        "last_completed_collective",
+    )
     status = _PlainUnpickler(io.BytesIO(dump)).load()["pg_status"]
-    return {f"{backend} {group}": (max(of[begun], of[done]), of[done]) for group, of in status.items()}
+    return {
+        f"{backend} {group}": (max(of[begun], of[done]), of[done]) for group, of in status.items()
+    }

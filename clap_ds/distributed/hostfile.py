@@ -1,6 +1,7 @@
 """Convert SLURM node lists and environments to DeepSpeed hostfiles.
 
-DeepSpeed would misread `node[1-2] slots=4` as one host's name. Hosts come in the order of `scontrol show hostnames`.
+DeepSpeed would misread `node[1-2] slots=4` as one host's name. Hosts come in the order of `scontrol
+show hostnames`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from clap_ds.config.files import read_bytes
 
 PORTS = range(16000, 32000)
-"""Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by default."""
+"""Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by
+default."""
 MOST_HOSTS = 65536
 """SLURM's own limit for a range of nodes."""
 LONGEST_ARGUMENT = 100_000
@@ -34,20 +36,25 @@ _EXPECTED = "expected a node list such as a[01-03,7],b, found"
 
 
 def expand_by_slurm(nodelist: str) -> list[str]:
-    """Expand a node list by `scontrol show hostnames` if it answers, else by `expand`. Raises ValueError if malformed."""
-    # scontrol misreads malformed lists (`n[1, 2]` as n1, n02), exits with 0, and doesn't limit its output. `!` is no host.
+    """Expand a node list by `scontrol show hostnames` if it answers, else by `expand`. Raises
+    ValueError if malformed."""
+    # scontrol misreads malformed lists (`n[1, 2]` as n1, n02), exits with 0, and doesn't limit its
+    # output. `!` is no host.
     terms = ",".join(_split(nodelist))
     if len(terms) > LONGEST_ARGUMENT:
         return expand(nodelist)
     command = f'{{ timeout 10 scontrol show hostnames "$1" || echo !; }} | head -n {MOST_HOSTS + 1}'
-    output = subprocess.run(["sh", "-c", command, "sh", terms], capture_output=True, text=True).stdout
+    output = subprocess.run(
+        ["sh", "-c", command, "sh", terms], capture_output=True, text=True
+    ).stdout
     hosts = output.splitlines()
     is_valid = _HOSTS.fullmatch(output) and len({*hosts}) == len(hosts) <= MOST_HOSTS
     return hosts if is_valid else expand(nodelist)
 
 
 def expand(nodelist: str) -> list[str]:
-    """Expand a SLURM node list such as `a[01-03,7],r[1-2]n[1-4]` without SLURM. Raises ValueError if it is malformed."""
+    """Expand a SLURM node list such as `a[01-03,7],r[1-2]n[1-4]` without SLURM. Raises ValueError
+    if it is malformed."""
     hosts = [*itertools.islice(_expand_terms(nodelist), MOST_HOSTS + 1)]
     if len({*hosts}) < len(hosts) or len(hosts) > MOST_HOSTS:
         raise ValueError(f"{_EXPECTED} a host twice, or more than {MOST_HOSTS:,}, in {nodelist!r}")
@@ -57,7 +64,9 @@ def expand(nodelist: str) -> list[str]:
 def _split(nodelist: str) -> list[str]:
     """Split a node list at commas or spaces outside brackets."""
     terms = [""]
-    for position, part in enumerate(re.split(r"(\[[^\[\]]*\])", nodelist.strip())):  # alternately text and brackets
+    for position, part in enumerate(
+        re.split(r"(\[[^\[\]]*\])", nodelist.strip())
+    ):  # alternately text and brackets
         first, *others = re.split(r"\s*,\s*|\s+", part) if position % 2 == 0 else [part]
         terms[-1] += first
         terms += others
@@ -70,9 +79,13 @@ def _split(nodelist: str) -> list[str]:
 def _expand_terms(nodelist: str) -> Iterator[str]:
     for term in _split(nodelist):
         if term.count("[") > 2:  # SLURM orders these hosts in a way of its own
-            raise ValueError(f"{_EXPECTED} {term!r}: run this where scontrol expands more than two brackets")
+            raise ValueError(
+                f"{_EXPECTED} {term!r}: run this where scontrol expands more than two brackets"
+            )
         parts = re.split(r"[\[\]]", term)  # alternately text and ranges
-        choices = [_expand_ranges(part) if position % 2 else [part] for position, part in enumerate(parts)]
+        choices = [
+            _expand_ranges(part) if position % 2 else [part] for position, part in enumerate(parts)
+        ]
         yield from map("".join, itertools.product(*choices))
 
 
@@ -96,17 +109,20 @@ def this_host() -> str:
 def slots_from_slurm(
     environment: Mapping[str, str], wanted: int | None = None, remedy: str = "pass --slots N"
 ) -> dict[str, int]:
-    """Return ranks per host of the allocation or srun step: `wanted`, or its tasks or, with one task per host, its GPUs.
+    """Return ranks per host of the allocation or srun step: `wanted`, or its tasks or, with one
+    task per host, its GPUs.
 
-    Only requested tasks count: SLURM invents a number for whole nodes (`--exclusive`). Raises ValueError outside an
-    allocation, or if the number is unknown, and says how to set it (`remedy`).
+    Only requested tasks count: SLURM invents a number for whole nodes (`--exclusive`). Raises
+    ValueError outside an allocation, or if the number is unknown, and says how to set it
+    (`remedy`).
     """
     if component := environment.get("SLURM_JOB_NODELIST_HET_GROUP_0"):
         raise ValueError(
             f"SLURM_JOB_NODELIST_HET_GROUP_0={component}: heterogeneous jobs are not supported"
             " (clap-ds hostfile --nodelist LIST --slots N describes a component)"
         )
-    # srun sets both to the step's tasks, except in an interactive step (salloc's shell), which stands for the job.
+    # srun sets both to the step's tasks, except in an interactive step (salloc's shell), which
+    # stands for the job.
     tasks_per_node = environment.get("SLURM_TASKS_PER_NODE")
     in_step = environment.get("SLURM_STEP_TASKS_PER_NODE", "") == tasks_per_node
     variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
@@ -133,27 +149,35 @@ def slots_from_slurm(
         if gpus:
             return dict.fromkeys(hosts, gpus)
     if not tasks:
-        raise ValueError(f"the allocation's ranks per host are unknown: {remedy}, or allocate --gpus-per-node=N")
+        raise ValueError(
+            f"the allocation's ranks per host are unknown: {remedy}, or allocate --gpus-per-node=N"
+        )
     return dict(zip(hosts, tasks, strict=True))
 
 
 def _count_gpus(environment: Mapping[str, str], *variables: str) -> int:
-    """Return the sum of the first variable that is set, such as `4` or `a100:2,h100:4`; 0 if none is."""
+    """Return the sum of the first variable that is set, such as `4` or `a100:2,h100:4`; 0 if none
+    is."""
     for variable in variables:
         if counts := environment.get(variable):
             parts = [_GPUS.fullmatch(part) for part in counts.split(",")]
             if None in parts:
-                raise ValueError(f"{variable}: expected a number such as 4 or a100:2,h100:4, found {counts!r}")
+                raise ValueError(
+                    f"{variable}: expected a number such as 4 or a100:2,h100:4, found {counts!r}"
+                )
             return sum(int(part[1]) for part in parts if part)
     return 0
 
 
 def parse_tasks(counts: str) -> list[int]:
-    """Parse SLURM's tasks per node: `4(x2),2` is [4, 4, 2]. Raises ValueError if they are malformed."""
+    """Parse SLURM's tasks per node: `4(x2),2` is [4, 4, 2]. Raises ValueError if they are
+    malformed."""
     tasks: list[int] = []
     for part in counts.split(","):
         if not (match := _TASKS.fullmatch(part)):
-            raise ValueError(f"SLURM_TASKS_PER_NODE: expected a list such as 4(x2),2, found {counts!r}")
+            raise ValueError(
+                f"SLURM_TASKS_PER_NODE: expected a list such as 4(x2),2, found {counts!r}"
+            )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
@@ -167,21 +191,28 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     slots: dict[str, int] = {}
     for line in read_bytes(path).decode().splitlines():
         text = line.partition("#")[0].strip()
-        match = re.fullmatch(r"([^\s\[]+)\s+slots=([1-9][0-9]*)", text)  # DeepSpeed takes a[1-2] for one host
+        match = re.fullmatch(
+            r"([^\s\[]+)\s+slots=([1-9][0-9]*)", text
+        )  # DeepSpeed takes a[1-2] for one host
         if match and match[1] not in slots:
             slots[match[1]] = int(match[2])
         elif text:
-            raise ValueError(f"{path}: expected 'HOST slots=N', found {line!r} (each host once, no node lists)")
+            raise ValueError(
+                f"{path}: expected 'HOST slots=N', found {line!r} (each host once, no node lists)"
+            )
     return slots
 
 
 def read_nodefile(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Count slots per host in a list with a line per slot, as PBS and LSF write it. Raises ValueError if it is malformed."""
+    """Count slots per host in a list with a line per slot, as PBS and LSF write it. Raises
+    ValueError if it is malformed."""
     slots: dict[str, int] = {}
     for line in read_bytes(path).decode().splitlines():
         host = line.strip()
         if host and not _HOSTS.fullmatch(f"{host}\n"):
-            raise ValueError(f"{path}: expected a line with a host's name for each slot, found {line!r}")
+            raise ValueError(
+                f"{path}: expected a line with a host's name for each slot, found {line!r}"
+            )
         if host:
             slots[host] = slots.get(host, 0) + 1
     if not slots:
@@ -195,7 +226,8 @@ def port_of(name: str) -> int:
 
 
 def free_port() -> int:
-    """Find a free port of this host for rank 0, outside the kernel's range, from which others could take it meanwhile."""
+    """Find a free port of this host for rank 0, outside the kernel's range, from which others could
+    take it meanwhile."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))

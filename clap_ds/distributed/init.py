@@ -1,6 +1,7 @@
 """Identify this process's rank under any launcher; join and leave the process group.
 
-Top-level imports are light: a rank rejects a wrong configuration before importing torch and DeepSpeed.
+Top-level imports are light: a rank rejects a wrong configuration before importing torch and
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
 COLLECTIVE_TIMEOUT_S = 1800.0  # must cover one rank's slow start (compiling, downloading)
 FAILED = 1
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to report a mistake that other ranks found, too
-LAUNCHERS = "start ranks with deepspeed, torchrun or srun (docs/clusters.md), or one rank with plain python"
+LAUNCHERS = (
+    "start ranks with deepspeed, torchrun or srun (docs/clusters.md), or one rank with plain python"
+)
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE")
 RANK_VARIABLES = (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK",
@@ -73,17 +76,26 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Read the launcher's variables; without any there is one rank. Raises UserError if one is missing."""
+        """Read the launcher's variables; without any there is one rank. Raises UserError if one is
+        missing."""
         try:
             hosts = _adopt_slurm_step()
         except KeyError as error:
-            raise UserError(f"{error.args[0]} isn't set, but SLURM_STEP_NUM_TASKS is: {LAUNCHERS}") from None
+            raise UserError(
+                f"{error.args[0]} isn't set, but SLURM_STEP_NUM_TASKS is: {LAUNCHERS}"
+            ) from None
         words = sys.argv  # read here as commands may fail before parsing
-        folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
+        folder = (
+            Path(words[words.index("--job_folder") + 1]).resolve()
+            if "--job_folder" in words[:-1]
+            else None
+        )
         if not os.environ.get("RANK"):
             step = os.environ.get("SLURM_STEP_ID", "")
             is_srun = step.isdecimal() and int(step) < SPECIAL_STEPS
-            _reject_other_launchers("WORLD_SIZE", *MPI_SIZES, *(["SLURM_NTASKS"] if is_srun else []))
+            _reject_other_launchers(
+                "WORLD_SIZE", *MPI_SIZES, *(["SLURM_NTASKS"] if is_srun else [])
+            )
             return cls(0, 1, 0, 1, job_folder=folder)
         world_size = _read_number("WORLD_SIZE")
         rank = _read_number("RANK", world_size - 1)
@@ -93,7 +105,9 @@ class Ranks:
         if world_size > 1:
             _read_number("MASTER_PORT", 65535)
             if not os.environ.get("MASTER_ADDR"):
-                raise UserError(f"MASTER_ADDR isn't set, but RANK is: expected rank 0's host; {LAUNCHERS}")
+                raise UserError(
+                    f"MASTER_ADDR isn't set, but RANK is: expected rank 0's host; {LAUNCHERS}"
+                )
         return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
 
     @property
@@ -113,7 +127,8 @@ class Ranks:
 
 
 def _read_number(name: str, largest: int | None = None) -> int:
-    """Return a launcher's variable. Raises UserError if it is missing, no whole number or too large."""
+    """Return a launcher's variable. Raises UserError if it is missing, no whole number or too
+    large."""
     text = os.environ.get(name, "")
     if text.isdecimal() and (largest is None or int(text) <= largest):
         return int(text)
@@ -123,26 +138,36 @@ def _read_number(name: str, largest: int | None = None) -> int:
 
 
 def _reject_other_launchers(*size_variables: str, num_ranks: int = 1) -> None:
-    """Raise CollectiveUserError if another launcher's variables contradict this number of ranks: each rank would run alone."""
+    """Raise CollectiveUserError if another launcher's variables contradict this number of ranks:
+    each rank would run alone."""
     expected: dict[str, tuple[str, ...]] = dict.fromkeys(size_variables, ("1", str(num_ranks)))
     if num_ranks == 1:
         expected |= dict.fromkeys(RANK_VARIABLES, ("0",))
     for name, values in expected.items():
         value = os.environ.get(name)
         if value and value not in values:
-            raise CollectiveUserError(f"{name}={value}, but the launcher didn't set RANK: {LAUNCHERS}")
+            raise CollectiveUserError(
+                f"{name}={value}, but the launcher didn't set RANK: {LAUNCHERS}"
+            )
 
 
 def _adopt_slurm_step() -> tuple[str, ...]:
-    """Set launcher variables from this process's srun step if RANK isn't set, and return every rank's host."""
+    """Set launcher variables from this process's srun step if RANK isn't set, and return every
+    rank's host."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
     if os.environ.get("RANK") or not tasks:
         return ()
-    # A step of mpirun's daemons, or a shell in a step, passes its variables to all of mpirun's ranks.
+    # A step of mpirun's daemons, or a shell in a step, passes its variables to all of mpirun's
+    # ranks.
     num_tasks = _read_number("SLURM_STEP_NUM_TASKS")
     _reject_other_launchers(*MPI_SIZES, num_ranks=num_tasks)
-    counts, hosts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]), expand(os.environ["SLURM_STEP_NODELIST"])
-    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"])
+    counts, hosts = (
+        parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]),
+        expand(os.environ["SLURM_STEP_NODELIST"]),
+    )
+    os.environ.update(
+        RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"]
+    )
     os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
     if num_tasks > 1:  # single ranks need no rendezvous, and an interactive step may hold several
         os.environ.setdefault("MASTER_ADDR", hosts[0])
@@ -154,7 +179,9 @@ def _adopt_slurm_step() -> tuple[str, ...]:
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that launchers and jobs pass."""
     parser.add_argument("--job_folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # added by the deepspeed launcher
 
 
 def run_arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -166,19 +193,26 @@ def run_arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def initialize(
-    ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S, allow_mixed_code: bool = False
+    ranks: Ranks,
+    *,
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    allow_mixed_code: bool = False,
 ) -> torch.device:
-    """Choose this rank's device and join the process group. Raises UserError if there is none, the port is in use, or hosts
-    have different software and that isn't allowed."""
+    """Choose this rank's device and join the process group. Raises UserError if there is none, the
+    port is in use, or hosts have different software and that isn't allowed."""
     # One rank of each host reads files and asks git, while it imports torch.
-    software = ThreadPoolExecutor(1).submit(lambda: describe_software() if ranks.local_rank == 0 else None)
+    software = ThreadPoolExecutor(1).submit(
+        lambda: describe_software() if ranks.local_rank == 0 else None
+    )
     device = choose_device(ranks.rank, ranks.local_rank)
 
     import deepspeed
     import torch
 
     # A job's script may have set an address for other steps.
-    if ranks.world_size == 1 and not all(map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))):
+    if ranks.world_size == 1 and not all(
+        map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    ):
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -187,7 +221,8 @@ def initialize(
     if device.type == "cpu":
         keep_freed_memory()
         deepspeed.ops.__compatible_ops__ = {}  # reading it would try to compile every operation
-    # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the ranks.
+    # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the
+    # ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"
     flight_recorder.prepare()
@@ -197,40 +232,50 @@ def initialize(
         meet(ranks, backend, bound, software.result(), allow_mixed_code=allow_mixed_code)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
-    # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
+    # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of
+    # its own.
     deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
     return device
 
 
 def announce_accelerator(ranks: Ranks) -> None:
-    """Choose GPUs or CPUs before DeepSpeed is imported. Rank 0 prints if CPUs run because there is no GPU."""
+    """Choose GPUs or CPUs before DeepSpeed is imported. Rank 0 prints if CPUs run because there is
+    no GPU."""
     is_cpu_requested = os.environ.get("DS_ACCELERATOR") == "cpu"
     if choose_accelerator() == "cpu" and ranks.is_main_process and not is_cpu_requested:
         print(f"no GPU: {count_of(ranks.world_size, 'CPU rank')} ({explain_no_gpu()})", flush=True)
 
 
 def prepare_debugging(settings: DebugSettings) -> None:
-    """Apply `clap.debug`: verbose libraries, core dumps if the shell allows them, and Python stacks printed on crashes.
-    Call before CUDA lists GPUs. Keeps variables that are set."""
+    """Apply `clap.debug`: verbose libraries, core dumps if the shell allows them, and Python stacks
+    printed on crashes. Call before CUDA lists GPUs. Keeps variables that are set."""
     if settings.enabled:
         resource.setrlimit(resource.RLIMIT_CORE, CORE_LIMITS)
         faulthandler.enable(all_threads=True)
-        verbose = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
+        verbose = {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV",
+            "TORCH_DISTRIBUTED_DEBUG": "INFO",
+        }
         os.environ.update({**verbose, **os.environ})
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training step."""
+    """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training
+    step."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Record a signal and exit. Imports and raises nothing, as the signal may have interrupted an import, even of torch."""
+    """Record a signal and exit. Imports and raises nothing, as the signal may have interrupted an
+    import, even of torch."""
     signal.signal(number, signal.SIG_IGN)
     with suppress(Exception):
-        write_error_file(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+        write_error_file(
+            error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number
+        )
     exit_now(128 + number)
 
 
@@ -241,7 +286,9 @@ def _say(problem: str) -> None:
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function and record what ends it.
     User errors exit with code 2 and one message, printed by rank 0 if it can."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, CORE_LIMITS[1]))  # hundreds of ranks would fill a home directory
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, CORE_LIMITS[1])
+    )  # hundreds of ranks would fill a home directory
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
@@ -257,7 +304,9 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         if rank == "0":
             _say(str(error))
         else:
-            time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first
+            time.sleep(
+                RANK_0_SPEAKS_S
+            )  # launchers end a job when its first process exits: let rank 0 report first
             if not isinstance(error, CollectiveUserError):
                 _say(f"{socket.gethostname()}: rank {rank}: {error}")
         leave(USER_ERROR)
@@ -277,7 +326,9 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Flush output and exit at once, even if torch's or a loader's threads still run."""
     watchdog.stop()
-    dist = sys.modules.get("torch.distributed") if code == 0 else None  # after an error it may be half imported
+    dist = (
+        sys.modules.get("torch.distributed") if code == 0 else None
+    )  # after an error it may be half imported
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
     exit_now(code)

@@ -1,7 +1,8 @@
 """Rendezvous of ranks with a timeout that names missing ranks. Top-level imports are light.
 
-torch's store is neither encrypted nor authenticated. What the ranks of a job say about themselves is signed with a key in the
-job's folder, so that another program that reaches the port can't take a rank's place.
+torch's store is neither encrypted nor authenticated. What the ranks of a job say about themselves
+is signed with a key in the job's folder, so that another program that reaches the port can't take a
+rank's place.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from clap_ds.distributed.init import Ranks
 
 START_LIMIT_S = 300.0
-"""For all ranks to connect, and for one that no longer responds: some import from disk what others have cached."""
+"""For all ranks to connect, and for one that no longer responds: some import from disk what others
+have cached."""
 RESOLVE_LIMIT_S = 20.0  # for a host to resolve rank 0's name
 TELL_S = 1.0  # for other ranks to read the store, which ends with rank 0
 SAY_S = 10.0  # between reports of missing ranks
@@ -45,8 +47,8 @@ SIGNATURE_DIGITS = 64
 
 
 class UnreachableError(RuntimeError):
-    """A rank or host, named in the message, is unreachable; `hosts` are those of the missing ranks. `fault` is LINK on a rank
-    that can't reach another one, of which either may be broken."""
+    """A rank or host, named in the message, is unreachable; `hosts` are those of the missing ranks.
+    `fault` is LINK on a rank that can't reach another one, of which either may be broken."""
 
     def __init__(self, message: str, hosts: Sequence[str] = (), fault: str = PROGRAM) -> None:
         super().__init__(message)
@@ -86,7 +88,11 @@ def _call_roll(store: Store, ranks: Ranks, joined: threading.Event) -> None:
             said, size = now, ranks.world_size
             there = f"{size - len(missing)} of {size} ranks after {now - began:.0f} s"
             print(f"{there}, missing: {who}", file=sys.stderr, flush=True)
-        if missing and not joined.is_set() and now - min(heard[rank] for rank in missing) >= START_LIMIT_S:
+        if (
+            missing
+            and not joined.is_set()
+            and now - min(heard[rank] for rank in missing) >= START_LIMIT_S
+        ):
             give_up(UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", hosts))
 
 
@@ -97,7 +103,8 @@ def create_key(folder: Path) -> None:
 
 
 class SignedStore:
-    """Values in torch's store that programs without the job's key can delete, but not forge. Without a job there is no key."""
+    """Values in torch's store that programs without the job's key can delete, but not forge.
+    Without a job there is no key."""
 
     def __init__(self, store: Store, job_folder: Path | None) -> None:
         self.store = store
@@ -113,12 +120,15 @@ class SignedStore:
         self.store.set(name, self._sign(name, json.dumps(value)))
 
     def get_all(self, names: list[str]) -> list[Any]:
-        """Wait for values and return them. Raises UnreachableError if one isn't signed with this job's key."""
+        """Wait for values and return them. Raises UnreachableError if one isn't signed with this
+        job's key."""
         values = []
         for name, text in zip(names, self.store.multi_get(names), strict=True):
             content = text.decode(errors="replace")[SIGNATURE_DIGITS:]
             if not hmac.compare_digest(text, self._sign(name, content).encode()):
-                raise UnreachableError(f"{name} isn't signed with this job's key: another program uses the job's port")
+                raise UnreachableError(
+                    f"{name} isn't signed with this job's key: another program uses the job's port"
+                )
             values.append(json.loads(content))
         return values
 
@@ -131,28 +141,35 @@ def meet(
     *,
     allow_mixed_code: bool = False,
 ) -> None:
-    """Create the default process group once every rank has connected; exit on rank 0 if one doesn't in time.
+    """Create the default process group once every rank has connected; exit on rank 0 if one doesn't
+    in time.
 
     Args:
         device: this rank's GPU, which makes NCCL connect now instead of in the first collective.
-        software: of one rank of each host, `describe_software`. It must be the same unless `allow_mixed_code`.
+        software: of one rank of each host, `describe_software`. It must be the same unless
+          `allow_mixed_code`.
 
     Raises:
         UnreachableError: if this rank can't connect.
-        CollectiveUserError: on rank 0, if the address is another host's or the port is in use; on all, if software differs.
+        CollectiveUserError: on rank 0, if the address is another host's or the port is in use; on
+          all, if software differs.
     """
     import torch.distributed as dist
 
     rank, world_size, joined = ranks.rank, ranks.world_size, threading.Event()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=1.2 * START_LIMIT_S)  # longer than rank 0's, which names who is missing
+    limit = timedelta(
+        seconds=1.2 * START_LIMIT_S
+    )  # longer than rank 0's, which names who is missing
     what = f"rank 0 at {address}:{port}"
 
     def connect() -> tuple[Store, str]:
         """Return the store, and how hosts' software differs, once all ranks have connected."""
         _resolve(ranks.host, address, port)
         _choose_interface(ranks)
-        listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+        listens = (
+            rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )  # else torchrun does
         if listens:
             _check_address(address, port)
         tcp = dist.TCPStore(address, port, world_size, listens, limit, wait_for_workers=False)
@@ -176,11 +193,15 @@ def meet(
             if not allow_mixed_code:
                 if rank == 0:
                     time.sleep(TELL_S)
-                raise CollectiveUserError(f"{problem}. Install the same, or set clap.debug.allow_mixed_code=true")
+                raise CollectiveUserError(
+                    f"{problem}. Install the same, or set clap.debug.allow_mixed_code=true"
+                )
             if rank == 0:
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
         what = "a peer"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
+        )
         joined.set()
     except UnreachableError:
         raise
@@ -190,7 +211,8 @@ def meet(
 
 
 def _resolve(host: str, address: str, port: int) -> None:
-    """Wait until this host can resolve an address. Raises UnreachableError, which torch would after minutes."""
+    """Wait until this host can resolve an address. Raises UnreachableError, which torch would after
+    minutes."""
     began = time.monotonic()
     while True:
         try:
@@ -198,12 +220,15 @@ def _resolve(host: str, address: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() - began >= RESOLVE_LIMIT_S:
-                raise UnreachableError(f"{host} can't resolve {address}: {error.strerror}", [host]) from None
+                raise UnreachableError(
+                    f"{host} can't resolve {address}: {error.strerror}", [host]
+                ) from None
         time.sleep(BEAT_S)
 
 
 def _choose_interface(ranks: Ranks) -> None:
-    """Give gloo the interface to other hosts if this host's name has no address that they can reach, but 127.0.1.1 or none."""
+    """Give gloo the interface to other hosts if this host's name has no address that they can
+    reach, but 127.0.1.1 or none."""
     import psutil  # not at the top: a supervisor outside of the ranks' container may lack it
 
     others = [host for host in ranks.hosts if host != ranks.host]

@@ -1,8 +1,9 @@
-"""Find the root cause of a run's end from the files of its ranks: the earliest error or, in a hang, the least progress.
+"""Find the root cause of a run's end from the files of its ranks: the earliest error or, in a hang,
+the least progress.
 
-Ranks write error files (`clap_ds.distributed.error_file`) and a progress file each (`clap_ds.distributed.watchdog`): a
-header line, then stacks if the rank hung or got a fatal signal. The file of a killed rank has only the header. Standard
-library only.
+Ranks write error files (`clap_ds.distributed.error_file`) and a progress file each
+(`clap_ds.distributed.watchdog`): a header line, then stacks if the rank hung or got a fatal signal.
+The file of a killed rank has only the header. Standard library only.
 """
 
 from __future__ import annotations
@@ -89,30 +90,38 @@ def find_root_cause(
     hosts: Sequence[str] = (),
     launcher_error: RankError | None = None,
 ) -> RankError | None:
-    """Return the error that ended a run, with the ranks and hosts at fault and a message that names them; None without any
-    files.
+    """Return the error that ended a run, with the ranks and hosts at fault and a message that names
+    them; None without any files.
 
     Args:
         job_folder: has the ranks' error files before a run directory exists.
         hosts: host of each rank, if known.
         launcher_error: what the launcher printed first about a rank that ended.
     """
-    errors = [error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)]
+    errors = [
+        error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)
+    ]
     for error in errors:
         if error.kind == STALL:
-            return error  # the ranks' own verdict: stopped ones also write stacks when they are woken to be ended
+            # the ranks' own verdict: stopped ones also write stacks when they are woken to be ended
+            return error
     files = read_progress(run_directory) if run_directory else []
     causes = [_blamed(error, errors, hosts) for error in errors]
     causes += [_crash(file) for file in files if _FATAL.search(file.stacks)]
     if any(file.responds for file in files):
         causes.append(_hang(files))
-    host_of_rank = {file.rank: file.host for file in files} | {error.rank: error.host for error in errors}
+    host_of_rank = {file.rank: file.host for file in files} | {
+        error.rank: error.host for error in errors
+    }
     recorded = {error.rank for error in errors}
     # Ranks that end in order remove their file.
-    killed = {file.rank: file.host for file in files if not file.stacks and file.rank not in recorded}
+    killed = {
+        file.rank: file.host for file in files if not file.stacks and file.rank not in recorded
+    }
     if causes and killed:
         causes.append(_killed(killed))
-    # A rank that is killed while it imports torch leaves no file at all, nor does one that is stopped a moment earlier.
+    # A rank that is killed while it imports torch leaves no file at all, nor does one that is
+    # stopped a moment earlier.
     silent_ranks = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
     num_silent = Counter(hosts)
     num_silent.subtract(host_of_rank.values())
@@ -134,13 +143,14 @@ def _killed(host_of_rank: dict[int, str]) -> RankError:
 
 
 def _is_everywhere(fault: str, their_hosts: Sequence[str], hosts: Sequence[str]) -> bool:
-    """Return whether all hosts have the same error. On a single host, only a package that is missing isn't the host's fault."""
+    """Return whether all hosts have the same error. On a single host, only a package that is
+    missing isn't the host's fault."""
     return len({*their_hosts}) == len({*hosts}) >= (1 if fault == IMPORT else 2)
 
 
 def _order(error: RankError) -> int:
-    """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken one, and a link's error
-    points to its other end."""
+    """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken
+    one, and a link's error points to its other end."""
     if error.kind == UNREACHABLE:
         return 3 if error.fault == LINK else 0  # rank 0 lists those that are missing
     aborted = error.kind == SIGNAL and not error.hosts
@@ -157,12 +167,16 @@ def _blamed(error: RankError, errors: Sequence[RankError], hosts: Sequence[str])
     their_hosts = list(dict.fromkeys(other.host for other in same))
     # Rank 0 reports a user's mistake that all find, and ends before others have found it.
     is_users = error.kind == USER and any(other.rank == 0 for other in same)
-    is_everywhere = error.kind not in CONSEQUENCES and _is_everywhere(error.fault, their_hosts, hosts)
+    is_everywhere = error.kind not in CONSEQUENCES and _is_everywhere(
+        error.fault, their_hosts, hosts
+    )
     if error.fault == ALL_RANKS or is_users or is_everywhere:
         return error
     is_hosts = error.kind == ERROR and error.fault in _BLAMES_HOSTS
     message = f"rank {error.rank} on {error.host}: {error.message}"
-    return replace(error, message=message, ranks=[error.rank], hosts=their_hosts if is_hosts else [])
+    return replace(
+        error, message=message, ranks=[error.rank], hosts=their_hosts if is_hosts else []
+    )
 
 
 def _crash(file: ProgressFile) -> RankError:
@@ -175,8 +189,13 @@ def _crash(file: ProgressFile) -> RankError:
 def _hang(files: list[ProgressFile]) -> RankError:
     """Name the rank that doesn't respond or has the least progress, if there is only one."""
     hung = [file for file in files if file.responds]
-    suspects = [file for file in files if not file.responds] + _behind(hung) if len(files) > 1 else files
-    found, said = suspects if len(suspects) == 1 else [], "no rank made less progress than all others"
+    suspects = (
+        [file for file in files if not file.responds] + _behind(hung) if len(files) > 1 else files
+    )
+    found, said = (
+        suspects if len(suspects) == 1 else [],
+        "no rank made less progress than all others",
+    )
     for file in found:
         how = "blocks the others" if file.responds else "doesn't respond; at its last report"
         said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}"
@@ -187,15 +206,24 @@ def _hang(files: list[ProgressFile]) -> RankError:
 
 
 def _behind(files: list[ProgressFile]) -> list[ProgressFile]:
-    """Return the ranks that started the fewest collectives, unless they wait in one, while others wait in more."""
-    known, unknown = [file for file in files if file.collectives], [file for file in files if not file.collectives]
+    """Return the ranks that started the fewest collectives, unless they wait in one, while others
+    wait in more."""
+    known, unknown = (
+        [file for file in files if file.collectives],
+        [file for file in files if not file.collectives],
+    )
     groups = {group for file in known for group in file.collectives}
-    for group in sorted(groups, key=lambda group: (not group.startswith("nccl"), group)):  # the device's come first
+    for group in sorted(
+        groups, key=lambda group: (not group.startswith("nccl"), group)
+    ):  # the device's come first
         if any(file.waits_in(group) for file in known):
             started = [file.collectives.get(group, (0, 0))[0] for file in known]
-            least = [file for file, count in zip(known, started, strict=True) if count == min(started)]
+            least = [
+                file for file, count in zip(known, started, strict=True) if count == min(started)
+            ]
             if len(least) == len(known):
-                # A rank that holds Python's lock. On a GPU it may be launching behind a full queue, as all others do.
+                # A rank that holds Python's lock. On a GPU it may be launching behind a full queue,
+                # as all others do.
                 least = unknown if group.startswith("gloo") else []
             return [] if any(file.waits_in(group) for file in least) else least
     # A device that completed all it got, while its host made no progress.

@@ -1,4 +1,5 @@
-"""Compare the code and the packages of a run's hosts: ranks with different ones would train silently, as neither would alone.
+"""Compare the code and the packages of a run's hosts: ranks with different ones would train
+silently, as neither would alone.
 
 The rendezvous and preflight use it. Standard library only.
 """
@@ -16,8 +17,8 @@ Findings = list[tuple[str, str]]  # where, what
 
 
 def describe_differences(by_rank: Sequence[tuple[str, Versions | None]]) -> str:
-    """Return which hosts differ from most, given each rank's host and, of one rank per host, `describe_software`; empty if none
-    does."""
+    """Return which hosts differ from most, given each rank's host and, of one rank per host,
+    `describe_software`; empty if none does."""
     hosts: dict[str, Versions] = {}
     for rank, (host, versions) in enumerate(by_rank):
         if versions is not None and hosts.setdefault(host, versions) != versions:
@@ -26,16 +27,24 @@ def describe_differences(by_rank: Sequence[tuple[str, Versions | None]]) -> str:
 
 
 def odd_hosts(hosts: Mapping[str, Versions]) -> Findings:
-    """Return what a host lacks or has in another version than most hosts. The commit only describes code that differs:
-    git may be missing, or refuse to run."""
+    """Return what a host lacks or has in another version than most hosts. The commit only describes
+    code that differs: git may be missing, or refuse to run."""
     findings = []
     names = dict.fromkeys(name for versions in hosts.values() for name in versions)
-    usual = {name: Counter(versions.get(name) for versions in hosts.values()).most_common(1)[0][0] for name in names}
+    usual = {
+        name: Counter(versions.get(name) for versions in hosts.values()).most_common(1)[0][0]
+        for name in names
+    }
     for name, (host, versions) in product(names, hosts.items()):
         version, expected = versions.get(name), usual[name]
         is_same_code = name == "commit" and versions.get("code") == usual.get("code")
         if version != expected and not is_same_code:
-            findings.append((host, f"{name}: {version or 'not installed'}, elsewhere {expected or 'not installed'}"))
+            findings.append(
+                (
+                    host,
+                    f"{name}: {version or 'not installed'}, elsewhere {expected or 'not installed'}",
+                )
+            )
     return findings
 
 

@@ -1,8 +1,9 @@
-"""Hang detection: a rank that completes no step in time writes its stacks and progress, and the run ends.
+"""Hang detection: a rank that completes no step in time writes its stacks and progress, and the run
+ends.
 
-faulthandler's thread writes stacks even if Python's lock is held. A thread of this module ends the run: the lowest hung
-rank records the root cause, then all exit. It also records signals that arrive while the main thread is inside a library.
-On a GPU a step counts once the device has completed it.
+faulthandler's thread writes stacks even if Python's lock is held. A thread of this module ends the
+run: the lowest hung rank records the root cause, then all exit. It also records signals that arrive
+while the main thread is inside a library. On a GPU a step counts once the device has completed it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from clap_ds.distributed.root_cause import STACKS, find_root_cause, read_progres
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 
 LEAST_S, PAUSES = 60.0, 5.0
-"""A rank hangs if it makes no step for `LEAST_S` seconds and `PAUSES` times its longest gap between steps so far."""
+"""A rank hangs if it makes no step for `LEAST_S` seconds and `PAUSES` times its longest gap between
+steps so far."""
 UNTIMED_S = 600.0  # limit before a step has been timed
 DOING_S = 1800.0  # limit while starting, saving, evaluating, compiling …
 LOOK_S, PUBLISH_S = 1.0, 10.0  # between checks, and updates of the progress file
@@ -63,15 +65,23 @@ class Watch:
             with own_folder(self._path.parent) as folder:
                 self._file = open_own(folder / self._path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         except OSError as error:
-            print(f"warning: no hang detection for rank {this_rank.rank}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"warning: no hang detection for rank {this_rank.rank}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         import torch
 
         self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
-        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(flight_recorder.DUMP))
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(
+            self._path.with_name(flight_recorder.DUMP)
+        )
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
-        self._queued: deque[tuple[int, Any]] = deque()  # steps that the device hasn't completed, and events after them
+        self._queued: deque[tuple[int, Any]] = (
+            deque()
+        )  # steps that the device hasn't completed, and events after them
         self._others_busy = 0.0  # when another rank was last busy
         self.armed = (time.monotonic(), math.inf)
         self._run = run_directory
@@ -80,24 +90,33 @@ class Watch:
         self._signalled, sender = os.pipe()
         os.set_blocking(sender, False)
         self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        threading.Thread(target=self._attend, args=[run_directory], daemon=True, name="clap.watch").start()
+        threading.Thread(
+            target=self._attend, args=[run_directory], daemon=True, name="clap.watch"
+        ).start()
 
     def begin(self, activity: str) -> None:
         """Record a sign of life, and the task that starts now."""
         if self._run is None:
             return
-        changed, self.activity, self.phase, self._last_step = activity != self.activity, activity, "", 0.0
+        changed, self.activity, self.phase, self._last_step = (
+            activity != self.activity,
+            activity,
+            "",
+            0.0,
+        )
         self._arm()
         if changed:
             self._note()
         if changed and self._cuda is not None and activity != ENDING:
             from torch.distributed.distributed_c10d import _set_pg_timeout
 
-            # If all hosts hold Python's lock in launches, NCCL's own watchdog ends the run and dumps its progress.
+            # If all hosts hold Python's lock in launches, NCCL's own watchdog ends the run and
+            # dumps its progress.
             _set_pg_timeout(timedelta(seconds=UNTIMED_S if activity == STEPPING else DOING_S))
 
     def step(self, number: int) -> None:
-        """Record that the main thread has made training step `number`. On a GPU the device completes it later."""
+        """Record that the main thread has made training step `number`. On a GPU the device
+        completes it later."""
         this_rank.started.set()
         if self._run is None:
             return
@@ -197,7 +216,8 @@ class Watch:
                 self._note()
 
     def _look(self, for_s: float) -> None:
-        """Wait; record signals that arrive meanwhile, and then steps that the device has completed."""
+        """Wait; record signals that arrive meanwhile, and then steps that the device has
+        completed."""
         until = time.monotonic() + for_s
         while select.select([self._signalled], [], [], max(0.0, until - time.monotonic()))[0]:
             for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
@@ -213,7 +233,9 @@ class Watch:
             self._others_busy = now  # a rank that was busy gets the whole limit to step
         is_lowest = not any(file.hung_at and file.rank < this_rank.rank for file in files)
         limit_s += GRACE_S + (limit_s - LEAST_S) / 4  # other ranks' limits may be longer
-        if is_lowest and (now - max(since, self._others_busy) > limit_s or now - since > DOING_S + GRACE_S):
+        if is_lowest and (
+            now - max(since, self._others_busy) > limit_s or now - since > DOING_S + GRACE_S
+        ):
             threading.Timer(SPEAK_S, os._exit, [1]).start()  # the file system may not answer
             with suppress(Exception):
                 _record_cause(run)
@@ -229,7 +251,11 @@ def _record_cause(run: RunDirectory) -> None:
             # Keep this verdict: a stopped rank may write its stacks after the others have exited.
             write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
         run.finish("failed", cause.message)
-        print(f"error: {printable(cause.message)}; stacks: {run.path / STACKS}", file=sys.stderr, flush=True)
+        print(
+            f"error: {printable(cause.message)}; stacks: {run.path / STACKS}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 watch = Watch()  # a process is one rank

@@ -1,4 +1,5 @@
-"""Compile a model's parts with torch.compile (`clap.compile`) and, on a GPU, the loss's element-wise functions."""
+"""Compile a model's parts with torch.compile (`clap.compile`) and, on a GPU, the loss's
+element-wise functions."""
 
 from __future__ import annotations
 
@@ -33,16 +34,24 @@ def what_to_compile(asked: str, device: torch.device) -> str:
 
 
 def compile_towers(
-    engine: Any, batch: Batch, what: str, *, cached: bool, backend: str | Callable[..., Any] = "inductor"
+    engine: Any,
+    batch: Batch,
+    what: str,
+    *,
+    cached: bool,
+    backend: str | Callable[..., Any] = "inductor",
 ) -> Summary:
-    """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for such a batch. A collective.
+    """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for
+    such a batch. A collective.
 
-    Each part runs forward (`cached`: also without gradients) and backward, as a failure in a step would leave gradients half
-    sent. Each tower and its backward pass are one graph; on several ranks HTSAT is two. A part that fails on one rank runs
-    uncompiled on all. On each host local rank 0 compiles first, so that the others find its kernels in the cache. Rows of
-    packed captions may have any length.
+    Each part runs forward (`cached`: also without gradients) and backward, as a failure in a step
+    would leave gradients half sent. Each tower and its backward pass are one graph; on several
+    ranks HTSAT is two. A part that fails on one rank runs uncompiled on all. On each host local
+    rank 0 compiles first, so that the others find its kernels in the cache. Rows of packed captions
+    may have any length.
     """
-    # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion if those are below 1 MB.
+    # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion
+    # if those are below 1 MB.
     torch._dynamo.config.optimize_ddp = False
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
@@ -54,11 +63,20 @@ def compile_towers(
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     if isinstance(model.audio, HTSAT):
         model.audio.splits_graph = world_size() > 1
-    with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
-        run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
+    with (
+        watchdog.activity("compiling"),
+        untouched(model, batch.device),
+        autocast_if_enabled(engine),
+    ):
+        run_eager(
+            engine, batch
+        )  # finds that memory is too small in a second, not after minutes of compiling
         for name in (*model.front_end_parts * (audio.ndim == 2), "audio", "text"):
             _say(f"compiling {name} …")
-            part, inputs = model.get_submodule(name), model.text_inputs(*text) if name == "text" else [audio]
+            part, inputs = (
+                model.get_submodule(name),
+                model.text_inputs(*text) if name == "text" else [audio],
+            )
             inputs = [model.front_end(audio)] if name == "audio" else inputs
             part.compile(backend=backend, mode=mode)
             attempt = partial(_try, part, inputs, cached=cached)
@@ -86,7 +104,8 @@ def untouched(model: ContrastiveModel, device: torch.device) -> Iterator[None]:
 
 
 def run_eager(engine: Any, batch: Batch) -> None:
-    """Run both towers of DeepSpeed's engine forward and backward on a whole batch, without effects on gradients."""
+    """Run both towers of DeepSpeed's engine forward and backward on a whole batch, without effects
+    on gradients."""
     model, (audio, *text) = engine.module, batch.model_inputs()
     with autocast_if_enabled(engine):
         outputs = [model.audio(model.front_end(audio)), model.text(*model.text_inputs(*text))]
@@ -94,15 +113,18 @@ def run_eager(engine: Any, batch: Batch) -> None:
 
 
 def _backward(outputs: list[Tensor], *parts: nn.Module) -> None:
-    """Compute gradients of the parts' parameters and discard them; no hook of torch's reducer is called."""
+    """Compute gradients of the parts' parameters and discard them; no hook of torch's reducer is
+    called."""
     outputs = [each for each in outputs if each.requires_grad]
-    if trained := [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
+    if trained := [
+        parameter for part in parts for parameter in part.parameters() if parameter.requires_grad
+    ]:
         torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
 
 
 def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | None:
-    """Return why an action fails on the first rank where it does, in one line, or None if it succeeds on all that take part.
-    A collective. Raises torch.OutOfMemoryError."""
+    """Return why an action fails on the first rank where it does, in one line, or None if it
+    succeeds on all that take part. A collective. Raises torch.OutOfMemoryError."""
     problem = None
     try:
         if takes_part:
@@ -125,7 +147,8 @@ def _say(line: str) -> None:
 
 
 def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function that changes none of its arguments: if the first one, a tensor, is on a GPU, it runs compiled.
+    """Decorate a function that changes none of its arguments: if the first one, a tensor, is on a
+    GPU, it runs compiled.
 
     Without Triton or a C compiler it runs uncompiled, and rank 0 warns once.
     """
@@ -142,7 +165,9 @@ def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
         try:
             return on_gpu(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            _say(f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason_of(error)}")
+            _say(
+                f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason_of(error)}"
+            )
             on_gpu = function
             return function(*arguments)
 
@@ -150,8 +175,8 @@ def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def set_compile_cache() -> None:
-    """Set the caches of Inductor and Triton to folders that only this user can write, unlike Inductor's default in /tmp.
-    Dynamo's import has already set that default."""
+    """Set the caches of Inductor and Triton to folders that only this user can write, unlike
+    Inductor's default in /tmp. Dynamo's import has already set that default."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
@@ -169,5 +194,7 @@ def _note_compilations() -> None:
     # Only the FFT is complex; it runs in torch.
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     noted = ExitStack()
-    callback_handler.register_start_callback(lambda _: noted.enter_context(watchdog.activity("compiling")))
+    callback_handler.register_start_callback(
+        lambda _: noted.enter_context(watchdog.activity("compiling"))
+    )
     callback_handler.register_end_callback(lambda _: noted.close())

@@ -1,6 +1,8 @@
-"""Train a CLAP model with a DeepSpeed engine, bounding the logit scale and detecting losses that aren't finite.
+"""Train a CLAP model with a DeepSpeed engine, bounding the logit scale and detecting losses that
+aren't finite.
 
-After a run's first step with `FlatStep`, the host doesn't read from the device until losses are checked.
+After a run's first step with `FlatStep`, the host doesn't read from the device until losses are
+checked.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from clap_ds.run_records.timers import StepTimer, StepTimes
 
 NEVER = torch.iinfo(torch.long).max
 MOST_SKIPPED = 40
-"""Consecutive skipped steps that end a run. fp16's loss scale starts at 2^16 and may need to be halved that often."""
+"""Consecutive skipped steps that end a run. fp16's loss scale starts at 2^16 and may need to be
+halved that often."""
 
 
 class ClapEngine:
@@ -45,13 +48,16 @@ class ClapEngine:
         masters: the optimizer's fp32 weights by name, in its order; they may be the model's own.
         timer: times phases of steps.
         cached: whether gradients are accumulated with GradCache.
-        average: moving average of the weights with `clap.train.ema_decay`; every step updates it, including skipped ones.
+        average: moving average of the weights with `clap.train.ema_decay`; every step updates it,
+          including skipped ones.
         steps: number of optimizer steps, including skipped ones.
-        is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite; scalar bool on the device.
+        is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite;
+          scalar bool on the device.
         skipped_in_a_row: number of consecutive skipped steps up to the last `count_skipped`.
         before_update: if set, called in every step with the averaged gradients in the parameters.
         norm_wanted: compute `gradient_norm` in every step.
-        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
+        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on
+          the device.
     """
 
     def __init__(
@@ -63,9 +69,15 @@ class ClapEngine:
         train: TrainSettings = TrainSettings(),
         timer: StepTimer | None = None,
     ) -> None:
-        """Wrap a model on its device, with a loss of `build_loss` and DeepSpeed's configuration. `build_model` has applied
+        """Wrap a model on its device, with a loss of `build_loss` and DeepSpeed's configuration.
+          `build_model` has applied
         `train.freeze`. A collective; raises ValueError if DeepSpeed rejects its sections."""
-        self.device, self.model, self.loss, self.config = model.logit_scale.device, model, loss, deepspeed
+        self.device, self.model, self.loss, self.config = (
+            model.logit_scale.device,
+            model,
+            loss,
+            deepspeed,
+        )
         self.timer = timer or StepTimer(self.device)
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
             convert(model)
@@ -91,12 +103,14 @@ class ClapEngine:
         self.gradient_norm: Tensor | None = None
         self._max_log_scale = math.log(settings.max_logit_scale)
         self.is_skipped = torch.zeros((), device=self.device, dtype=torch.bool)
-        # On the device: the first bad step; steps skipped since the last count, and consecutive ones.
+        # On the device: the first bad step; steps skipped since the last count, and consecutive
+        # ones.
         self._first_bad_step = torch.full((1,), NEVER, device=self.device)
         self._skipped = torch.zeros(2, device=self.device, dtype=torch.long)
 
     def optimize_towers(self, loader: BatchSource, model: ModelSettings, what: str) -> Summary:
-        """Before the first step, choose kernels on CUDA and compile `what` (`clap.compile`) for the loader's batches.
+        """Before the first step, choose kernels on CUDA and compile `what` (`clap.compile`) for the
+          loader's batches.
         A collective; returns fields to record."""
         found = Summary()
         if self.device.type == "cuda":
@@ -109,7 +123,8 @@ class ClapEngine:
         return found
 
     def step(self, batches: Iterator[Batch], *, waits: bool = False) -> Tensor:
-        """Take one optimizer step: call `accumulate`, update, and return its loss. With `waits`, DeepSpeed's throughput timer
+        """Take one optimizer step: call `accumulate`, update, and return its loss. With `waits`,
+          DeepSpeed's throughput timer
         waits for the device at its end, as the caller will."""
         self.deepspeed.tput_timer.start()  # before waiting for data
         skipped_before = self.deepspeed.skipped_steps
@@ -120,12 +135,15 @@ class ClapEngine:
         self._update()
         timer.synchronized = before
         self.steps += 1
-        self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
+        self._note_step(
+            loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before
+        )
         watch.step(self.steps)
         return loss_mean
 
     def stop_timers(self) -> StepTimes:
-        """End a window of timed steps, also for DeepSpeed's throughput timer. Wait for the device and return the times."""
+        """End a window of timed steps, also for DeepSpeed's throughput timer. Wait for the device
+        and return the times."""
         times = self.timer.stop()
         self.deepspeed.tput_timer.pause()
         return times
@@ -136,8 +154,10 @@ class ClapEngine:
         return self.timer(name)
 
     def accumulate(self, batches: Iterator[Batch]) -> Tensor:
-        """Run forward and backward of a step's micro-batches, without the update. Return their mean loss, scalar fp32 on the
-        device, detached; with cached accumulation the loss of this rank's pairs against all pairs of the step."""
+        """Run forward and backward of a step's micro-batches, without the update. Return their mean
+          loss, scalar fp32 on the
+        device, detached; with cached accumulation the loss of this rank's pairs against all pairs
+          of the step."""
         number = self.deepspeed.gradient_accumulation_steps()
         if self.cached:
             return self._cached_micro_steps(batches, number)
@@ -182,23 +202,32 @@ class ClapEngine:
     def set_accumulation_steps(self, number: int) -> None:
         """Set the number of micro-batches for all following steps."""
         if number != self.deepspeed.gradient_accumulation_steps():
-            per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
+            per_micro_step = (
+                self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
+            )
             self.deepspeed.set_train_batch_size(number * per_micro_step)
             self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer has clipped.
-        The learned scale is clamped to [1, `max_logit_scale`], in the parameter and in the optimizer's fp32 copy."""
+        """Update the weights, their average and, if wanted, the gradient norm. In 16 bits
+          DeepSpeed's optimizer has clipped.
+        The learned scale is clamped to [1, `max_logit_scale`], in the parameter and in the
+          optimizer's fp32 copy."""
         if self.before_update is not None:
             self.before_update()
-        clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
+        clip, in_16_bits = (
+            self.deepspeed.gradient_clipping(),
+            hasattr(self.deepspeed.optimizer, "_global_grad_norm"),
+        )
         with self._phase("optimizer"):
             if not in_16_bits and (self.norm_wanted or clip > 0):
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
                 if clip > 0:
-                    torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, self.gradient_norm)
+                    torch.nn.utils.clip_grads_with_norm_(
+                        self.model.parameters(), clip, self.gradient_norm
+                    )
             self.deepspeed.step()
             for scale in (self.model.logit_scale, self.masters["logit_scale"]):
                 scale.clamp_(0, self._max_log_scale)
@@ -209,7 +238,8 @@ class ClapEngine:
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Record on the device whether the step was skipped, and the first step with a loss or gradient that isn't finite.
+        """Record on the device whether the step was skipped, and the first step with a loss or
+          gradient that isn't finite.
         Restore the batch norm's `statistics` after a skipped step."""
         if self._flat_step is None:
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
@@ -220,7 +250,9 @@ class ClapEngine:
         for buffer, before in zip(self.model.running_statistics(), statistics, strict=True):
             buffer.copy_(torch.where(self.is_skipped, before, buffer))  # they may include a NaN
         is_bad = ~loss.isfinite()
-        if self.norm_wanted:  # without it the run is a benchmark, which a NaN loss always invalidates
+        if (
+            self.norm_wanted
+        ):  # without it the run is a benchmark, which a NaN loss always invalidates
             if self.gradient_norm is not None:
                 is_bad |= ~self.gradient_norm.isfinite()
             is_bad &= ~self.is_skipped
@@ -233,8 +265,10 @@ class ClapEngine:
         self._skipped[0] = 0
 
     def may_be_saved(self, loss: Tensor, *, is_last: bool) -> bool:
-        """Return whether the state may be saved: not if the step was skipped because the loss isn't finite on some rank, rather
-        than because fp16's loss scale was too large. Such a state would be resumed forever. Raises NonFiniteError like
+        """Return whether the state may be saved: not if the step was skipped because the loss isn't
+          finite on some rank, rather
+        than because fp16's loss scale was too large. Such a state would be resumed forever. Raises
+          NonFiniteError like
         `check_loss`, `is_last` at once. A collective."""
         self.count_skipped()
         if not self.skipped_in_a_row or reduce_on_rank0(bool(loss.isfinite()), all):
@@ -243,8 +277,10 @@ class ClapEngine:
         return False
 
     def check_loss(self, *, at_once: bool = False) -> None:
-        """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient isn't finite, or if the last
-        `MOST_SKIPPED` steps (with `at_once`, the last one) were skipped. A collective that waits for the device."""
+        """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient
+          isn't finite, or if the last
+        `MOST_SKIPPED` steps (with `at_once`, the last one) were skipped. A collective that waits
+          for the device."""
         self.count_skipped()
         first_bad = self._first_bad_step.clone()
         dist.all_reduce(first_bad, op=dist.ReduceOp.MIN)
@@ -253,9 +289,12 @@ class ClapEngine:
             raise NonFiniteError(f"{what} is NaN or infinite at step {int(first_bad)}")
         if self.skipped_in_a_row >= (1 if at_once else MOST_SKIPPED):
             since = self.steps - self.skipped_in_a_row + 1
-            raise NonFiniteError(f"the loss or its gradient is NaN or infinite in every step from step {since} on")
+            raise NonFiniteError(
+                f"the loss or its gradient is NaN or infinite in every step from step {since} on"
+            )
 
     def share_statistics(self) -> None:
-        """Copy rank 0's batch norm statistics, which checkpoints contain, to every rank. A collective."""
+        """Copy rank 0's batch norm statistics, which checkpoints contain, to every rank. A
+        collective."""
         for buffer in self.model.running_statistics():
             dist.broadcast(buffer, src=0)

@@ -46,15 +46,20 @@ class StopSignal(BaseException):
 
 
 def outcome_of(error: BaseException, what: str) -> tuple[State, str, str, str]:
-    """Return how a run ends after an exception: its state, the kind and message in this rank's error file, and what to print.
-    `what` is what was too large if memory is exhausted."""
+    """Return how a run ends after an exception: its state, the kind and message in this rank's
+    error file, and what to print. `what` is what was too large if memory is exhausted."""
     text, first_line = str(error), str(error).partition("\n")[0]
     if isinstance(error, StopSignal):
         return error.state, error_file.STOPPED, f"stopped by {text}", f"stopped by {text}"
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        return "out_of_memory", error_file.OUT_OF_MEMORY, at, f"{at}: {first_line}\n{advise_on_memory(device.type)}"
+        return (
+            "out_of_memory",
+            error_file.OUT_OF_MEMORY,
+            at,
+            f"{at}: {first_line}\n{advise_on_memory(device.type)}",
+        )
     if is_connection_lost(error):
         said = f"another rank is gone: its connection to this one was lost ({first_line})"
         return "failed", error_file.LOST_PEER, first_line, said
@@ -76,19 +81,24 @@ def advise_on_memory(device_type: str) -> str:
 
 @contextmanager
 def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) -> Iterator[None]:
-    """Record how the body ends, and end this process unless it completes or raises UserError. `what` returns what was too large
-    if memory is exhausted, such as "micro-batch 616 on NVIDIA H100"."""
+    """Record how the body ends, and end this process unless it completes or raises UserError.
+    `what` returns what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA
+    H100"."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # the first one counts, and recording it must not be interrupted
         stop = StopSignal(number)
-        record.finish(stop.state, f"stopped by {stop}")  # every rank: later ones see the others' end as a failure
+        record.finish(
+            stop.state, f"stopped by {stop}"
+        )  # every rank: later ones see the others' end as a failure
         signal.signal(signal.SIGALRM, lambda *_: exit_if_caught(stop))
         signal.setitimer(signal.ITIMER_REAL, SWALLOWED_S, SWALLOWED_S)
         raise stop
 
     def exit_if_caught(stop: StopSignal) -> None:
-        if sys.exception() is not stop:  # else it is on its way, and a block that it leaves may wait for a checkpoint
+        if (
+            sys.exception() is not stop
+        ):  # else it is on its way, and a block that it leaves may wait for a checkpoint
             init.exit_now(128 + stop.number)
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
@@ -99,7 +109,9 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
             record.finish("completed")
     except UserError as error:
         if ranks.is_main_process:
-            record.finish("out_of_memory" if isinstance(error, TooLittleMemoryError) else "failed", str(error))
+            record.finish(
+                "out_of_memory" if isinstance(error, TooLittleMemoryError) else "failed", str(error)
+            )
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
@@ -112,7 +124,8 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
             speaker = "" if of_all else f"rank {ranks.rank}: "
             print(printable(f"{word}{speaker}{said}", "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
-            dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed
+            # if another rank left, a launcher would end rank 0 before it has printed
+            dist.barrier()
         init.leave(code)
     finally:
         signal.alarm(0)
@@ -126,6 +139,7 @@ def _ignore_signals() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the GPU's or host's memory is exhausted. CUDA, cuBLAS and NCCL allocate without torch and raise others."""
+    """Return whether the GPU's or host's memory is exhausted. CUDA, cuBLAS and NCCL allocate
+    without torch and raise others."""
     said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)

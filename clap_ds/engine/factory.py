@@ -41,15 +41,18 @@ ALIGNED = 8
 
 @activity("asking the hub")
 def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks: Ranks) -> None:
-    """Fetch tokenizer and text tower weights to every host: first with rank 0, then with one rank of each other host.
-    A collective; raises ValueError if they aren't available or don't fit the model."""
+    """Fetch tokenizer and text tower weights to every host: first with rank 0, then with one rank
+    of each other host. A collective; raises ValueError if they aren't available or don't fit the
+    model."""
 
     def load() -> None:
         text = model.sizes.text
         if isinstance(data, ShardData):
             from clap_ds.weights.tokenizer import load_tokenizer
 
-            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
+            load_tokenizer(
+                data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
+            )
         if model.pretrained_text and not model.sizes.open_clip:
             pretrained_text(text)
 
@@ -59,9 +62,13 @@ def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks:
 
 
 def build_model(
-    settings: ModelSettings, loss: LossSettings, device: torch.device, frozen: Collection[Tower] = ()
+    settings: ModelSettings,
+    loss: LossSettings,
+    device: torch.device,
+    frozen: Collection[Tower] = (),
 ) -> ContrastiveModel:
-    """Build a new model for a device, with `frozen` towers. Raises ValueError if the device can't run it."""
+    """Build a new model for a device, with `frozen` towers. Raises ValueError if the device can't
+    run it."""
     theirs = {"pretrained_text": settings.pretrained_text} if settings.sizes.open_clip else {}
     model = new_model(
         settings.sizes,
@@ -78,8 +85,9 @@ def build_model(
 
 
 def freeze(model: ContrastiveModel, towers: Collection[str]) -> None:
-    """Stop training towers and their projections. As in LAION's code they stay in training mode, with dropout, SpecAugment
-    and batch statistics. A frozen audio tower keeps its running statistics."""
+    """Stop training towers and their projections. As in LAION's code they stay in training mode,
+    with dropout, SpecAugment and batch statistics. A frozen audio tower keeps its running
+    statistics."""
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
@@ -89,34 +97,50 @@ def freeze(model: ContrastiveModel, towers: Collection[str]) -> None:
 
 
 def trained_towers(model: ContrastiveModel) -> list[str]:
-    return [each for each in TOWERS if any(p.requires_grad for p in model.get_submodule(each).parameters())]
+    return [
+        each
+        for each in TOWERS
+        if any(p.requires_grad for p in model.get_submodule(each).parameters())
+    ]
 
 
 def wrap(
     model: ContrastiveModel, config: dict[str, Any], settings: EngineSettings, train: TrainSettings
 ) -> deepspeed.DeepSpeedEngine:
-    """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if DeepSpeed rejects a section."""
-    # Synchronizing twice a step would wait for the copy of the next batch: 8% of a step on an H200. See `StepToStepTimer`.
+    """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if
+    DeepSpeed rejects a section."""
+    # Synchronizing twice a step would wait for the copy of the next batch: 8% of a step on an H200.
+    # See `StepToStepTimer`.
     config, optimizer = {"timers": {"throughput": {"synchronized": False}}, **config}, None
     if "tensorboard" in config:
         config["tensorboard"] = {**config["tensorboard"], "enabled": False}  # `Scalars` writes it
     if takes_flat_adamw(config, settings):
         section = config["optimizer"]
         config["optimizer"] = {**section, "legacy_fusion": True}
-        optimizer = partial(FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **section.get("params", {}))
+        optimizer = partial(
+            FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **section.get("params", {})
+        )
     schedule, of_schedule = None, config.get("scheduler", {})
     if of_schedule.get("type") == WarmupStableDecayLR.__name__:
         schedule = partial(WarmupStableDecayLR, **of_schedule.get("params", {}))
     try:
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
-            parts: Any = {"model_parameters": parameter_groups(model, train), "optimizer": optimizer}
-            engine, *_ = deepspeed.initialize(model=model, lr_scheduler=schedule, config=config, **parts)
+            parts: Any = {
+                "model_parameters": parameter_groups(model, train),
+                "optimizer": optimizer,
+            }
+            engine, *_ = deepspeed.initialize(
+                model=model, lr_scheduler=schedule, config=config, **parts
+            )
     except Exception as error:  # of many types
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             raise  # out of memory, or a lost rank
-        raise ValueError(f"DeepSpeed rejects the configuration: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"DeepSpeed rejects the configuration: {type(error).__name__}: {error}"
+        ) from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
-        # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight decay and the step count.
+        # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight
+        # decay and the step count.
         inner.state.clear()
         engine.optimizer.refresh_fp32_params()
     scale_rates(inner or engine.optimizer)
@@ -127,19 +151,24 @@ def wrap(
 def takes_flat_adamw(config: dict[str, Any], settings: EngineSettings) -> bool:
     """Return whether `FlatAdamW` steps a run: other options make DeepSpeed build its own."""
     section = config.get("optimizer", {})
-    is_adam = section.get("type", "").lower() in ADAMS and section.get("params", {}).keys() <= OPTIONS
+    is_adam = (
+        section.get("type", "").lower() in ADAMS and section.get("params", {}).keys() <= OPTIONS
+    )
     return is_adam and settings.optimizer_implementation == "torch"
 
 
 def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
-    """Yield optimizer groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
+    """Yield optimizer groups for `deepspeed.initialize`: weights, vectors without decay, fp32
+    vectors, the logit scale.
 
-    DeepSpeed's bf16 mode casts every parameter and then evaluates this iterator, which first restores the fp32 values of
-    `model.fp32_parameters()`, so that no group mixes dtypes. As in LAION's code, biases, norms, position-bias tables and the
-    logit scale have no weight decay. A tower's `lr_scale` is in its groups.
+    DeepSpeed's bf16 mode casts every parameter and then evaluates this iterator, which first
+    restores the fp32 values of `model.fp32_parameters()`, so that no group mixes dtypes. As in
+    LAION's code, biases, norms, position-bias tables and the logit scale have no weight decay. A
+    tower's `lr_scale` is in its groups.
 
-    Within a group, odd sizes come last: DeepSpeed's flat buffer has no gaps, and for a bias that doesn't start at a multiple of
-    16 bytes cuBLAS takes a kernel that needs twice the time. Checkpoints keep the model's order (`engine/state.py`).
+    Within a group, odd sizes come last: DeepSpeed's flat buffer has no gaps, and for a bias that
+    doesn't start at a multiple of 16 bytes cuBLAS takes a kernel that needs twice the time.
+    Checkpoints keep the model's order (`engine/state.py`).
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
     scale_of: dict[Any, float] = {**train.lr_scale}
@@ -157,10 +186,16 @@ def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[
         named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                named[group_of(name, parameter), scale_of.get(name.split(".")[0], 1.0)].append(parameter)
+                named[group_of(name, parameter), scale_of.get(name.split(".")[0], 1.0)].append(
+                    parameter
+                )
         for kind, scale in sorted(named, key=lambda group: (_KINDS.index(group[0]), -group[1])):
-            options = ({} if kind == "decay" else {"weight_decay": 0.0}) | ({} if scale == 1 else {"lr_scale": scale})
-            parameters = sorted(named[kind, scale], key=lambda parameter: parameter.numel() % ALIGNED != 0)
+            options = ({} if kind == "decay" else {"weight_decay": 0.0}) | (
+                {} if scale == 1 else {"lr_scale": scale}
+            )
+            parameters = sorted(
+                named[kind, scale], key=lambda parameter: parameter.numel() % ALIGNED != 0
+            )
             yield {"name": kind, "params": parameters, **options}
 
     return groups()

@@ -1,9 +1,11 @@
-"""Compute the gradient of one contrastive loss over several micro-batches (GradCache, arXiv 2101.06983).
+"""Compute the gradient of one contrastive loss over several micro-batches (GradCache, arXiv
+2101.06983).
 
-It needs the activations of one micro-batch. First all run forward without a graph, and only their features are kept. The loss
-over the whole batch then gives a gradient for each feature. Last, each micro-batch runs forward again, with the same dropout
-and augmentation. The inner product of its features with those gradients is a surrogate loss, whose gradient is the
-micro-batch's part of the total. This is exact except for the order of sums; batch norm uses each micro-batch's statistics.
+It needs the activations of one micro-batch. First all run forward without a graph, and only their
+features are kept. The loss over the whole batch then gives a gradient for each feature. Last, each
+micro-batch runs forward again, with the same dropout and augmentation. The inner product of its
+features with those gradients is a surrogate loss, whose gradient is the micro-batch's part of the
+total. This is exact except for the order of sums; batch norm uses each micro-batch's statistics.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,8 @@ from clap_ds.data.batch import Batch
 from clap_ds.model.contrastive import ContrastiveModel
 
 Forward = Callable[..., tuple[Tensor, ...]]
-"""The model in training, including autocast: inputs of `Batch.model_inputs` → features and scalars."""
+"""The model in training, including autocast: inputs of `Batch.model_inputs` → features and
+scalars."""
 
 
 @contextmanager
@@ -33,29 +36,41 @@ def kept_statistics(model: ContrastiveModel) -> Iterator[None]:
 def first_pass(
     forward: Forward, model: ContrastiveModel, micro_batches: list[Batch]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if any, the bias, as leaves that
-    require gradients; and the random state before each micro-batch. Running statistics don't change."""
+    """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if
+    any, the bias, as leaves that require gradients; and the random state before each micro-batch.
+    Running statistics don't change."""
     outputs, states = [], []
     with kept_statistics(model):
         for batch in micro_batches:
             states.append(random_state(batch.device))
             outputs.append(forward(*batch.model_inputs()))
     audio, text, *_ = zip(*outputs, strict=True)
-    leaves = [each.detach().requires_grad_() for each in (torch.cat(audio), torch.cat(text), *outputs[0][2:])]
+    leaves = [
+        each.detach().requires_grad_()
+        for each in (torch.cat(audio), torch.cat(text), *outputs[0][2:])
+    ]
     return leaves, states
 
 
 def second_pass(
-    forward: Forward, batch: Batch, state: dict[str, Any], gradients: Sequence[Tensor], number: int, total: int
+    forward: Forward,
+    batch: Batch,
+    state: dict[str, Any],
+    gradients: Sequence[Tensor],
+    number: int,
+    total: int,
 ) -> Tensor:
-    """Compute the surrogate loss, a scalar, of micro-batch `number` (from 0) of `total`, from the random `state` before its
-    first pass and the loss's `gradients` for the leaves."""
+    """Compute the surrogate loss, a scalar, of micro-batch `number` (from 0) of `total`, from the
+    random `state` before its first pass and the loss's `gradients` for the leaves."""
     restore_random_state(state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
     rows = slice(number * len(batch), (number + 1) * len(batch))
     audio_gradient, text_gradient, *scalar_gradients = gradients
     terms = [(audio * audio_gradient[rows]).sum(), (text * text_gradient[rows]).sum()]
-    terms += [(own * gradient).sum() / total for own, gradient in zip(scalars, scalar_gradients, strict=True)]
+    terms += [
+        (own * gradient).sum() / total
+        for own, gradient in zip(scalars, scalar_gradients, strict=True)
+    ]
     return torch.stack(terms).sum()
 
 

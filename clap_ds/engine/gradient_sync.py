@@ -1,7 +1,8 @@
 """All-reduce gradients during the backward pass, inside the DeepSpeed engine at ZeRO-0.
 
-DeepSpeed reduces all gradients after backward. Torch's data-parallel reducer sends each bucket when its gradients are ready:
-`replicate` attaches it to DeepSpeed's module, and DeepSpeed's own reduction is disabled.
+DeepSpeed reduces all gradients after backward. Torch's data-parallel reducer sends each bucket when
+its gradients are ready: `replicate` attaches it to DeepSpeed's module, and DeepSpeed's own
+reduction is disabled.
 """
 
 from collections.abc import Iterator
@@ -17,32 +18,43 @@ from clap_ds.engine.loss import PeerWait
 
 
 class GradientSync:
-    """Average gradients over ranks with DeepSpeed or, `overlapped` with backward, with torch's reducer. The latter requires
-    that every trained parameter gets a gradient in every step. It sends each in its own dtype, so DeepSpeed also averages
-    those of a run with another `communication_data_type`."""
+    """Average gradients over ranks with DeepSpeed or, `overlapped` with backward, with torch's
+    reducer. The latter requires that every trained parameter gets a gradient in every step. It
+    sends each in its own dtype, so DeepSpeed also averages those of a run with another
+    `communication_data_type`."""
 
-    def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext) -> None:
+    def __init__(
+        self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext
+    ) -> None:
         self._engine, self._is_off, self._peer_wait = engine, False, peer_wait
         self._module: Any = engine.module  # an nn.Module to which `replicate` adds methods
-        dtypes = {parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad}
+        dtypes = {
+            parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad
+        }
         narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._overlapped = overlapped and engine.communication_data_type == narrowest
         if self._overlapped:
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-        engine.register_forward_pre_hook(self._settle)  # runs before the module's hook, which the reducer uses
+        engine.register_forward_pre_hook(
+            self._settle
+        )  # runs before the module's hook, which the reducer uses
 
     def _settle(self, module: nn.Module, inputs: Any) -> None:
-        """Enable the all-reduce of the coming pass only at the accumulation boundary, and not in `off`."""
+        """Enable the all-reduce of the coming pass only at the accumulation boundary, and not in
+        `off`."""
         if self._overlapped:
             at_boundary = self._engine.is_gradient_accumulation_boundary()
             self._module.set_requires_gradient_sync(at_boundary and not self._is_off)
-        # DeepSpeed checks the boundary itself. On one rank it would copy every gradient to a buffer and back.
+        # DeepSpeed checks the boundary itself. On one rank it would copy every gradient to a buffer
+        # and back.
         by_deepspeed = not self._overlapped and dist.get_world_size() > 1
         self._engine.enable_backward_allreduce = by_deepspeed and not self._is_off
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run DeepSpeed's backward pass, and record the time from this rank's last gradient to its return as a wait.
-        Autograd runs callbacks in the order of queueing: this one first, then the reducer's, which waits."""
+        """Run DeepSpeed's backward pass, and record the time from this rank's last gradient to its
+          return as a wait.
+        Autograd runs callbacks in the order of queueing: this one first, then the reducer's, which
+          waits."""
         with ExitStack() as waiting:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             loss.register_hook(lambda _: queue(lambda: waiting.enter_context(self._peer_wait())))

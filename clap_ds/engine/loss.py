@@ -1,7 +1,8 @@
-"""Compute contrastive losses over the global batch, with exact gradients but without sending feature gradients.
+"""Compute contrastive losses over the global batch, with exact gradients but without sending
+feature gradients.
 
-Both gradients have a closed form: a rank that has seen all features computes its own features' gradient in the forward pass,
-tile by tile, and then frees the similarities and gathered features.
+Both gradients have a closed form: a rank that has seen all features computes its own features'
+gradient in the forward pass, tile by tile, and then frees the similarities and gathered features.
 
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
@@ -21,7 +22,12 @@ from torch import Tensor, nn
 
 from clap_ds.config.schema import LossSettings
 from clap_ds.distributed.collectives import rank, world_size
-from clap_ds.engine.tiled_logits import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
+from clap_ds.engine.tiled_logits import (
+    similarities,
+    tiled_row_sums,
+    tiled_softmax_gradient,
+    weighted_sum,
+)
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,7 +67,9 @@ class _Softmax(torch.autograd.Function):
     ) -> Tensor:
         num_local, scale = len(audio_BD), logit_scale.detach()
         first = rank() * num_local
-        own_audio_BD, own_text_BD = (each[first : first + num_local] for each in (audio_ND, text_ND))
+        own_audio_BD, own_text_BD = (
+            each[first : first + num_local] for each in (audio_ND, text_ND)
+        )
         row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first)
         column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first)
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
@@ -72,16 +80,24 @@ class _Softmax(torch.autograd.Function):
                 lse_R2B = lses.wait()
             row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
             rest = scale, first
-            audio_grad_BD, scale_grad = tiled_softmax_gradient(own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest)
-            text_grad_BD, _ = tiled_softmax_gradient(own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest)
+            audio_grad_BD, scale_grad = tiled_softmax_gradient(
+                own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest
+            )
+            text_grad_BD, _ = tiled_softmax_gradient(
+                own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest
+            )
             # 1/2N of the formula, times the number of ranks, by which data parallelism will divide.
             factor = 1 / (2 * num_local)
-            ctx.save_for_backward(audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale))
+            ctx.save_for_backward(
+                audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale)
+            )
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
+        audio_grad_BD, text_grad_BD, scale_grad = (
+            saved * upstream[0] for saved in ctx.saved_tensors
+        )
         return audio_grad_BD, text_grad_BD, scale_grad, *[None] * 4
 
 
@@ -98,7 +114,11 @@ class _Sigmoid(torch.autograd.Function):
         peer_wait: PeerWait,
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
-        num_local, audios, texts = len(audio_BD), audio_ND.chunk(world_size()), text_ND.chunk(world_size())
+        num_local, audios, texts = (
+            len(audio_BD),
+            audio_ND.chunk(world_size()),
+            text_ND.chunk(world_size()),
+        )
         audio, text = audios[rank()], texts[rank()]
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
@@ -125,7 +145,8 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
-    """Return -log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal if `paired`, else -1."""
+    """Return -log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal if
+    `paired`, else -1."""
     loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
     if paired:
         loss_BB.diagonal().sub_(logits_BB.diagonal())
@@ -134,9 +155,12 @@ def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
 
 
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with equal similarities."""
+    """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with
+    equal similarities."""
     targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
-    both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
+    both = [
+        F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)
+    ]
     return torch.stack(both).mean(0), math.log(len(logits_BB))
 
 
@@ -148,56 +172,71 @@ def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]
 
 
 class ContrastiveLoss:
-    """Base of losses. Features are gathered and compared in `wire_dtype`; sums and gradients are fp32.
+    """Base of losses. Features are gathered and compared in `wire_dtype`; sums and gradients are
+    fp32.
 
     Attributes:
         function: computes the loss of this rank's pairs, and its gradient.
         needs_bias: whether the model learns a logit bias.
-        evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
+        evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss
+          (B,), and that of chance.
     """
 
     function: type[torch.autograd.Function]
     needs_bias: bool
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
-    def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
+    def __init__(
+        self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext
+    ) -> None:
         self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
         self._early: dict[str, _Gather] = {}
 
     def gather_early(self, model: nn.Module) -> None:
-        """Start gathering each tower's features when they are ready, during the other tower's forward pass."""
+        """Start gathering each tower's features when they are ready, during the other tower's
+        forward pass."""
         for name in ("audio", "text"):
-            model.get_submodule(f"{name}_projection").register_forward_hook(partial(self._start, name))
+            model.get_submodule(f"{name}_projection").register_forward_hook(
+                partial(self._start, name)
+            )
 
     def _start(self, name: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
         if torch.is_grad_enabled():
             self._early[name] = _Gather(features_BD, self._wire_dtype)
 
     def __call__(
-        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        self,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
     ) -> Tensor:
-        """Compute the loss of this rank's pairs against the global batch. A collective; all micro-batches have the same size.
+        """Compute the loss of this rank's pairs against the global batch. A collective; all
+          micro-batches have the same size.
 
         Args:
             audio_BD, text_BD: L2-normalized features of the same pairs, fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
             logit_bias: what is added to them, shape (1,), fp32, if the loss needs it.
 
-        Returns the mean over this rank's pairs, a scalar. Its mean over ranks is the global batch's loss; likewise gradients.
+        Returns the mean over this rank's pairs, a scalar. Its mean over ranks is the global batch's
+          loss; likewise gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
         with self._peer_wait():
             gathered = audio.wait(), text.wait()
-        loss: Tensor = self.function.apply(audio_BD, text_BD, logit_scale, logit_bias, *gathered, self._peer_wait)
+        loss: Tensor = self.function.apply(
+            audio_BD, text_BD, logit_scale, logit_bias, *gathered, self._peer_wait
+        )
         return loss
 
 
 class SoftmaxLoss(ContrastiveLoss):
     """Compute the symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
-    With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
-    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N.
+    With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the
+    gradient is dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N.
     """
 
     function, needs_bias, evaluate = _Softmax, False, staticmethod(softmax_rows)
@@ -206,9 +245,9 @@ class SoftmaxLoss(ContrastiveLoss):
 class SigmoidLoss(ContrastiveLoss):
     """Compute the pairwise sigmoid loss of SigLIP (arXiv 2303.15343).
 
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 if i = j, else -1. Each rank computes the rows of its
-    audio and the columns of its text, one rank's block at a time. Only rows contribute to the loss and the scalars'
-    gradients, so that each entry counts once.
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 if i = j, else -1. Each rank
+    computes the rows of its audio and the columns of its text, one rank's block at a time. Only
+    rows contribute to the loss and the scalars' gradients, so that each entry counts once.
     """
 
     function, needs_bias, evaluate = _Sigmoid, True, staticmethod(sigmoid_rows)
@@ -217,7 +256,10 @@ class SigmoidLoss(ContrastiveLoss):
 LOSSES: dict[str, Any] = {"softmax": SoftmaxLoss, "sigmoid": SigmoidLoss}
 
 
-def build_loss(settings: LossSettings, precision: str = "fp32", peer_wait: PeerWait = nullcontext) -> Any:
-    """Build a loss. It sends features in bf16 if the run or its autocast uses bf16, else in fp32."""
+def build_loss(
+    settings: LossSettings, precision: str = "fp32", peer_wait: PeerWait = nullcontext
+) -> Any:
+    """Build a loss. It sends features in bf16 if the run or its autocast uses bf16, else in
+    fp32."""
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
     return LOSSES[settings.kind](torch.bfloat16 if in_bf16 else torch.float32, peer_wait)

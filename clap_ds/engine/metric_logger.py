@@ -1,4 +1,5 @@
-"""Write DeepSpeed's and our scalars to TensorBoard and DeepSpeed's other monitors (CSV, Weights & Biases, Comet)."""
+"""Write DeepSpeed's and our scalars to TensorBoard and DeepSpeed's other monitors (CSV, Weights &
+Biases, Comet)."""
 
 from __future__ import annotations
 
@@ -23,32 +24,43 @@ BINS = 64  # of histograms
 
 
 def _hide_writer_error(error: threading.ExceptHookArgs) -> None:
-    """Print a thread's error, except TensorBoard's of a failing disk, which it raises again where `Scalars` warns."""
+    """Print a thread's error, except TensorBoard's of a failing disk, which it raises again where
+    `Scalars` warns."""
     if type(error.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(error)
 
 
 class Scalars:
-    """Defer the writes of DeepSpeed's monitor from the timed steps to `write`, in the order of samples. If the `tensorboard`
-    section has no output path, files go to `tensorboard` in `folder`. With `histogram_every_steps`, histograms of
-    parameters and averaged gradients are written before every so many updates."""
+    """Defer the writes of DeepSpeed's monitor from the timed steps to `write`, in the order of
+    samples. If the `tensorboard` section has no output path, files go to `tensorboard` in `folder`.
+    With `histogram_every_steps`, histograms of parameters and averaged gradients are written before
+    every so many updates."""
 
-    def __init__(self, engine: ClapEngine, folder: Path, histogram_every_steps: int | None = None) -> None:
+    def __init__(
+        self, engine: ClapEngine, folder: Path, histogram_every_steps: int | None = None
+    ) -> None:
         section, deepspeed = engine.config.get("tensorboard", {}), engine.deepspeed
         place = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
         self._tensorboard: SummaryWriter | None = None
         if section.get("enabled", True) and rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter  # a machine that only runs gpu_check lacks tensorboard
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )  # a machine that only runs gpu_check lacks tensorboard
 
             with warn_on_disk_full(place), own_folder(place):  # TensorBoard would follow a link
                 threading.excepthook = _hide_writer_error
                 # TensorBoard discards entries of samples that will be trained on again.
-                self._tensorboard = SummaryWriter(str(place), purge_step=deepspeed.global_samples + 1)
+                self._tensorboard = SummaryWriter(
+                    str(place), purge_step=deepspeed.global_samples + 1
+                )
         deepspeed.monitor.enabled |= section.get("enabled", False)  # whether DeepSpeed also writes
         if histogram_every_steps:
             engine.before_update = partial(self._write_histograms, engine, histogram_every_steps)
         self._waiting: list[Scalar] = []
-        self._write, deepspeed.monitor.write_events = deepspeed.monitor.write_events, self._waiting.extend
+        self._write, deepspeed.monitor.write_events = (
+            deepspeed.monitor.write_events,
+            self._waiting.extend,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -77,4 +89,6 @@ class Scalars:
                 if tensor is not None and tensor.isfinite().any():
                     finite = tensor[tensor.isfinite()].float()
                     with warn_on_disk_full("TensorBoard's histograms"):
-                        self._tensorboard.add_histogram(f"{group}/{name}", finite, samples, bins=BINS)
+                        self._tensorboard.add_histogram(
+                            f"{group}/{name}", finite, samples, bins=BINS
+                        )

@@ -24,8 +24,8 @@ from clap_ds.run_records.run_dir import RunDirectory, create_run_dir
 
 @contextmanager
 def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """Open the run directory with its first files. In the body the watchdog runs, and the run's end is recorded.
-    A collective."""
+    """Open the run directory with its first files. In the body the watchdog runs, and the run's end
+    is recorded. A collective."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = environment.environment(device, kernels)
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
@@ -38,7 +38,9 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
             write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
         nodes = len({place["host"] for place in everywhere})
         print(f"run directory: {path}\nranks: {ranks.world_size}, nodes: {nodes}", flush=True)
-        problem = cpu_binding.find_wrong_binding(everywhere, getattr(run.clap.data, "num_workers", 0))
+        problem = cpu_binding.find_wrong_binding(
+            everywhere, getattr(run.clap.data, "num_workers", 0)
+        )
         if problem:
             print(f"warning: {problem}", file=sys.stderr, flush=True)
         if device.type == "cpu" and run.precision == "bf16":

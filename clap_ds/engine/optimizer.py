@@ -1,8 +1,10 @@
-"""Run AdamW in DeepSpeed's 16-bit wrapper, on one flat fp32 tensor per group, with torch's fused kernel or the CPU kernel.
+"""Run AdamW in DeepSpeed's 16-bit wrapper, on one flat fp32 tensor per group, with torch's fused
+kernel or the CPU kernel.
 
-DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which requires a CUDA toolkit. `FlatAdamW` replaces it. The
-wrapper's step reads every group's norm on the host. In bf16, whose loss scale is always 1, `FlatStep` computes it on the
-device. In fp16 the next loss scale depends on the overflow.
+DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which requires a CUDA toolkit.
+`FlatAdamW` replaces it. The wrapper's step reads every group's norm on the host. In bf16, whose
+loss scale is always 1, `FlatStep` computes it on the device. In fp16 the next loss scale depends on
+the overflow.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ class _InPlaceOfFusedAdam(FusedAdam):
 
 
 class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
-    """Run fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's. With `cpu_kernels`, groups
-    that `cpu_kernels.adamw.supports` use that kernel. The state has the same form in all cases."""
+    """Run fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's.
+    With `cpu_kernels`, groups that `cpu_kernels.adamw.supports` use that kernel. The state has the
+    same form in all cases."""
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
@@ -58,10 +61,13 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         """Update the weights; `closure` and `grad_norms` are unused.
 
         Args:
-            grads: each group's flat gradient in one tensor or, for the CPU kernel, several; None: the parameters' own.
-            output_params: each group's flat tensor in the model's dtype, which receives the new weights.
+            grads: each group's flat gradient in one tensor or, for the CPU kernel, several; None:
+              the parameters' own.
+            output_params: each group's flat tensor in the model's dtype, which receives the new
+              weights.
             scale: divisor of `grads`; if a tensor, scalar fp32 on their device.
-            found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters unchanged.
+            found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step
+              counters unchanged.
         """
         if grads is None or output_params is None:
             super().step()
@@ -76,7 +82,9 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
                 by_torch.append((master, low))
         # torch's fused kernels read these attributes. Masters without a gradient stay.
         is_one = isinstance(scale, float) and scale == 1.0
-        self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
+        self.grad_scale = (
+            None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
+        )
         self.found_inf = found_inf
         super().step()
         self.grad_scale = self.found_inf = None
@@ -89,27 +97,41 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         return self.cpu_kernels and is_ready(low) and not unavailable()
 
     def _step_natively(
-        self, group: dict[str, Any], gradients: list[Tensor], low: Tensor, scale: float, found_inf: Tensor | None
+        self,
+        group: dict[str, Any],
+        gradients: list[Tensor],
+        low: Tensor,
+        scale: float,
+        found_inf: Tensor | None,
     ) -> None:
         (master,) = group["params"]
         state = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(master),
+                torch.zeros_like(master),
+            )
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
-        options, sizes = {name: group[name] for name in OPTIONS}, [each.numel() for each in gradients]
+        options, sizes = (
+            {name: group[name] for name in OPTIONS},
+            [each.numel() for each in gradients],
+        )
         flats = low, master.detach(), state["exp_avg"], state["exp_avg_sq"]
         lows, *rest = (each.split(sizes) for each in flats)
-        adamw_native.native_adamw(lows, gradients, *rest, **options, step=int(state["step"]), scale=scale)
+        adamw_native.native_adamw(
+            lows, gradients, *rest, **options, step=int(state["step"]), scale=scale
+        )
 
 
 class FlatStep:
     """Replace the step of DeepSpeed's wrapper around `FlatAdamW` in bf16, without host reads.
 
-    If any gradient isn't finite (on all ranks alike), weights, moments and step counters don't change, and `skipped`, scalar
-    bool on the device, is true. DeepSpeed's scheduler continues, so that the learning rate depends only on the step number.
+    If any gradient isn't finite (on all ranks alike), weights, moments and step counters don't
+    change, and `skipped`, scalar bool on the device, is true. DeepSpeed's scheduler continues, so
+    that the learning rate depends only on the step number.
     """
 
     def __init__(self, wrapper: FP16_Optimizer) -> None:
@@ -120,16 +142,20 @@ class FlatStep:
     @staticmethod
     def has_place_for(optimizer: Any) -> bool:
         """Return whether this is DeepSpeed's wrapper around `FlatAdamW`, without a loss scale."""
-        is_flat = isinstance(optimizer, FP16_Optimizer) and isinstance(optimizer.optimizer, FlatAdamW)
+        is_flat = isinstance(optimizer, FP16_Optimizer) and isinstance(
+            optimizer.optimizer, FlatAdamW
+        )
         return is_flat and not optimizer.loss_scale_config.use_grad_scaling
 
     @torch.no_grad()
     def __call__(self) -> bool:
-        """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping, scalar fp64.
+        """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping,
+          scalar fp64.
         Return False, like the wrapper without an overflow."""
         wrapper, most = self._wrapper, self._wrapper.clip_grad
         gradients = [
-            self._gradients(*group) for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
+            self._gradients(*group)
+            for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
         ]
         norm = norm_of([*chain(*gradients)], natively=wrapper.optimizer.cpu_kernels)
         wrapper._global_grad_norm, self.skipped = norm, ~norm.isfinite()
@@ -142,13 +168,19 @@ class FlatStep:
         return False
 
     def _gradients(self, group: Sequence[Tensor], low: Tensor) -> list[Tensor]:
-        """Return a group's gradients: one per parameter for the CPU kernel, else one flat tensor, to launch few kernels."""
+        """Return a group's gradients: one per parameter for the CPU kernel, else one flat tensor,
+        to launch few kernels."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
-        return gradients if self._wrapper.optimizer.steps_natively(low) else [_flatten_dense_tensors(gradients)]
+        return (
+            gradients
+            if self._wrapper.optimizer.steps_natively(low)
+            else [_flatten_dense_tensors(gradients)]
+        )
 
 
 def scale_rates(optimizer: Any) -> None:
-    """Multiply every group's `lr` by its `lr_scale`, if any, during each step. Between steps `lr` is the scheduler's."""
+    """Multiply every group's `lr` by its `lr_scale`, if any, during each step. Between steps `lr`
+    is the scheduler's."""
     plain = optimizer.step
 
     @wraps(plain)
@@ -164,8 +196,11 @@ def scale_rates(optimizer: Any) -> None:
 
 
 def grouped_parameters(optimizer: Any) -> list[list[Tensor]]:
-    """Return the model's parameters in the groups and order of its optimizer, or of DeepSpeed's wrapper around that."""
-    return getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+    """Return the model's parameters in the groups and order of its optimizer, or of DeepSpeed's
+    wrapper around that."""
+    return getattr(optimizer, "fp16_groups", None) or [
+        group["params"] for group in optimizer.param_groups
+    ]
 
 
 def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -179,8 +214,9 @@ def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
-    """Return the total 2-norm of contiguous tensors, scalar fp64 on their device; `natively`: with the CPU kernel if possible.
-    Squares are summed in rows, as a single fp32 sum of 10⁸ would be wrong by percents."""
+    """Return the total 2-norm of contiguous tensors, scalar fp64 on their device; `natively`: with
+    the CPU kernel if possible. Squares are summed in rows, as a single fp32 sum of 10⁸ would be
+    wrong by percents."""
     norms = list[Tensor]()
     if natively and (ready := [each for each in tensors if is_ready(each)]) and not unavailable():
         norms.append(adamw_native.native_norm(ready).view(1))
@@ -193,8 +229,9 @@ def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
 
 
 class WeightAverage:
-    """Average the weights exponentially over steps (Polyak and Juditsky 1992). The average starts as the current weights; an
-    update keeps the fraction `decay` of it. Frozen weights and buffers are the model's own.
+    """Average the weights exponentially over steps (Polyak and Juditsky 1992). The average starts
+    as the current weights; an update keeps the fraction `decay` of it. Frozen weights and buffers
+    are the model's own.
 
     Attributes:
         weights: the average by name, fp32.
@@ -218,7 +255,8 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the model's weights by the average, in their dtypes, and restore them exactly afterwards."""
+        """Replace the model's weights by the average, in their dtypes, and restore them exactly
+        afterwards."""
         weights = [weight.detach() for weight in self._models]
         kept = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, [*self.weights.values()])

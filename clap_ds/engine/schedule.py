@@ -7,9 +7,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class WarmupStableDecayLR(LambdaLR):
-    """Warm up over `warmup_num_steps`, hold the rate, and lower it over the last `decay_num_steps` of `total_num_steps`
-    to the share `min_ratio`, linearly or by the power `decay_power` (WSD, arXiv 2404.06395; open_clip's `const-cooldown`).
-    With `cosine`, and a decay of all steps after the warm-up, it is open_clip's `cosine`."""
+    """Warm up over `warmup_num_steps`, hold the rate, and lower it over the last `decay_num_steps`
+    of `total_num_steps` to the share `min_ratio`, linearly or by the power `decay_power` (WSD,
+    arXiv 2404.06395; open_clip's `const-cooldown`). With `cosine`, and a decay of all steps after
+    the warm-up, it is open_clip's `cosine`."""
 
     def __init__(
         self,
@@ -22,9 +23,7 @@ class WarmupStableDecayLR(LambdaLR):
         cosine: bool = False,
     ) -> None:
         if warmup_num_steps + decay_num_steps > total_num_steps or min_ratio > 1:
-            expected = (
-                "expected warmup_num_steps + decay_num_steps of at most total_num_steps, and min_ratio of at most 1"
-            )
+            expected = "expected warmup_num_steps + decay_num_steps of at most total_num_steps, and min_ratio of at most 1"
             raise ValueError(f"scheduler.params: {expected}")
 
         def ratio(step: int) -> float:

@@ -1,4 +1,5 @@
-"""Gather the step times of a window from all ranks, and compute throughput over windows, also by DeepSpeed's timer."""
+"""Gather the step times of a window from all ranks, and compute throughput over windows, also by
+DeepSpeed's timer."""
 
 from __future__ import annotations
 
@@ -53,9 +54,12 @@ class Window(NamedTuple):
 
 
 def gather_window(times: StepTimes, figures: Tensor) -> Window:
-    """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A collective."""
+    """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A
+    collective."""
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
-    by_step = np.column_stack((times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy()))
+    by_step = np.column_stack(
+        (times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy())
+    )
     device = figures.device
     of_window = [times.window_s, energy_joules(device), *peak_memory(device)]
     of_rank = torch.from_numpy(np.concatenate((of_window, by_step.ravel())))
@@ -82,11 +86,14 @@ class Throughput:
         self._slowest_s.extend(window.step_s.max(axis=1))
 
     def summary(self) -> Summary:
-        """Return the statistics, with each window as long as its slowest rank's; empty without windows."""
+        """Return the statistics, with each window as long as its slowest rank's; empty without
+        windows."""
         if not self._windows:
             return {}
         every = -(-len(self._windows) // MOST_WINDOWS)
-        merged = np.add.reduceat(np.array(self._windows, float), range(0, len(self._windows), every))
+        merged = np.add.reduceat(
+            np.array(self._windows, float), range(0, len(self._windows), every)
+        )
         samples, window_s, waited_s = merged.T
         found = rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
         return Summary(
@@ -104,9 +111,10 @@ class Throughput:
 class StepToStepTimer(ThroughputTimer):
     """DeepSpeed's throughput timer, running from the end of a step to the end of the next one.
 
-    DeepSpeed's own runs on the host from the launch of the forward pass to the end of `step()`. While the host is ahead of
-    the GPU, this isn't a step's time, unless the timer waits for the GPU twice in every step. From end to end, times add up
-    to wall time wherever the host waits, waiting for data included. Evaluations and checkpoints are excluded by `pause`.
+    DeepSpeed's own runs on the host from the launch of the forward pass to the end of `step()`.
+    While the host is ahead of the GPU, this isn't a step's time, unless the timer waits for the GPU
+    twice in every step. From end to end, times add up to wall time wherever the host waits, waiting
+    for data included. Evaluations and checkpoints are excluded by `pause`.
     """
 
     def __init__(self, timer: ThroughputTimer) -> None:
@@ -116,7 +124,8 @@ class StepToStepTimer(ThroughputTimer):
         self._unprinted_steps = 0
 
     def start(self) -> None:
-        """Start the clock unless it is running, when the GPU has finished earlier work. DeepSpeed calls this in each forward
+        """Start the clock unless it is running, when the GPU has finished earlier work. DeepSpeed
+          calls this in each forward
         pass."""
         if self.start_time > 0:
             self.started = True
@@ -125,14 +134,15 @@ class StepToStepTimer(ThroughputTimer):
             super().start()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Count a micro-step, with `global_step` also a step. DeepSpeed calls this at the end of `step()`."""
+        """Count a micro-step, with `global_step` also a step. DeepSpeed calls this at the end of
+        `step()`."""
         if not self.started:
             return
         self._count_time()
         if global_step and self.start_time > 0:
             self._unprinted_steps += 1
-            # DeepSpeed prints the batch over this time as `CurrSamplesPerSec`. Single steps vary with the host's lead, so
-            # it is the mean since the last line.
+            # DeepSpeed prints the batch over this time as `CurrSamplesPerSec`. Single steps vary
+            # with the host's lead, so it is the mean since the last line.
             self.step_elapsed_time = self._unprinted_s / self._unprinted_steps
         super().stop(global_step, report_speed)
         if global_step and self._is_report_boundary():
@@ -140,7 +150,8 @@ class StepToStepTimer(ThroughputTimer):
             self._unprinted_steps = 0
 
     def pause(self) -> None:
-        """Stop the clock until the next `start`. The caller has waited for the GPU, so that all of its work counts."""
+        """Stop the clock until the next `start`. The caller has waited for the GPU, so that all of
+        its work counts."""
         self._count_time()
         self.start_time = 0
 

@@ -1,6 +1,8 @@
-"""Sum over rows of a similarity matrix, one tile of columns at a time. Shape letters are as in `loss`.
+"""Sum over rows of a similarity matrix, one tile of columns at a time. Shape letters are as in
+`loss`.
 
-The operations between two matrix products are a separate function, which torch.compile fuses into one kernel on a GPU.
+The operations between two matrix products are a separate function, which torch.compile fuses into
+one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ GPU_TILE, CPU_TILE = 32768, 1024
 """Columns per tile: few kernels on a GPU (80 MB at a micro-batch of 616), cache-sized on a CPU."""
 
 
-def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and S_ij of pair i, for which j = `first` + i.
+def tiled_row_sums(
+    own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and S_ij of pair i, for which j =
+    `first` + i.
 
     Both are (B,) in the scale's dtype."""
     lses, targets = [], []
@@ -32,8 +37,8 @@ def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) ->
 
 @compiled_on_gpu
 def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list[Tensor]:
-    """Return both for one tile; without `pairs` only the first. Compiled code computes this maximum and sum in one pass
-    (online softmax, arXiv 1805.02867)."""
+    """Return both for one tile; without `pairs` only the first. Compiled code computes this maximum
+    and sum in one pass (online softmax, arXiv 1805.02867)."""
     logits_BK = similarity_BK * scale
     targets = [(logits_BK * _are_pairs(pairs)).sum(dim=1)] if pairs else []
     maximum_B1 = logits_BK.amax(dim=1, keepdim=True)
@@ -44,15 +49,21 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
 def tiled_softmax_gradient(
     own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the softmax loss's gradient for this rank's features of one tower, recomputing similarities tile by tile, from
-    the log-sum-exps of own rows and of all columns. `first` is the index of this rank's first pair.
+    """Compute the softmax loss's gradient for this rank's features of one tower, recomputing
+    similarities tile by tile, from the log-sum-exps of own rows and of all columns. `first` is the
+    index of this rank's first pair.
 
-    Returns 2N times the gradients of own features, (B, D), and of the scale from own rows, scalar, in the scale's dtype.
+    Returns 2N times the gradients of own features, (B, D), and of the scale from own rows, scalar,
+    in the scale's dtype.
     """
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
     for columns in _tiles(all_ND):
-        others_KD, lses, pairs = all_ND[columns], (own_lse_B, all_lse_N[columns]), _pairs(own_BD, columns, first)
+        others_KD, lses, pairs = (
+            all_ND[columns],
+            (own_lse_B, all_lse_N[columns]),
+            _pairs(own_BD, columns, first),
+        )
         rest = scale, *lses, pairs, weight_dtype
         weights = _weights(similarities(own_BD, others_KD, scale.dtype), *rest)
         weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
@@ -80,8 +91,8 @@ def _weights(
 
 
 def _pairs(own_BD: Tensor, columns: slice, first: int) -> list[Tensor]:
-    """Return indices in the global batch of own rows (B,) and a tile's columns (K,), int64; nothing for a tile without own
-    pairs."""
+    """Return indices in the global batch of own rows (B,) and a tile's columns (K,), int64; nothing
+    for a tile without own pairs."""
     own = range(first, first + len(own_BD))
     if columns.stop <= own.start or own.stop <= columns.start:
         return []
@@ -104,7 +115,8 @@ def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, D) in `dtype`. On a GPU with 16-bit features the weights are rounded to match, but not the sum."""
+    """Return (B, D) in `dtype`. On a GPU with 16-bit features the weights are rounded to match, but
+    not the sum."""
     if other_KD.dtype == dtype:
         return weight_BK @ other_KD
     if other_KD.is_cuda:
@@ -113,7 +125,8 @@ def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _tiles(all_ND: Tensor) -> Iterator[slice]:
-    """Yield tiles of equal width, except for the last. If it may be, the width is a multiple of 64 to suit tensor cores."""
+    """Yield tiles of equal width, except for the last. If it may be, the width is a multiple of 64
+    to suit tensor cores."""
     size, widest = len(all_ND), GPU_TILE if all_ND.is_cuda else CPU_TILE
     width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
     return (slice(start, min(start + width, size)) for start in range(0, size, width))

@@ -1,6 +1,7 @@
 """List the clips of evaluation shards, plan tasks on them and load their audio.
 
-Audio and features longer than the model's clips are center-cropped, or used whole with feature fusion.
+Audio and features longer than the model's clips are center-cropped, or used whole with feature
+fusion.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from clap_ds.config.errors import did_you_mean
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import RetrievalSettings, ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
-from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip, values_by_name
+from clap_ds.data.clip import (
+    CAPTION_FORMATS,
+    Broken,
+    captions_of,
+    choose_clip,
+    read_clip,
+    values_by_name,
+)
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import Kind, open_shard
 from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
@@ -35,7 +43,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Locate an item: its tar, its name there, the place of its encoded audio, and its text files by extension."""
+    """Locate an item: its tar, its name there, the place of its encoded audio, and its text files
+    by extension."""
 
     shard: str
     key: str
@@ -59,7 +68,9 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
         for item in list_items(shard, report):
             try:
                 texts = [extension for extension in CAPTION_FORMATS if extension in item]
-                described = {extension: item[extension].read(item["__file__"]) for extension in texts}
+                described = {
+                    extension: item[extension].read(item["__file__"]) for extension in texts
+                }
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
             except (BrokenItemError, OSError) as error:
                 report(f"{shard}: {item['__key__']}", str(error))
@@ -67,25 +78,34 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
-    """Return a clip's classes from a field of its json. Raises BrokenItemError if it holds no class name or list of them."""
+    """Return a clip's classes from a field of its json. Raises BrokenItemError if it holds no class
+    name or list of them."""
     value = values_by_name(described, field).get(field)
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {value!r}")
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(isinstance(name, str) and name.strip() for name in names)
+    ):
+        raise BrokenItemError(
+            f"{field} in its json: expected a class name or a list of them, found {value!r}"
+        )
     return list(dict.fromkeys(name.strip() for name in names))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold a task's clips (indices into all) with their captions or, for zero-shot, captions of classes and the clips'
-    classes."""
+    """Hold a task's clips (indices into all) with their captions or, for zero-shot, captions of
+    classes and the clips' classes."""
 
     clips: list[int]
     captions: list[list[str]]
     classes: list[list[int]] | None = None
 
 
-def plan_retrieval(clips: dict[int, Clip], settings: RetrievalSettings) -> tuple[Plan, list[Broken]]:
+def plan_retrieval(
+    clips: dict[int, Clip], settings: RetrievalSettings
+) -> tuple[Plan, list[Broken]]:
     """Select the clips with captions. Raises ValueError for none."""
     read = partial(captions_of, key=settings.caption_key)
     found, broken = _read(clips, read, f"{FIELD}.retrieval.shards: expected clips with captions")
@@ -93,7 +113,8 @@ def plan_retrieval(clips: dict[int, Clip], settings: RetrievalSettings) -> tuple
 
 
 def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
-    """Select the clips with classes. Raises ValueError for no clips, an unknown class, or fewer than two classes."""
+    """Select the clips with classes. Raises ValueError for no clips, an unknown class, or fewer
+    than two classes."""
     field = settings.class_key
     wanted = f"{FIELD}.zero_shot.shards: expected clips with {field!r} ({FIELD}.zero_shot.class_key) in a json"
     found, broken = _read(clips, partial(classes_of, field=field), wanted)
@@ -103,7 +124,9 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
         where = f"the shards have {unknown!r} ({examples[unknown].name})"
         raise ValueError(f"{FIELD}.zero_shot.classes: {where}{did_you_mean(unknown, classes)}")
     if len(classes) < 2:
-        raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes, found {list(classes)}")
+        raise ValueError(
+            f"{FIELD}.zero_shot.classes: expected at least 2 classes, found {list(classes)}"
+        )
     captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
@@ -151,18 +174,24 @@ class Middle(random.Random):
 
 
 def empty_row(audio: AudioConfig, kind: Kind) -> Tensor:
-    """Return zeros for a clip: (num_frames, mel_bins) float16 for `mel`; else float32, (num_samples,) or, with feature
-    fusion, (4, num_frames, mel_bins)."""
-    return torch.zeros(audio.feature_shape, dtype=torch.float16) if kind == "mel" else torch.zeros(audio.clip_shape)
+    """Return zeros for a clip: (num_frames, mel_bins) float16 for `mel`; else float32,
+    (num_samples,) or, with feature fusion, (4, num_frames, mel_bins)."""
+    return (
+        torch.zeros(audio.feature_shape, dtype=torch.float16)
+        if kind == "mel"
+        else torch.zeros(audio.clip_shape)
+    )
 
 
 def load_audio(
     clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
 ) -> Iterator[Tensor | str]:
-    """Yield clips in order, shaped like `empty_row`, or the reason why one is unusable, from `num_workers` processes
-    (0: this one). Raises ValueError if one was killed."""
+    """Yield clips in order, shaped like `empty_row`, or the reason why one is unusable, from
+    `num_workers` processes (0: this one). Raises ValueError if one was killed."""
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))
-    loader: Loader[Any] = Loader(dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list)
+    loader: Loader[Any] = Loader(
+        dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list
+    )
     try:
         for piece in loader:
             yield from piece

@@ -1,6 +1,7 @@
 """Evaluate a model by the `clap.evaluation` section, during training and afterwards.
 
-Constructing an `Evaluator` detects mistakes in settings, shards and labels. Clips and captions are interleaved over ranks.
+Constructing an `Evaluator` detects mistakes in settings, shards and labels. Clips and captions are
+interleaved over ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0,
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
 from clap_ds.evaluation import metrics
-from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
+from clap_ds.evaluation.clips import (
+    FIELD,
+    Plan,
+    empty_row,
+    list_clips,
+    load_audio,
+    plan_retrieval,
+    plan_zero_shot,
+)
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text, tokenizer_of
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.contrastive import ContrastiveModel
@@ -41,8 +50,9 @@ class NonFiniteEmbeddingsError(ValueError):
 
 @dataclass
 class Evaluator:
-    """Evaluate retrieval and zero-shot classification on held-out clips. `loss_kind` is training's `clap.loss.kind`.
-    Constructing it is a collective. Raises CollectiveUserError if something is missing or doesn't fit."""
+    """Evaluate retrieval and zero-shot classification on held-out clips. `loss_kind` is training's
+    `clap.loss.kind`. Constructing it is a collective. Raises CollectiveUserError if something is
+    missing or doesn't fit."""
 
     settings: EvaluationSettings
     _: KW_ONLY
@@ -56,7 +66,9 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
         with raise_on_all_ranks():
-            run_on_rank0(self._load_tokenizer)  # only one rank contacts the Hub, which may be unreachable
+            run_on_rank0(
+                self._load_tokenizer
+            )  # only one rank contacts the Hub, which may be unreachable
         with raise_on_all_ranks():
             self._prepare()
         digest = hashlib.sha256(repr(self._clips).encode()).hexdigest()
@@ -64,16 +76,24 @@ class Evaluator:
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
 
     def _load_tokenizer(self) -> None:
-        self._tokenizer = tokenizer_of(self.tokenizer_name, self.model_config.text, f"{FIELD}.tokenizer")
+        self._tokenizer = tokenizer_of(
+            self.tokenizer_name, self.model_config.text, f"{FIELD}.tokenizer"
+        )
 
     def _prepare(self) -> None:
         if self.ranks.rank:
             self._load_tokenizer()
         tasks = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
-        named = {task: (f"{FIELD}.{task}.shards", settings) for task, settings in tasks.items() if settings}
+        named = {
+            task: (f"{FIELD}.{task}.shards", settings)
+            for task, settings in tasks.items()
+            if settings
+        }
         if not named:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
-        shards = {task: expand_shards(settings.shards, field) for task, (field, settings) in named.items()}
+        shards = {
+            task: expand_shards(settings.shards, field) for task, (field, settings) in named.items()
+        }
         tars = list(dict.fromkeys(chain(*shards.values())))
         fields = " and ".join(field for field, _ in named.values())
         self._kind = kind_of(tars, self.model_config, fields, warns=self.ranks.is_main_process)
@@ -91,29 +111,46 @@ class Evaluator:
     def evaluate(self, model: ContrastiveModel) -> Evaluation:
         """Compute metrics with chance levels, intervals and counts. A collective.
 
-        All ranks get the same result. Raises ValueError if no clip can be decoded or embeddings aren't finite.
+        All ranks get the same result. Raises ValueError if no clip can be decoded or embeddings
+          aren't finite.
         """
         audio, failed = self._embed_clips(model)
-        if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
-            raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: training has diverged")
-        self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
+        if (
+            not audio[[number for number in range(len(audio)) if number not in failed]]
+            .isfinite()
+            .all()
+        ):
+            raise NonFiniteEmbeddingsError(
+                "the model's embeddings of clips are NaN or infinite: training has diverged"
+            )
+        self._note(
+            Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items())
+        )
         tasks = {}
         for name, plan in self._plans.items():
             used = [place for place, number in enumerate(plan.clips) if number not in failed]
             if not used:
-                nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
+                nothing = (
+                    f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
+                )
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
             numbers = [plan.clips[place] for place in used]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
-                counts, measures = {"captions": len(text)}, self._retrieval(model, audio[numbers], text, captions)
+                counts, measures = (
+                    {"captions": len(text)},
+                    self._retrieval(model, audio[numbers], text, captions),
+                )
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
                 pairs = audio[numbers], class_features(captions, text), is_of_class.to(audio.device)
-                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*pairs, self.ranks)
+                counts, measures = (
+                    {"classes": len(captions)},
+                    metrics.evaluate_zero_shot(*pairs, self.ranks),
+                )
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
@@ -122,37 +159,58 @@ class Evaluator:
         self, model: ContrastiveModel, audio: Tensor, text: Tensor, captions: list[list[str]]
     ) -> dict[str, Measure]:
         numbers = torch.tensor([len(each) for each in captions], device=audio.device)
-        clip_of_caption = torch.arange(len(captions), device=audio.device).repeat_interleave(numbers)
+        clip_of_caption = torch.arange(len(captions), device=audio.device).repeat_interleave(
+            numbers
+        )
         pairs = audio, text[numbers.cumsum(0) - numbers], [each[0] for each in captions]
-        loss = metrics.retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
+        loss = metrics.retrieval_loss(
+            self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias
+        )
         return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
     def _embed_clips(self, model: ContrastiveModel) -> tuple[Tensor, dict[int, str]]:
-        """Embed all clips: (N, D) fp32, and the reasons for undecodable ones by index, whose rows are meaningless."""
+        """Embed all clips: (N, D) fp32, and the reasons for undecodable ones by index, whose rows
+        are meaningless."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         audio, failed = model.config.audio, dict[int, str]()
 
         def rows() -> Iterator[Tensor]:
             clips = [self._clips[number] for number in own]
-            loaded = load_audio(clips, audio, num_workers=self.settings.num_workers, kind=self._kind)
-            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if self.ranks.is_main_process else True)
+            loaded = load_audio(
+                clips, audio, num_workers=self.settings.num_workers, kind=self._kind
+            )
+            shown = tqdm(
+                loaded,
+                "clips",
+                len(clips),
+                unit="clip",
+                disable=None if self.ranks.is_main_process else True,
+            )
             for number, found in zip(own, shown, strict=True):
                 alive()
                 if isinstance(found, str):
                     failed[number] = found
                 yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
-        features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
-        return features, dict(reduce_on_rank0([*failed.items()], lambda by_rank: [*chain(*by_rank)]))
+        features = self._shared(
+            len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch)
+        )
+        return features, dict(
+            reduce_on_rank0([*failed.items()], lambda by_rank: [*chain(*by_rank)])
+        )
 
     def _embed_captions(self, model: ContrastiveModel, captions_of_each: list[list[str]]) -> Tensor:
         captions = [*chain(*captions_of_each)]
         own = captions[self.ranks.rank :: self.ranks.world_size]
-        embed = lambda: embed_text(model, own, self._tokenizer, self.context_length, self.micro_batch)  # noqa: E731
+
+        def embed() -> Tensor:
+            return embed_text(model, own, self._tokenizer, self.context_length, self.micro_batch)
+
         return self._shared(len(captions), embed)
 
     def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:
-        """Gather (total, D) features of items interleaved over ranks. A rank's ValueError raises CollectiveUserError on all."""
+        """Gather (total, D) features of items interleaved over ranks. A rank's ValueError raises
+        CollectiveUserError on all."""
         with raise_on_all_ranks():
             own = embed_own()
         rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])

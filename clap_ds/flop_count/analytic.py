@@ -1,7 +1,7 @@
 """Compute the FLOPs of a CLAP model in closed form from its sizes. Imports no torch.
 
-Counts 2 FLOPs per multiply-add of every matrix product and convolution. Omits element-wise operations, norms, softmax
-and the loss's logits, as in the published figures.
+Counts 2 FLOPs per multiply-add of every matrix product and convolution. Omits element-wise
+operations, norms, softmax and the loss's logits, as in the published figures.
 """
 
 from __future__ import annotations
@@ -43,14 +43,19 @@ class TextLengths:
         return cls(fmean(lengths), fmean(length**2 for length in lengths))
 
 
-def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Convention, *, front_end: bool = True) -> float:
+def forward_flops(
+    config: ClapConfig, lengths: TextLengths, convention: Convention, *, front_end: bool = True
+) -> float:
     """Return the FLOPs of one sample's forward pass."""
     return forward_components(config, lengths, convention, front_end=front_end)["forward"]
 
 
-def backward_flops(config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text")) -> float:
-    """Return the FLOPs of one sample's backward pass: two products (input and weight gradients) per forward product of
-    the trained towers; none for the spectrogram, and one for the stretch, which has no weight gradient."""
+def backward_flops(
+    config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text")
+) -> float:
+    """Return the FLOPs of one sample's backward pass: two products (input and weight gradients) per
+    forward product of the trained towers; none for the spectrogram, and one for the stretch, which
+    has no weight gradient."""
     parts = forward_components(config, lengths, "model", front_end=False)
     flops = {"audio": 2 * parts["audio_tower"] - parts["stretch"], "text": 2 * parts["text_tower"]}
     return sum(flops[tower] for tower in trained)
@@ -59,9 +64,9 @@ def backward_flops(config: ClapConfig, lengths: TextLengths, *, trained: Collect
 def recomputed_flops(
     config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str], *, drop_path: float
 ) -> float:
-    """Return the FLOPs of one sample that activation checkpointing of these towers (`audio`, `text`) recomputes.
-    PyTorch stops early: it skips an audio block's last product, unless drop path applies to its branch (never to the
-    first block's)."""
+    """Return the FLOPs of one sample that activation checkpointing of these towers (`audio`,
+    `text`) recomputes. PyTorch stops early: it skips an audio block's last product, unless drop
+    path applies to its branch (never to the first block's)."""
     audio, text = config.audio, forward_components(config, lengths, "model")
     flops = {"audio": sum(linears + attention for linears, attention, _ in _stages(audio))}
     flops["text"] = text["text_linears"] + text["text_attention"]
@@ -75,9 +80,11 @@ def recomputed_flops(
 
 
 def published_flops(config: ClapConfig, *, front_end: bool = True) -> float:
-    """Return the FLOPs of one sample as in the published table, with 514 tokens for any captions: 111.20 (tiny) and
-    130.09 (base) GFLOPs; 2.17 less without a front end."""
-    return forward_flops(config, TextLengths.fixed(config.text.max_positions), "published", front_end=front_end)
+    """Return the FLOPs of one sample as in the published table, with 514 tokens for any captions:
+    111.20 (tiny) and 130.09 (base) GFLOPs; 2.17 less without a front end."""
+    return forward_flops(
+        config, TextLengths.fixed(config.text.max_positions), "published", front_end=front_end
+    )
 
 
 def forward_components(
@@ -86,17 +93,23 @@ def forward_components(
     """Return the FLOPs of one sample's forward pass by component.
 
     Args:
-        convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`, but not the stretch of
-            the spectrogram. `model` counts what this engine executes: FFTs, the stretch as a matrix product, no AudioSet
+        convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`,
+          but not the stretch of
+            the spectrogram. `model` counts what this engine executes: FFTs, the stretch as a matrix
+              product, no AudioSet
             head, and only the pooled tokens in the last text layer.
-        front_end: whether the input is waveforms; else it is log-mel features, without STFT and mel filters.
+        front_end: whether the input is waveforms; else it is log-mel features, without STFT and mel
+          filters.
 
     Returns:
-        FLOPs by name in the model's order; names that a convention doesn't count are 0. `STAGE_VIEWS` split the sum of the
+        FLOPs by name in the model's order; names that a convention doesn't count are 0.
+          `STAGE_VIEWS` split the sum of the
         `stage_…` by operation; `audio_tower`, `text_tower` and `forward` are totals.
     """
     audio = _audio_components(config.audio)
-    audio["audio_projection"] = _projection(config.audio.output_dim, config.audio.projection, config.joint_dim)
+    audio["audio_projection"] = _projection(
+        config.audio.output_dim, config.audio.projection, config.joint_dim
+    )
     audio |= dict.fromkeys(MODEL_ONLY if convention == "published" else PUBLISHED_ONLY, 0.0)
     audio |= {} if front_end else dict.fromkeys(FRONT_END, 0.0)
     text = _text_components(config, lengths, convention)
@@ -106,7 +119,8 @@ def forward_components(
 
 
 def fft_flops(num_points: int) -> float:
-    """Return the FLOPs of a real FFT: half of a complex one's 5·N·log2(N), as in FFTW's benchmarks."""
+    """Return the FLOPs of a real FFT: half of a complex one's 5·N·log2(N), as in FFTW's
+    benchmarks."""
     return 2.5 * num_points * math.log2(num_points)
 
 
@@ -128,10 +142,17 @@ def _audio_components(audio: AudioConfig) -> dict[str, float]:
         "fft": audio.num_frames * fft_flops(audio.stft_window),
         "mel": _product(audio.num_frames, num_bins, audio.mel_bins),
         # Bicubic in time, a dense matrix in `htsat.FoldToImage`.
-        "stretch": channels * _product(audio.mel_bins, audio.num_frames, width) if audio.num_frames < width else 0.0,
-        "patch_embedding": _product(audio.stage_grids[0] ** 2, audio.patch_size**2, audio.embed_dim),
+        "stretch": channels * _product(audio.mel_bins, audio.num_frames, width)
+        if audio.num_frames < width
+        else 0.0,
+        "patch_embedding": _product(
+            audio.stage_grids[0] ** 2, audio.patch_size**2, audio.embed_dim
+        ),
         **({"fusion": _fusion(audio)} if audio.fusion else {}),
-        **{f"stage_{i}": sum(parts) for i, parts in enumerate(zip(linears, attention, mergings, strict=True))},
+        **{
+            f"stage_{i}": sum(parts)
+            for i, parts in enumerate(zip(linears, attention, mergings, strict=True))
+        },
         **dict(zip(STAGE_VIEWS, map(sum, (linears, attention, mergings)), strict=True)),
         "tscam_conv": _product(num_steps, audio.output_dim * kernel_height * 3, audio.num_classes),
     }
@@ -144,20 +165,35 @@ def _stages(audio: AudioConfig) -> list[tuple[float, float, float]]:
         # Query, key, value and output: 4·C² per token; the MLP's two layers: 2·ratio·C².
         linears = _product(depth * grid**2, dim, (4 + 2 * audio.mlp_ratio) * dim)
         attention = _product(depth * grid**2, min(audio.attention_window, grid) ** 2, 2 * dim)
-        found.append((linears, attention, _product(grid**2 // 4, 4 * dim, 2 * dim) * (grid != audio.stage_grids[-1])))
+        found.append(
+            (
+                linears,
+                attention,
+                _product(grid**2 // 4, 4 * dim, 2 * dim) * (grid != audio.stage_grids[-1]),
+            )
+        )
     return found
 
 
 def _fusion(audio: AudioConfig) -> float:
-    """Count the tokens of the file's parts, and twice two layers of attention: per position and on their mean."""
+    """Count the tokens of the file's parts, and twice two layers of attention: per position and on
+    their mean."""
     grid, part = audio.stage_grids[0], 3 * audio.patch_size
-    tokens = _product((CHANNELS - 1) * grid * (audio.image_size // part), part * audio.patch_size, audio.embed_dim)
+    tokens = _product(
+        (CHANNELS - 1) * grid * (audio.image_size // part), part * audio.patch_size, audio.embed_dim
+    )
     return tokens + 2 * _product(grid**2 + 1, audio.embed_dim, audio.embed_dim // NARROWING)
 
 
-def _text_components(config: ClapConfig, lengths: TextLengths, convention: Convention) -> dict[str, float]:
+def _text_components(
+    config: ClapConfig, lengths: TextLengths, convention: Convention
+) -> dict[str, float]:
     text = config.text
-    width, rows, has_pooler = text.hidden_size, text.num_layers * lengths.mean, text.pooling == "cls_pooler"
+    width, rows, has_pooler = (
+        text.hidden_size,
+        text.num_layers * lengths.mean,
+        text.pooling == "cls_pooler",
+    )
     # In the last layer, only the first token is used after the attention.
     first_alone = convention == "model" and text.ends_with_first_token
     rows_past_attention = rows - (lengths.mean - 1 if first_alone else 0)

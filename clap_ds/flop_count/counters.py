@@ -1,6 +1,8 @@
-"""Count forward FLOPs, as in `analytic`, with DeepSpeed's profiler while one sample runs through the model on the CPU.
+"""Count forward FLOPs, as in `analytic`, with DeepSpeed's profiler while one sample runs through
+the model on the CPU.
 
-It only counts torch's operations, so the model must not be converted by `clap_ds.cpu_kernels.patch_model`.
+It only counts torch's operations, so the model must not be converted by
+`clap_ds.cpu_kernels.patch_model`.
 """
 
 from __future__ import annotations
@@ -38,19 +40,27 @@ def build(config: ClapConfig) -> ClapModel:
 
 
 def parameter_counts(model: ClapModel) -> dict[str, int]:
-    """Return parameters per tower (with projection) and in total as open_clip counts them, and trainable ones. Its audio
-    tower includes frozen STFT and mel matrices and the AudioSet head."""
+    """Return parameters per tower (with projection) and in total as open_clip counts them, and
+    trainable ones. Its audio tower includes frozen STFT and mel matrices and the AudioSet head."""
     trainable = sum(parameter.numel() for parameter in model.parameters())
-    text = sum(parameter.numel() for part in (model.text, model.text_projection) for parameter in part.parameters())
-    unused = sum(buffer.numel() for part in (model.audio.tscam_conv, model.audio.head) for buffer in part.buffers())
+    text = sum(
+        parameter.numel()
+        for part in (model.text, model.text_projection)
+        for parameter in part.parameters()
+    )
+    unused = sum(
+        buffer.numel()
+        for part in (model.audio.tscam_conv, model.audio.head)
+        for buffer in part.buffers()
+    )
     stft = 2 * (model.mel.num_fft // 2 + 1) * model.mel.num_fft
     total = trainable + unused + stft + model.mel.mel_filters.numel()
     return {"audio": total - text - 1, "text": text, "total": total, "trainable": trainable}
 
 
 def count_by_deepspeed(model: ClapModel, context_length: int, audio: Tensor | None = None) -> Count:
-    """Count the FLOPs of one clip (by default a waveform) and a caption of `context_length`, at most the position table's
-    rows."""
+    """Count the FLOPs of one clip (by default a waveform) and a caption of `context_length`, at
+    most the position table's rows."""
     if audio is None:
         audio = torch.zeros(1, model.config.audio.num_samples)
     caption = torch.ones(1, context_length, dtype=torch.long)
@@ -66,8 +76,8 @@ def count_by_deepspeed(model: ClapModel, context_length: int, audio: Tensor | No
 
 @contextmanager
 def counted_ffts() -> Iterator[list[float]]:
-    """Yield the FLOPs of FFTs, which DeepSpeed's profiler misses, by the shapes of calls. Enter it before the profiler starts,
-    which wraps the same functions."""
+    """Yield the FLOPs of FFTs, which DeepSpeed's profiler misses, by the shapes of calls. Enter it
+    before the profiler starts, which wraps the same functions."""
     flops = list[float]()
     stft = torch.stft
 

@@ -1,7 +1,7 @@
 """List accelerators' data-sheet rates, and compute model FLOPs utilization (MFU) from their peaks.
 
-Peaks are for dense bf16 (V100: fp16) with fp32 accumulation. Rates with 2:4 sparsity are halved. Names are those of drivers.
-A device that isn't listed, such as a MIG slice, has no peak and no MFU.
+Peaks are for dense bf16 (V100: fp16) with fp32 accumulation. Rates with 2:4 sparsity are halved.
+Names are those of drivers. A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.run_records.metrics_schema import Summary
 
 TRAINING_OVER_FORWARD = 3
-"""In the published convention, every forward product has two in the backward pass, for its input and its weight."""
+"""In the published convention, every forward product has two in the backward pass, for its input
+and its weight."""
 
 
 @dataclass(frozen=True)
@@ -46,30 +47,90 @@ _TABLE = (
     Gpu("Tesla V100-SXM2-32GB", 125, _V100, "v100-32gb", 31.7, 0.9, 15.7, 150),
     Gpu("A100-SXM4-40GB", 312, _A100, "a100-sxm-40gb", 39.4, 1.555, 19.5, 300),
     Gpu("A100-SXM4-80GB", 312, _A100, "a100-sxm-80gb", 79.2, 2.039, 19.5, 300),
-    Gpu("A100 80GB PCIe, A100-PCIE-80GB", 312, f"{_A100}; PCIe 4.0", "a100-pcie-80gb", 79.2, 1.935, 19.5, 32),
+    Gpu(
+        "A100 80GB PCIe, A100-PCIE-80GB",
+        312,
+        f"{_A100}; PCIe 4.0",
+        "a100-pcie-80gb",
+        79.2,
+        1.935,
+        19.5,
+        32,
+    ),
     Gpu("A100-PCIE-40GB", 312, _A100),
     Gpu("A800-SXM4-40GB, A800-SXM4-80GB, A800 80GB PCIe", 312, _A800),
     Gpu("A30", 165, "NVIDIA A30 data sheet"),
     Gpu("A40", 149.7, "NVIDIA A40 data sheet, half of its rate with sparsity"),
     Gpu("L40", 181.05, "NVIDIA L40 data sheet, half of its rate with sparsity"),
     Gpu("L40S", 362, "NVIDIA L40S data sheet, half of its rate with sparsity"),
-    Gpu("H100 80GB HBM3, H100 SXM5 80GB, H100-SXM5-80GB", 989, _H100, "h100-sxm", 79.1, 3.35, 67, 450),
-    Gpu("H100 PCIe, H100 80GB PCIe", 756, f"{_H100}; PCIe 5.0, no bridges", "h100-pcie", 79.1, 2.0, 51, 64),
+    Gpu(
+        "H100 80GB HBM3, H100 SXM5 80GB, H100-SXM5-80GB",
+        989,
+        _H100,
+        "h100-sxm",
+        79.1,
+        3.35,
+        67,
+        450,
+    ),
+    Gpu(
+        "H100 PCIe, H100 80GB PCIe",
+        756,
+        f"{_H100}; PCIe 5.0, no bridges",
+        "h100-pcie",
+        79.1,
+        2.0,
+        51,
+        64,
+    ),
     Gpu("H100 NVL", 835, _H100),
     Gpu("H800, H800 80GB HBM3", 989, _H800, "h800", 79.1, 3.35, 67, 200),
     Gpu("H800 PCIe", 756, _H800),
     Gpu("H20, H20-3e, H20 96GB HBM3", 148, "NVIDIA H20 data sheet"),
     Gpu("H200, H200 141GB HBM3e", 989, _H200, "h200", 139.8, 4.8, 67, 450),
     Gpu("H200 NVL", 835, _H200),
-    Gpu("GH200 480GB, GH200, GH200 96GB HBM3, GH200 120GB", 989, _GH200, "gh200", 94.5, 4.0, 67, 450),
+    Gpu(
+        "GH200 480GB, GH200, GH200 96GB HBM3, GH200 120GB", 989, _GH200, "gh200", 94.5, 4.0, 67, 450
+    ),
     Gpu("GH200 144G HBM3e, GH200 144GB HBM3e", 989, _GH200, "gh200-144gb", 140.0, 4.9, 67, 450),
-    Gpu("B200", 2250, "NVIDIA HGX B200 data sheet (2025), half of its rate with sparsity", "b200", 178.3, 7.7, 75, 900),
+    Gpu(
+        "B200",
+        2250,
+        "NVIDIA HGX B200 data sheet (2025), half of its rate with sparsity",
+        "b200",
+        178.3,
+        7.7,
+        75,
+        900,
+    ),
     Gpu("GB200", 2500, "NVIDIA GB200 NVL72 data sheet, half of its rate with sparsity"),
-    Gpu("GeForce RTX 3090", 71, "NVIDIA GA102 white paper (2020); PCIe 4.0", "rtx-3090", 23.7, 0.936, 35.6, 32),
+    Gpu(
+        "GeForce RTX 3090",
+        71,
+        "NVIDIA GA102 white paper (2020); PCIe 4.0",
+        "rtx-3090",
+        23.7,
+        0.936,
+        35.6,
+        32,
+    ),
     Gpu("MI210", 181, _AMD.format("MI210")),
-    Gpu("MI250X", 191.5, _AMD.format("MI250X") + ": 383 TFLOPS a card; one device is one of its two dies"),
+    Gpu(
+        "MI250X",
+        191.5,
+        _AMD.format("MI250X") + ": 383 TFLOPS a card; one device is one of its two dies",
+    ),
     Gpu("MI300A", 980.6, _AMD.format("MI300A")),
-    Gpu("MI300X, MI300X OAM, MI300X VF", 1307.4, _AMD.format("MI300X"), "mi300x", 191.5, 5.3, 163.4, 448),
+    Gpu(
+        "MI300X, MI300X OAM, MI300X VF",
+        1307.4,
+        _AMD.format("MI300X"),
+        "mi300x",
+        191.5,
+        5.3,
+        163.4,
+        448,
+    ),
     Gpu("MI325X, MI325X OAM, MI325X VF", 1307.4, _AMD.format("MI325X")),
 )
 GPUS = {gpu.name: gpu for gpu in _TABLE if gpu.name}
@@ -87,7 +148,8 @@ _BY_DEVICE = {_plain(name): gpu for gpu in _TABLE for name in gpu.names.split(",
 
 
 def peak_for(device_name: str, override_tflops: float | None = None) -> Gpu | None:
-    """Return the device with its peak from `clap.hardware.peak_tflops`, else by its full name; None if unknown."""
+    """Return the device with its peak from `clap.hardware.peak_tflops`, else by its full name; None
+    if unknown."""
     if override_tflops is not None:
         return Gpu(device_name, override_tflops, "clap.hardware.peak_tflops")
     return _BY_DEVICE.get(_plain(device_name))
@@ -106,16 +168,19 @@ def utilization(
     published_flops: float | None, training_flops: float, samples_per_s: float, device_name: str,
     override_tflops: float | None, recomputed_flops: float = 0.0,
 ) -> Summary:  # fmt: skip
-    """Return the summary's fields: MFU (arXiv 2204.02311, appendix B) in percent in both conventions, achieved TFLOPS
-    and the peak. If it is unknown, percentages are None and `peak_source` gives instructions.
+    """Return the summary's fields: MFU (arXiv 2204.02311, appendix B) in percent in both
+    conventions, achieved TFLOPS and the peak. If it is unknown, percentages are None and
+    `peak_source` gives instructions.
 
-    Args, per sample: `published_flops` of the forward pass in the published convention, if it has any; `training_flops`
-    executed in forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
+    Args, per sample: `published_flops` of the forward pass in the published convention, if it has
+    any; `training_flops` executed in forward and backward; `recomputed_flops` executed in addition,
+    which count for `hfu_percent`.
     """
     peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
     achieved = training_flops * per_s
     tflops = {
-        "mfu_published_percent": published_flops and TRAINING_OVER_FORWARD * published_flops * per_s,
+        "mfu_published_percent": published_flops
+        and TRAINING_OVER_FORWARD * published_flops * per_s,
         "mfu_model_percent": achieved,
         "hfu_percent": achieved + recomputed_flops * per_s,
     }

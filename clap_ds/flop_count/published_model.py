@@ -1,5 +1,5 @@
-"""Build the model that open_clip's profiler measured, with operations that the published figures count but this engine
-doesn't execute. For counting only: its outputs are meaningless.
+"""Build the model that open_clip's profiler measured, with operations that the published figures
+count but this engine doesn't execute. For counting only: its outputs are meaningless.
 """
 
 import math
@@ -16,7 +16,8 @@ from clap_ds.model.mel import MIN_POWER, LogMel, full_scale
 
 
 def published_model(config: ClapConfig) -> ClapModel:
-    """Build a model with convolutional STFT, interpolated stretch, AudioSet head, and all tokens in the last text layer."""
+    """Build a model with convolutional STFT, interpolated stretch, AudioSet head, and all tokens in
+    the last text layer."""
     model = build(config)
     model.text.roberta.encoder.layer[-1].first_only = False
     model.add_module("mel", ConvolutionMel(config.audio))
@@ -26,26 +27,37 @@ def published_model(config: ClapConfig) -> ClapModel:
 
 
 class ConvolutionMel(LogMel):
-    """Compute the features like torchlibrosa in LAION-CLAP, with a convolution as Fourier transform."""
+    """Compute the features like torchlibrosa in LAION-CLAP, with a convolution as Fourier
+    transform."""
 
     waves: Tensor
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config)
         numbers = torch.arange(self.num_fft, dtype=torch.float64)
-        angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (2 * math.pi / self.num_fft)
+        angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (
+            2 * math.pi / self.num_fft
+        )
         waves_KN = torch.cat([angles_KN.cos(), -angles_KN.sin()]).float() * self.window
         self.register_buffer("waves", waves_KN[:, None], persistent=False)
 
     def forward(self, waveforms: Tensor) -> Tensor:
         padded = F.pad(full_scale(waveforms)[:, None], (self.num_fft // 2,) * 2, mode="reflect")
         with torch.autocast(waveforms.device.type, enabled=False):
-            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(2, dim=1)
-            return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
+            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(
+                2, dim=1
+            )
+            return (
+                10.0
+                * self.mel_power(torch.complex(real_BKT, imaginary_BKT))
+                .clamp(min=MIN_POWER)
+                .log10()
+            )
 
 
 class InterpolatingFold(FoldToImage):
-    """Fold into an image with an interpolation as stretch, which no counter counts as multiply-adds."""
+    """Fold into an image with an interpolation as stretch, which no counter counts as
+    multiply-adds."""
 
     def stretched(self, mel_BFT: Tensor) -> Tensor:
         size = (mel_BFT.shape[1], self.image_size * self.freq_ratio)
@@ -53,12 +65,15 @@ class InterpolatingFold(FoldToImage):
 
 
 class NormWithAudioSetHead(nn.LayerNorm):
-    """Apply the last norm and HTSAT's AudioSet head, whose result is unused, as in contrastive training."""
+    """Apply the last norm and HTSAT's AudioSet head, whose result is unused, as in contrastive
+    training."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config.output_dim)
         self.height = max(1, config.stage_grids[-1] // config.freq_ratio)
-        self.tscam_conv = nn.Conv2d(config.output_dim, config.num_classes, (self.height, 3), padding=(0, 1))
+        self.tscam_conv = nn.Conv2d(
+            config.output_dim, config.num_classes, (self.height, 3), padding=(0, 1)
+        )
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         normed = super().forward(tokens_BHWC)

@@ -19,7 +19,13 @@ from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
-from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text, tokenizer_of
+from clap_ds.evaluation.embedding import (
+    audio_batches,
+    class_captions,
+    class_features,
+    embed_text,
+    tokenizer_of,
+)
 from clap_ds.inference.windows import EmbeddingRow, Pooling, Sound, Source, Window, read_windows
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
@@ -42,15 +48,22 @@ class Clap:
     >>> clap.classify("dog.wav", ["dog", "rain"]).sum(axis=1).round(6).tolist()
     [1.0]
 
-    Batches are padded to `batch_size`: an input's result is bitwise independent of the others, and equals evaluation's in
-    float32. A single input that isn't in a list isn't padded, and may be rounded differently.
+    Batches are padded to `batch_size`: an input's result is bitwise independent of the others, and
+    equals evaluation's in float32. A single input that isn't in a list isn't padded, and may be
+    rounded differently.
 
-    Windows last `clip_s` (s) at `sample_rate` (Hz). Embeddings have `dim` elements, and are comparable if `fingerprint` is
-    equal. Texts are truncated to `context_length`.
+    Windows last `clip_s` (s) at `sample_rate` (Hz). Embeddings have `dim` elements, and are
+    comparable if `fingerprint` is equal. Texts are truncated to `context_length`.
     """
 
-    def __init__(self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None) -> None:
-        self.config, self.source, self.fingerprint = weights.config, weights.path, weights.fingerprint
+    def __init__(
+        self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None
+    ) -> None:
+        self.config, self.source, self.fingerprint = (
+            weights.config,
+            weights.path,
+            weights.fingerprint,
+        )
         self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
         self.context_length = weights.longest_caption
@@ -76,23 +89,32 @@ class Clap:
         pooling: Pooling = "mean",
         **options: Any,
     ) -> Array:
-        """Embed sounds of any length: (n, dim) float32, rows of length 1. Raises ValueError for the first unusable one.
+        """Embed sounds of any length: (n, dim) float32, rows of length 1. Raises ValueError for the
+          first unusable one.
 
         Args:
-            audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
-                clip of a shard, an encoded file (bytes or a binary file), an array, or, as in `datasets`, a decoder or a
-                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels, num_samples) with one or two
-                channels, floating point in ±1 or int16. A batch of mono clips is a list: `list(array)`.
+            audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1).
+              A sound is a path, a
+                clip of a shard, an encoded file (bytes or a binary file), an array, or, as in
+                  `datasets`, a decoder or a
+                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels,
+                  num_samples) with one or two
+                channels, floating point in ±1 or int16. A batch of mono clips is a list:
+                  `list(array)`.
             sample_rate: of arrays, in Hz.
-            channels_first: True for arrays (channels, num_samples) of up to 8 channels, False for (num_samples, channels).
-            pooling: of longer sounds: "mean" of all windows' embeddings, normalized, or the "center" window, as in
+            channels_first: True for arrays (channels, num_samples) of up to 8 channels, False for
+              (num_samples, channels).
+            pooling: of longer sounds: "mean" of all windows' embeddings, normalized, or the
+              "center" window, as in
                 evaluation (with feature fusion the whole sound).
             options: `overlap`, `batch_size` and `num_workers` of `iter_windows`.
         """
         items: Any = audio
         is_alone = isinstance(items, Source | bytes | Mapping) or getattr(items, "ndim", 3) < 3
         is_alone = is_alone or hasattr(items, "read") or hasattr(items, "get_all_samples")
-        named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
+        named = (
+            {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
+        )
         sources = [_source(name, each, sample_rate, channels_first) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
         for row in self.iter_windows(sources, pooling=pooling, _fill=not is_alone, **options):
@@ -107,19 +129,30 @@ class Clap:
     ) -> Iterator[EmbeddingRow]:  # fmt: skip
         """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
 
-        "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one row per file, as in
-        `embed_audio`. Errors yield a row with the reason and without a vector, after the windows before it. `overlap` is
-        from 0 to below 1, `batch_size` is in windows, and `num_workers` decoding processes (0: none) work ahead.
+        "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else
+          one row per file, as in
+        `embed_audio`. Errors yield a row with the reason and without a vector, after the windows
+          before it. `overlap` is
+        from 0 to below 1, `batch_size` is in windows, and `num_workers` decoding processes (0:
+          none) work ahead.
         """
         if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
             expected = "pooling none, mean or center, and an overlap from 0 to below 1"
             raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
         audio = self.config.audio
-        pieces = read_windows([*sources], audio, pooling, overlap, num_workers=num_workers, ahead=batch_size)
+        pieces = read_windows(
+            [*sources], audio, pooling, overlap, num_workers=num_workers, ahead=batch_size
+        )
         rows = self._embedded(pieces, batch_size, _fill)
-        return (row for row in rows if row.vector is not None or row.error) if pooling == "none" else _whole(rows)
+        return (
+            (row for row in rows if row.vector is not None or row.error)
+            if pooling == "none"
+            else _whole(rows)
+        )
 
-    def _embedded(self, pieces: Iterator[Window], batch_size: int, fill: bool) -> Iterator[EmbeddingRow]:
+    def _embedded(
+        self, pieces: Iterator[Window], batch_size: int, fill: bool
+    ) -> Iterator[EmbeddingRow]:
         """Set the vectors of `read_windows`' rows that have waveforms."""
         waiting: deque[EmbeddingRow] = deque()
 
@@ -141,42 +174,62 @@ class Clap:
         yield from waiting
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
-        """Embed texts: (n, dim) float32, rows of length 1. Raises ValueError for a blank text or no tokenizer."""
+        """Embed texts: (n, dim) float32, rows of length 1. Raises ValueError for a blank text or no
+        tokenizer."""
         captions = _as_list(texts, "texts")
         fill = not isinstance(texts, str)
-        return embed_text(self.model, captions, self.tokenizer, self.context_length, batch_size, fill).cpu().numpy()
+        return (
+            embed_text(self.model, captions, self.tokenizer, self.context_length, batch_size, fill)
+            .cpu()
+            .numpy()
+        )
 
-    def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
+    def class_embeddings(
+        self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES
+    ) -> Array:
         """Embed labels as in zero-shot evaluation: (len(labels), dim) float32, rows of length 1.
 
-        Each is the normalized mean over templates, whose {} becomes the label, with spaces for underscores (`dog_bark`).
+        Each is the normalized mean over templates, whose {} becomes the label, with spaces for
+          underscores (`dog_bark`).
         """
         names = _as_list(labels, "labels")
         if isinstance(labels, str) or not names or len(set(names)) < len(names):
             raise ValueError(f"labels: expected a list of distinct texts, found {labels!r}")
         sentences = _as_list(templates, "templates")
         if not sentences or not all("{}" in text for text in sentences):
-            raise ValueError(f"templates: expected a list of texts with {{}} in the label's place, found {templates!r}")
+            raise ValueError(
+                f"templates: expected a list of texts with {{}} in the label's place, found {templates!r}"
+            )
         captions = class_captions({label: [in_words(label)] for label in names}, sentences)
-        return class_features(captions, torch.from_numpy(self.embed_text([*chain(*captions)]))).numpy()
+        return class_features(
+            captions, torch.from_numpy(self.embed_text([*chain(*captions)]))
+        ).numpy()
 
     def classify(
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
         sample_rate: float | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Compute the probabilities of two or more labels per sound, (n, len(labels)) float32: the softmax of the logit
+        """Compute the probabilities of two or more labels per sound, (n, len(labels)) float32: the
+          softmax of the logit
         scale times the cosines with `class_embeddings`. `options` are those of `embed_audio`."""
         classes = self.class_embeddings(labels, templates)
         return self.probabilities(self.embed_audio(audio, sample_rate, **options), classes)
 
     def probabilities(self, audio: Array, classes: Array) -> Array:
-        """Compute probabilities from embeddings of sounds (n, dim) and classes (K, dim): (n, K) float32."""
+        """Compute probabilities from embeddings of sounds (n, dim) and classes (K, dim): (n, K)
+        float32."""
         cosines = torch.tensor(audio).double() @ torch.tensor(classes).double().T
-        return (self.model.logit_scale.detach().cpu().double().exp() * cosines).softmax(dim=1).float().numpy()
+        return (
+            (self.model.logit_scale.detach().cpu().double().exp() * cosines)
+            .softmax(dim=1)
+            .float()
+            .numpy()
+        )
 
 
 def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
-    """Merge each file's window rows and end row, which has its length and no vector, into one row."""
+    """Merge each file's window rows and end row, which has its length and no vector, into one
+    row."""
     vectors, error = list[Array](), ""
     for row in rows:
         error = error or row.error
@@ -186,22 +239,31 @@ def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
             mean: Any = None
             if not error:
                 total = np.sum(vectors, axis=0, dtype=np.float64)
-                mean = vectors[0] if len(vectors) == 1 else (total / np.linalg.norm(total)).astype(np.float32)
+                mean = (
+                    vectors[0]
+                    if len(vectors) == 1
+                    else (total / np.linalg.norm(total)).astype(np.float32)
+                )
             yield EmbeddingRow(row.source, 0.0, row.end_s, mean, error)
             vectors, error = [], ""
 
 
 def _as_list(texts: Any, name: str) -> list[str]:
-    """Return a text as a list of one, or texts as a list. Raises ValueError for one that is blank or isn't a `str`."""
+    """Return a text as a list of one, or texts as a list. Raises ValueError for one that is blank
+    or isn't a `str`."""
     is_alone = isinstance(texts, str | bytes) or not isinstance(texts, Iterable)
     captions = [texts] if is_alone else [*texts]
     for number, text in enumerate(captions):
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{name}[{number}]: expected texts, not blank, found {type(text).__name__} {text!r:.60}")
+            raise ValueError(
+                f"{name}[{number}]: expected texts, not blank, found {type(text).__name__} {text!r:.60}"
+            )
     return captions
 
 
-def _source(name: str, audio: Any, sample_rate: float | None, channels_first: bool | None) -> Source:
+def _source(
+    name: str, audio: Any, sample_rate: float | None, channels_first: bool | None
+) -> Source:
     if isinstance(audio, Source):
         return audio
     audio = audio.read() if hasattr(audio, "read") else audio
@@ -218,7 +280,9 @@ def _source(name: str, audio: Any, sample_rate: float | None, channels_first: bo
     rows = array[None] if array.ndim == 1 else array
     if channels_first is False and rows is array:
         rows = array.T
-    most_channels = 2 if channels_first is None else MOST_CHANNELS  # in LAION-CLAP, (N, T) are N mono clips
+    most_channels = (
+        2 if channels_first is None else MOST_CHANNELS
+    )  # in LAION-CLAP, (N, T) are N mono clips
     if rows.ndim != 2 or not 0 < len(rows) <= most_channels:
         expected = "a path, samples (T,), (1, T) or stereo (2, T), or a dict of them"
         kind = f"{type(audio).__name__} of shape {array.shape}"
@@ -227,10 +291,18 @@ def _source(name: str, audio: Any, sample_rate: float | None, channels_first: bo
             f"{MOST_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
         )
     if array.dtype.kind != "f" and array.dtype != np.int16:
-        raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
+        raise ValueError(
+            f"{name}: expected samples in floating point or int16, found {array.dtype}"
+        )
     if not sample_rate or sample_rate < 0 or sample_rate % 1:
-        raise ValueError(f"sample_rate: expected that of the array {name}, in Hz, found {sample_rate!r}")
-    return Sound(name, rows if array.dtype == np.int16 else rows.astype(np.float32, copy=False), int(sample_rate))
+        raise ValueError(
+            f"sample_rate: expected that of the array {name}, in Hz, found {sample_rate!r}"
+        )
+    return Sound(
+        name,
+        rows if array.dtype == np.int16 else rows.astype(np.float32, copy=False),
+        int(sample_rate),
+    )
 
 
 def load(
@@ -240,7 +312,8 @@ def load(
     """Load a trained model for embedding and classification. Raises ValueError if that fails.
 
     Args:
-        source: a checkpoint of this project, or a folder of them; a folder for `transformers.ClapModel`, or its Hub id
+        source: a checkpoint of this project, or a folder of them; a folder for
+          `transformers.ClapModel`, or its Hub id
             (this host's cache first); a file of LAION-CLAP or open_clip.
         best: take a folder's best checkpoint by `best_metric` instead of the newest.
         device: default: a GPU if available, else the CPU.

@@ -1,4 +1,5 @@
-"""Evaluate a model with mteb, such as on its audio benchmark MAEB: `mteb.evaluate(MtebEncoder("CHECKPOINT"), tasks)`."""
+"""Evaluate a model with mteb, such as on its audio benchmark MAEB:
+`mteb.evaluate(MtebEncoder("CHECKPOINT"), tasks)`."""
 
 from __future__ import annotations
 
@@ -14,18 +15,22 @@ from clap_ds.inference.model import Array, load
 
 
 class MtebEncoder:
-    """Embed mteb's audio and texts: its `EncoderProtocol`. `options` are those of `clap_ds.load`."""
+    """Embed mteb's audio and texts: its `EncoderProtocol`. `options` are those of
+    `clap_ds.load`."""
 
     def __init__(self, model_name: str, revision: str | None = None, **options: Any) -> None:
         self.clap = load(model_name, **options)
 
     @property
     def mteb_model_meta(self) -> Any:
-        """Return an `mteb.ModelMeta`. Its revision is that of the weights, under which mteb stores results."""
+        """Return an `mteb.ModelMeta`. Its revision is that of the weights, under which mteb stores
+        results."""
         from mteb.models import ModelMeta
 
         told = {"name": f"clap-ds/{Path(self.clap.source).name}", "revision": self.clap.fingerprint}
-        return ModelMeta.create_empty({**told, "modalities": ["audio", "text"], "embed_dim": self.clap.dim})
+        return ModelMeta.create_empty(
+            {**told, "modalities": ["audio", "text"], "embed_dim": self.clap.dim}
+        )
 
     def encode(self, inputs: DataLoader[Any], *, batch_size: int = 32, **told: Any) -> Array:
         """Embed rows with `audio`, `text` or both, whose embeddings are added: (n, dim) float32."""
@@ -34,7 +39,9 @@ class MtebEncoder:
         for rows in inputs:
             embeds: Any = {"audio": self.clap.embed_audio, "text": self.clap.embed_text}
             named = {name: [row[name] for row in rows] for name in embeds if name in rows[0]}
-            found.append(sum(embeds[name](each, batch_size=batch_size) for name, each in named.items()))
+            found.append(
+                sum(embeds[name](each, batch_size=batch_size) for name, each in named.items())
+            )
         return np.concatenate(found)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""Define the shared options and inputs of commands on a trained model. Imports torch only for shards and models."""
+"""Define the shared options and inputs of commands on a trained model. Imports torch only for
+shards and models."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from clap_ds.config.arguments import add_preset, number, whole_number
 from clap_ds.config.errors import UserError, printable
-from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
+from clap_ds.data.build_shards.caption_lists import (
+    AUDIO_SUFFIXES,
+    LIST_SUFFIXES,
+    audio_files_in,
+    read_paths,
+)
 from clap_ds.inference.vectors import text_of
 
 if TYPE_CHECKING:
@@ -23,19 +29,33 @@ if TYPE_CHECKING:
 Found: TypeAlias = "Path | Clip | Broken"
 
 INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl, .json), tars and patterns of tars"
-POOLING = {"mean": "the mean of all windows' vectors", "center": "the center window", "none": "a row per window"}
+POOLING = {
+    "mean": "the mean of all windows' vectors",
+    "center": "the center window",
+    "none": "a row per window",
+}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
-    """Add the model's options. `precision` is a default of `DTYPES`, or text that describes one chosen later."""
+    """Add the model's options. `precision` is a default of `DTYPES`, or text that describes one
+    chosen later."""
     add = parser.add_argument
     best = "use a folder's best checkpoint by its run's best_metric (default: the newest)"
     add("--best", action="store_true", help=best)
-    add("--tokenizer", metavar="NAME", help="use this tokenizer: a Hub name or folder (default: the checkpoint's)")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="use this tokenizer: a Hub name or folder (default: the checkpoint's)",
+    )
     add_preset(parser, "set the sizes, for a file without them")
     of_model = f"compute in this precision (default: {precision})"
-    add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=of_model)
+    add(
+        "--precision",
+        choices=tuple(DTYPES),
+        default=precision if precision in DTYPES else None,
+        help=of_model,
+    )
 
 
 def add_audio_inputs(
@@ -46,16 +66,34 @@ def add_audio_inputs(
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
     choices = "; ".join(f"{name}: {POOLING[name]}" for name in pooling)
-    add("--pooling", choices=pooling, default="mean", help=f"reduce files longer than a window ({choices})")
+    add(
+        "--pooling",
+        choices=pooling,
+        default="mean",
+        help=f"reduce files longer than a window ({choices})",
+    )
     overlap = "let consecutive windows overlap by this fraction of a window"
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="FRACTION", help=overlap)
-    add("--batch_size", type=whole_number(), default=32, metavar="N", help="set windows per forward pass")
-    add("--num_workers", type=whole_number(0), default=0, metavar="N", help="set decoding processes; 0: none")
+    add(
+        "--batch_size",
+        type=whole_number(),
+        default=32,
+        metavar="N",
+        help="set windows per forward pass",
+    )
+    add(
+        "--num_workers",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="set decoding processes; 0: none",
+    )
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
-    """Find audio files and clips in folders (recursively), lists and tars (paths, patterns, URLs), in order, each once,
-    by path or `tar: key`. Raises UserError or ValueError for a missing or empty argument."""
+    """Find audio files and clips in folders (recursively), lists and tars (paths, patterns, URLs),
+    in order, each once, by path or `tar: key`. Raises UserError or ValueError for a missing or
+    empty argument."""
     found: dict[str, Found] = {}
     for argument in inputs:
         for source in _sources_in(argument):
@@ -81,8 +119,13 @@ def _sources_in(argument: str) -> Iterable[Found]:
     raise UserError(f"{argument}: expected {kinds} that exists")
 
 
-def embedded(clap: Clap, sources: Mapping[Any, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:
-    given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "batch_size", "num_workers")}
+def embedded(
+    clap: Clap, sources: Mapping[Any, Found], arguments: argparse.Namespace
+) -> Iterator[EmbeddingRow]:
+    given = {
+        name: getattr(arguments, name)
+        for name in ("pooling", "overlap", "batch_size", "num_workers")
+    }
     return clap.iter_windows(sources.values(), **given)
 
 
@@ -98,14 +141,18 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
 
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
     if (about.fingerprint, about.dim) != (clap.fingerprint, clap.dim):
-        raise UserError(f"{table} is from another model, {about.model}; {clap.source} has different weights")
+        raise UserError(
+            f"{table} is from another model, {about.model}; {clap.source} has different weights"
+        )
 
 
 def left_out(num_files: int, reasons: Sequence[tuple[str, str]]) -> int:
     """Print the number of unusable files. Return the exit code: 1 if they exceed 1%."""
     if reasons:
         examples = "; ".join(printable(f"{name}: {reason}") for name, reason in reasons[:3])
-        print(f"skipped {len(reasons)} of {num_files} files; the first: {examples}", file=sys.stderr)
+        print(
+            f"skipped {len(reasons)} of {num_files} files; the first: {examples}", file=sys.stderr
+        )
     return int(100 * len(reasons) > num_files)
 
 

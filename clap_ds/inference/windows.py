@@ -33,8 +33,8 @@ Pooling = Literal["none", "mean", "center"]
 
 @dataclass(frozen=True)
 class Sound:
-    """Hold a sound in memory and its name for errors: an encoded file, or samples, (channels, num_samples) float32 in ±1 or
-    int16."""
+    """Hold a sound in memory and its name for errors: an encoded file, or samples, (channels,
+    num_samples) float32 in ±1 or int16."""
 
     name: str
     samples: bytes | NDArray[Any]
@@ -46,8 +46,8 @@ Source = str | Path | Clip | Sound | Broken
 
 @dataclass(slots=True)
 class EmbeddingRow:
-    """Hold the embedding, (dim,) float32 of length 1, of a window of a source (a path or `tar: key`) or of all of it; or
-    the error and where it occurred."""
+    """Hold the embedding, (dim,) float32 of length 1, of a window of a source (a path or `tar:
+    key`) or of all of it; or the error and where it occurred."""
 
     source: str
     start_s: float
@@ -66,14 +66,25 @@ Window = tuple[EmbeddingRow, Tensor | None]
 
 
 def read_windows(
-    sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float, *, num_workers: int, ahead: int
+    sources: Sequence[Source],
+    audio: AudioConfig,
+    pooling: Pooling,
+    overlap: float,
+    *,
+    num_workers: int,
+    ahead: int,
 ) -> Iterator[Window]:
-    """Yield the windows of the sources in order, and after each source a row without a window, with the error if any.
-    `num_workers` processes (0: this one) prefetch `ahead` windows."""
+    """Yield the windows of the sources in order, and after each source a row without a window, with
+    the error if any. `num_workers` processes (0: this one) prefetch `ahead` windows."""
     num_streams = max(1, min(num_workers, len(sources)))
-    options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
+    options: dict[str, Any] = (
+        {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
+    )
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
-    streams = [_Windows(sources[first::num_streams], audio, pooling, overlap) for first in range(num_streams)]
+    streams = [
+        _Windows(sources[first::num_streams], audio, pooling, overlap)
+        for first in range(num_streams)
+    ]
     loaders: list[Loader[Window]] = [Loader(stream, **options) for stream in streams]
     try:
         for number in range(len(sources)):
@@ -87,7 +98,9 @@ def read_windows(
 
 
 class _Windows(IterableDataset[Window]):
-    def __init__(self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float) -> None:
+    def __init__(
+        self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float
+    ) -> None:
         self._sources, self._audio, self._pooling = sources, audio, pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
@@ -109,7 +122,11 @@ class _Windows(IterableDataset[Window]):
         with open_audio(encoded) as opened:
             ratio = decoding.resampling_ratio(opened.samplerate, rate)
             if self._pooling == "center" or opened.frames <= math.ceil(length / ratio):
-                row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
+                row = (
+                    empty_row(self._audio, "encoded")
+                    if self._pooling == "center"
+                    else torch.zeros(length)
+                )
                 read_clip(encoded, row, audio=self._audio, rng=Middle())
                 yield 0.0, opened.frames / opened.samplerate, row
                 return
@@ -126,15 +143,22 @@ class _Windows(IterableDataset[Window]):
         if isinstance(source, Sound):
             if isinstance(samples := source.samples, bytes):
                 return samples
-            subtype = "PCM_16" if samples.dtype == np.int16 else "FLOAT"  # to use the same code as for files
-            soundfile.write(to := io.BytesIO(), samples.T, source.sample_rate, format="RF64", subtype=subtype)
+            subtype = (
+                "PCM_16" if samples.dtype == np.int16 else "FLOAT"
+            )  # to use the same code as for files
+            soundfile.write(
+                to := io.BytesIO(), samples.T, source.sample_rate, format="RF64", subtype=subtype
+            )
             return to.getvalue()
         file = self._open_shard(source.shard if isinstance(source, Clip) else str(source))
-        return source.place.read(file) if isinstance(source, Clip) else f"/proc/self/fd/{file.number}"
+        return (
+            source.place.read(file) if isinstance(source, Clip) else f"/proc/self/fd/{file.number}"
+        )
 
 
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
-    """Yield the mean of the channels, (T,) float32, in blocks. Finally raise BrokenItemError if it was unusable."""
+    """Yield the mean of the channels, (T,) float32, in blocks. Finally raise BrokenItemError if it
+    was unusable."""
     found, is_silent = 0, True
     while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
         mixed = np.empty(len(frames), np.float32)
@@ -145,8 +169,13 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield windows and their starts: every `hop` samples, and one at the end. Repeat audio shorter than a window."""
-    held, start, end = torch.empty(0), 0, 0  # the next window's start, and the end of the held samples
+    """Yield windows and their starts: every `hop` samples, and one at the end. Repeat audio shorter
+    than a window."""
+    held, start, end = (
+        torch.empty(0),
+        0,
+        0,
+    )  # the next window's start, and the end of the held samples
     for block in blocks:
         held, end = torch.cat([held[-length:], block]), end + len(block)
         while start + length <= end:

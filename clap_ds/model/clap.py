@@ -43,13 +43,17 @@ class ClapModel(ContrastiveModel):
         config: sizes; `clap_ds.config.model.load_preset` returns the published ones.
         drop_path: stochastic depth of the last audio block.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
-        mlp: kernel of both towers' MLPs; `triton` fuses the audio tower's supported widths (`clap_ds.model.mlp_triton`).
-        text_attention: kernel of the text tower's attention (`clap_ds.model.text_attention`), `torch` or `triton`.
-        activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the backward pass.
-        learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10 (arXiv 2303.15343).
+        mlp: kernel of both towers' MLPs; `triton` fuses the audio tower's supported widths
+          (`clap_ds.model.mlp_triton`).
+        text_attention: kernel of the text tower's attention (`clap_ds.model.text_attention`),
+          `torch` or `triton`.
+        activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the
+          backward pass.
+        learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10 (arXiv
+          2303.15343).
 
-    `logit_scale` is the audio one in checkpoints with two scales. The text one, `logit_scale_text`, is loaded and saved, but
-    unused.
+    `logit_scale` is the audio one in checkpoints with two scales. The text one, `logit_scale_text`,
+    is loaded and saved, but unused.
     """
 
     audio: HTSAT
@@ -74,22 +78,33 @@ class ClapModel(ContrastiveModel):
         self.config = config
         self.mel = LogMel(config.audio)
         own = {tower: tower in activation_checkpointing for tower in ("audio", "text")}
-        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, checkpoint=own["audio"])
+        self.audio = HTSAT(
+            config.audio, drop_path=drop_path, spec_augment=spec_augment, checkpoint=own["audio"]
+        )
         self.audio.use_kernels(attention, mlp)
-        self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
+        self.audio_projection = Projection(
+            config.audio.output_dim, config.joint_dim, config.audio.projection
+        )
         self.text = TextTower(config.text, dropout=text_dropout, checkpoint=own["text"])
         for layer in self.text.blocks():
             layer.attention.self.kernel, layer.intermediate.kernel = text_attention, mlp
-        self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
-        self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE]))
+        self.text_projection = Projection(
+            config.text.hidden_size, config.joint_dim, config.text.projection
+        )
+        self.logit_scale = nn.Parameter(
+            torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE])
+        )
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
     def front_end(self, audio: Tensor) -> Tensor:
-        """Return log-mel features for the audio tower. Raises ValueError if sizes aren't the model's.
+        """Return log-mel features for the audio tower. Raises ValueError if sizes aren't the
+          model's.
 
-        Accepts waveforms (batch, num_samples) at the preset's sample rate, int16 or of full scale ±1, or the output of `mel`,
-        (batch, num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
+        Accepts waveforms (batch, num_samples) at the preset's sample rate, int16 or of full scale
+          ±1, or the output of `mel`,
+        (batch, num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins),
+          see `patch_embed.py`."""
         sizes = self.config.audio
         frames, bins = sizes.feature_shape
         features = audio if audio.ndim > 2 else self.mel(audio)
@@ -103,7 +118,8 @@ class ClapModel(ContrastiveModel):
 
 
 def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:
-    """Build a new `ClapModel`, or the model of open_clip that `config` names. Raises ValueError if that isn't possible."""
+    """Build a new `ClapModel`, or the model of open_clip that `config` names. Raises ValueError if
+    that isn't possible."""
     if not config.open_clip:
         return ClapModel(config, **options)
     from clap_ds.model.open_clip import OpenClipModel

@@ -13,17 +13,20 @@ from clap_ds.model.precision import at_least_fp32
 
 
 class ContrastiveModel(nn.Module):
-    """An audio tower and a text tower with a shared embedding space: the base of `ClapModel` and `OpenClipModel`.
+    """An audio tower and a text tower with a shared embedding space: the base of `ClapModel` and
+    `OpenClipModel`.
 
     A subclass assigns the attributes and implements `front_end`, and other methods as needed.
 
     Attributes:
         config: sizes. The loader reads waveforms of `audio.clip_shape`, and captions for `text`.
         audio, text: towers. Each is compiled with its backward pass.
-        audio_projection, text_projection: heads. Each returns a tower's features: fp32 rows of length 1.
+        audio_projection, text_projection: heads. Each returns a tower's features: fp32 rows of
+          length 1.
         logit_scale: log of the factor on cosine similarities, fp32, shape (1,).
         logit_bias: the sigmoid loss's bias, fp32, shape (1,); None for other losses.
-        front_end_parts: names of submodules that `front_end` runs on waveforms, which are compiled, too.
+        front_end_parts: names of submodules that `front_end` runs on waveforms, which are compiled,
+          too.
     """
 
     config: ClapConfig
@@ -36,7 +39,8 @@ class ContrastiveModel(nn.Module):
     front_end_parts: tuple[str, ...] = ()
 
     def front_end(self, audio: Tensor) -> Any:
-        """Return the audio tower's input for a batch's audio. Raises ValueError if sizes aren't the model's."""
+        """Return the audio tower's input for a batch's audio. Raises ValueError if sizes aren't the
+        model's."""
         raise NotImplementedError
 
     def text_inputs(
@@ -46,21 +50,37 @@ class ContrastiveModel(nn.Module):
         return input_ids, attention_mask, packing
 
     def batch_norms(self) -> list[Any]:
-        """Return the audio tower's modules with running statistics, which don't change if it is frozen."""
-        return [module for module in self.audio.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        """Return the audio tower's modules with running statistics, which don't change if it is
+        frozen."""
+        return [
+            module
+            for module in self.audio.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
 
     def encode_audio(self, audio: Tensor) -> Tensor:
-        """Embed a batch's audio as (batch, joint_dim), fp32 rows of length 1. Arguments are those of `front_end`."""
+        """Embed a batch's audio as (batch, joint_dim), fp32 rows of length 1. Arguments are those
+        of `front_end`."""
         return self.audio_projection(self.audio(self.front_end(audio)))
 
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        """Embed captions as (batch, joint_dim), fp32 rows of length 1. Arguments are those of `text_inputs`."""
-        return self.text_projection(self.text(*self.text_inputs(input_ids, attention_mask, packing)))
+    def encode_text(
+        self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
+    ) -> Tensor:
+        """Embed captions as (batch, joint_dim), fp32 rows of length 1. Arguments are those of
+        `text_inputs`."""
+        return self.text_projection(
+            self.text(*self.text_inputs(input_ids, attention_mask, packing))
+        )
 
     def forward(
-        self, audio: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
+        self,
+        audio: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return both embeddings, (batch, joint_dim), the logit scale (1,) and, if learned, the logit bias (1,), all fp32."""
+        """Return both embeddings, (batch, joint_dim), the logit scale (1,) and, if learned, the
+        logit bias (1,), all fp32."""
         features = self.encode_audio(audio), self.encode_text(input_ids, attention_mask, packing)
         bias = () if self.logit_bias is None else (self.logit_bias.float(),)
         return *features, self.logit_scale.float().exp(), *bias
@@ -70,13 +90,22 @@ class ContrastiveModel(nn.Module):
         return [buffer for norm in self.batch_norms() for buffer in norm.buffers()]
 
     def fp32_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that `Module.to` keeps in fp32; an engine that casts `.data` must restore them."""
+        """Return the parameters that `Module.to` keeps in fp32; an engine that casts `.data` must
+        restore them."""
         bias = [] if self.logit_bias is None else [self.logit_bias]
-        return [self.logit_scale, *bias, *(each for norm in self.batch_norms() for each in norm.parameters())]
+        return [
+            self.logit_scale,
+            *bias,
+            *(each for norm in self.batch_norms() for each in norm.parameters()),
+        ]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         keep = at_least_fp32(fn)
         own = {
-            id(each) for name, each in (*self._parameters.items(), *self._buffers.items()) if name.startswith("logit_")
+            id(each)
+            for name, each in (*self._parameters.items(), *self._buffers.items())
+            if name.startswith("logit_")
         }
-        return super()._apply(lambda tensor: keep(tensor) if id(tensor) in own else fn(tensor), recurse)
+        return super()._apply(
+            lambda tensor: keep(tensor) if id(tensor) in own else fn(tensor), recurse
+        )

@@ -1,9 +1,10 @@
 """Compute the backward pass of a linear layer's bias and GELU with one Triton kernel, for CUDA.
 
-The gradient of GELU's input and its sum over tokens, which is the bias's gradient, need the same inputs. torch.compile makes
-two kernels that both read them. This kernel writes the gradient and partial sums, which are added in a fixed order, so that
-results are deterministic. The forward pass is PyTorch's. Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for
-tests. Shape letters: C channels, M hidden units.
+The gradient of GELU's input and its sum over tokens, which is the bias's gradient, need the same
+inputs. torch.compile makes two kernels that both read them. This kernel writes the gradient and
+partial sums, which are added in a fixed order, so that results are deterministic. The forward pass
+is PyTorch's. Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape
+letters: C channels, M hidden units.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def _backward_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Process one tile per program. Each writes its partial bias gradient separately. Tiles of a token are adjacent."""
+    """Process one tile per program. Each writes its partial bias gradient separately. Tiles of a
+    token are adjacent."""
     tiles = tl.cdiv(num_units, CHUNK)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     rows = block * BLOCK + tl.arange(0, BLOCK)
@@ -48,15 +50,21 @@ def _backward_kernel(
     d_output = tl.load(d_output_ptr + place, mask=inside, other=0.0).to(tl.float32)
     d_hidden = d_output * gelu_factors(hidden, WIDEN)[1]
     tl.store(d_hidden_ptr + place, d_hidden.to(d_hidden_ptr.dtype.element_ty), mask=inside)
-    tl.store(d_bias_ptr + block * num_units + units, tl.sum(d_hidden, axis=0), mask=units < num_units)
+    tl.store(
+        d_bias_ptr + block * num_units + units, tl.sum(d_hidden, axis=0), mask=units < num_units
+    )
 
 
 @torch.library.custom_op("clap_ds::bias_gelu_backward", mutates_args=())
 def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of GELU's input, and partial sums of it over tokens, (programs, M) in fp32."""
+    """Return the gradient of GELU's input, and partial sums of it over tokens, (programs, M) in
+    fp32."""
     d_output, hidden = d_output.contiguous(), hidden.contiguous()
     d_hidden, shares = _results(hidden)
-    M, sizes = hidden.shape[-1], {"BLOCK": BLOCK, "CHUNK": CHUNK, "WIDEN": must_widen(hidden.device)}
+    M, sizes = (
+        hidden.shape[-1],
+        {"BLOCK": BLOCK, "CHUNK": CHUNK, "WIDEN": must_widen(hidden.device)},
+    )
     tensors, programs = (d_output, hidden, d_hidden, shares), len(shares) * triton.cdiv(M, CHUNK)
     _backward_kernel[(programs,)](*tensors, hidden.numel() // M, M, **sizes, **BACKWARD.options())
     return d_hidden, shares
@@ -74,7 +82,8 @@ def _results(hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BiasGelu(torch.autograd.Function):
-    """Apply GELU to the output of a linear layer that used its bias detached. The bias only receives its gradient."""
+    """Apply GELU to the output of a linear layer that used its bias detached. The bias only
+    receives its gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias_M: Tensor) -> Tensor:
@@ -90,5 +99,6 @@ class BiasGelu(torch.autograd.Function):
 
 
 def linear_gelu(tokens: Tensor, weight_MC: Tensor, bias_M: Tensor) -> Tensor:
-    """Compute `F.gelu(F.linear(tokens, weight, bias))` for any number of dimensions, with the kernel in the backward pass."""
+    """Compute `F.gelu(F.linear(tokens, weight, bias))` for any number of dimensions, with the
+    kernel in the backward pass."""
     return BiasGelu.apply(F.linear(tokens, weight_MC, bias_M.detach()), bias_M)

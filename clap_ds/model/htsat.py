@@ -1,6 +1,8 @@
-"""Define HTSAT, CLAP's audio tower: a Swin transformer over a folded log-mel spectrogram (arXiv 2202.00874, 2103.14030).
+"""Define HTSAT, CLAP's audio tower: a Swin transformer over a folded log-mel spectrogram (arXiv
+2202.00874, 2103.14030).
 
-It matches LAION-CLAP's training code. Shape letters: B batch, F mel bins, T frames, H and W the token grid, C channels.
+It matches LAION-CLAP's training code. Shape letters: B batch, F mel bins, T frames, H and W the
+token grid, C channels.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ NUM_STRIPES = 2
 MAX_TIME_STRIPE = 64
 MAX_MEL_STRIPE = 8
 NUM_EARLY_STAGES = 2
-"""Stages before the split of the graph. They have 5% of the parameters of HTSAT-tiny, and half of its backward pass's bytes."""
+"""Stages before the split of the graph. They have 5% of the parameters of HTSAT-tiny, and half of
+its backward pass's bytes."""
 
 
 class MelBatchNorm(Fp32BatchNorm):
@@ -31,14 +34,20 @@ class MelBatchNorm(Fp32BatchNorm):
         if self.training:
             self.num_batches_tracked.add_(1)
         with torch.autocast(log_mel_BTF.device.type, enabled=False):
-            log_mel_BFT, affine = log_mel_BTF.transpose(1, 2).to(dtype), (self.weight.to(dtype), self.bias.to(dtype))
+            log_mel_BFT, affine = (
+                log_mel_BTF.transpose(1, 2).to(dtype),
+                (self.weight.to(dtype), self.bias.to(dtype)),
+            )
             statistics = self.running_mean, self.running_var
-            return F.batch_norm(log_mel_BFT, *statistics, *affine, self.training, self.momentum, self.eps)
+            return F.batch_norm(
+                log_mel_BFT, *statistics, *affine, self.training, self.momentum, self.eps
+            )
 
 
 class SpecAugment(nn.Module):
-    """LAION-CLAP's SpecAugment (arXiv 1904.08779): zeroes two stripes of frames and two of mel bins per clip in training.
-    A stripe's width is uniform in 0 … limit - 1, its start uniform over the positions where it fits."""
+    """LAION-CLAP's SpecAugment (arXiv 1904.08779): zeroes two stripes of frames and two of mel bins
+    per clip in training. A stripe's width is uniform in 0 … limit - 1, its start uniform over the
+    positions where it fits."""
 
     def forward(self, mel: Tensor) -> Tensor:
         """Mask (B, F, T), or (B, 4, F, T) with the same stripes in a clip's four channels."""
@@ -74,14 +83,18 @@ class FoldToImage(nn.Module):
         stretch_TW = None
         if config.num_frames < width:
             impulses = torch.eye(config.num_frames)[None, None]
-            stretched = F.interpolate(impulses, (width, config.num_frames), mode="bicubic", align_corners=True)
+            stretched = F.interpolate(
+                impulses, (width, config.num_frames), mode="bicubic", align_corners=True
+            )
             stretch_TW = stretched[0, 0].T.contiguous()
         self.register_buffer("stretch", stretch_TW, persistent=False)
 
     def forward(self, mel_BFT: Tensor) -> Tensor:
         """Fold (B, F, T) to (B, 1, image_size, image_size)."""
         segments = self.stretched(mel_BFT).unflatten(2, (self.freq_ratio, self.image_size))
-        return segments.transpose(1, 2).reshape(mel_BFT.shape[0], 1, self.image_size, self.image_size)
+        return segments.transpose(1, 2).reshape(
+            mel_BFT.shape[0], 1, self.image_size, self.image_size
+        )
 
     def stretched(self, mel_BFT: Tensor) -> Tensor:
         """Stretch time to the image's width."""
@@ -104,17 +117,21 @@ class HeldLayer(nn.Module):
 
 
 class HTSAT(nn.Module):
-    """The audio tower: one vector per log-mel spectrogram. Stochastic depth grows linearly from 0 at the first block to
-    `drop_path` at the last. `tscam_conv` and `head`, HTSAT's AudioSet classifier, are loaded and saved but unused.
+    """The audio tower: one vector per log-mel spectrogram. Stochastic depth grows linearly from 0
+    at the first block to `drop_path` at the last. `tscam_conv` and `head`, HTSAT's AudioSet
+    classifier, are loaded and saved but unused.
 
     Attributes:
-        splits_graph: compile early and late stages as two graphs. The late ones' gradients are then complete before the
+        splits_graph: compile early and late stages as two graphs. The late ones' gradients are then
+          complete before the
             early ones' backward pass, which hides their all-reduce.
     """
 
     splits_graph = False
 
-    def __init__(self, config: AudioConfig, *, drop_path: float, spec_augment: bool, checkpoint: bool = False) -> None:
+    def __init__(
+        self, config: AudioConfig, *, drop_path: float, spec_augment: bool, checkpoint: bool = False
+    ) -> None:
         super().__init__()
         self.batch_norm = MelBatchNorm(config.mel_bins)
         self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
@@ -142,11 +159,16 @@ class HTSAT(nn.Module):
             block.attention.kernel, block.mlp.kernel = attention, mlp
 
     def forward(self, log_mel: Tensor) -> Tensor:
-        """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion, as (B, output_dim)."""
+        """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion,
+        as (B, output_dim)."""
         is_longer = (longer_rows(log_mel),) if log_mel.ndim == 4 else ()
-        mel = self.spec_augment(self.batch_norm(log_mel.flatten(0, -3)).unflatten(0, log_mel.shape[:-2]))
+        mel = self.spec_augment(
+            self.batch_norm(log_mel.flatten(0, -3)).unflatten(0, log_mel.shape[:-2])
+        )
         images = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))
-        tokens_BHWC = self.patch_embed(images.unflatten(0, (len(log_mel), -1)).flatten(1, 2), *is_longer)
+        tokens_BHWC = self.patch_embed(
+            images.unflatten(0, (len(log_mel), -1)).flatten(1, 2), *is_longer
+        )
         if torch.compiler.is_compiling():
             tokens_BHWC = StoredTokens.apply(tokens_BHWC)
         for stage in self.stages[:NUM_EARLY_STAGES]:

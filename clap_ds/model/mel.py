@@ -23,19 +23,33 @@ ALIGNED = 16
 
 
 class LogMel(nn.Module):
-    """A log-mel spectrogram in dB, with a floor of 1e-10 under log10. The STFT is centered and reflect-padded, with a periodic
-    Hann window. As in LAION-CLAP, the filters are Slaney's with Slaney normalization or, with feature
-    fusion, HTK's without."""
+    """A log-mel spectrogram in dB, with a floor of 1e-10 under log10. The STFT is centered and
+    reflect-padded, with a periodic Hann window. As in LAION-CLAP, the filters are Slaney's with
+    Slaney normalization or, with feature fusion, HTK's without."""
 
     window: Tensor
     mel_filters: Tensor
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        self.num_samples, self.num_fft, self.hop_size = config.num_samples, config.stft_window, config.hop_size
-        sizes = self.num_fft // 2 + 1, float(config.fmin), float(config.fmax), config.mel_bins, config.sample_rate
+        self.num_samples, self.num_fft, self.hop_size = (
+            config.num_samples,
+            config.stft_window,
+            config.hop_size,
+        )
+        sizes = (
+            self.num_fft // 2 + 1,
+            float(config.fmin),
+            float(config.fmax),
+            config.mel_bins,
+            config.sample_rate,
+        )
         with torch.device("cpu"):  # torchaudio can't build filters on the meta device
-            kind = {"norm": None, "mel_scale": "htk"} if config.fusion else {"norm": "slaney", "mel_scale": "slaney"}
+            kind = (
+                {"norm": None, "mel_scale": "htk"}
+                if config.fusion
+                else {"norm": "slaney", "mel_scale": "slaney"}
+            )
             filters = torchaudio.functional.melscale_fbanks(*sizes, **kind)
         last = int(filters.any(dim=1).nonzero().max())  # frequencies above fmax have no filter
         self.num_used = min((last // ALIGNED + 1) * ALIGNED, len(filters))
@@ -46,26 +60,39 @@ class LogMel(nn.Module):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        """Convert (batch, num_samples), int16 or floats of full scale ±1, to fp32 (batch, num_frames, mel_bins) in dB relative
+        """Convert (batch, num_samples), int16 or floats of full scale ±1, to fp32 (batch,
+          num_frames, mel_bins) in dB relative
         to power 1. Raises ValueError if clips don't have the model's length."""
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
-            raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
+            raise ValueError(
+                f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples"
+            )
         return self.of_any_length(waveforms)
 
     def of_any_length(self, waveforms: Tensor) -> Tensor:
-        """Convert (batch, samples) longer than half a window to (batch, samples // hop_size + 1, mel_bins)."""
+        """Convert (batch, samples) longer than half a window to (batch, samples // hop_size + 1,
+        mel_bins)."""
         with torch.autocast(waveforms.device.type, enabled=False):
             padded = _reflect(full_scale(waveforms, self.window.dtype), self.num_fft // 2)
             spectrum_BKT = torch.stft(
-                padded, self.num_fft, self.hop_size, window=self.window, center=False, return_complex=True
+                padded,
+                self.num_fft,
+                self.hop_size,
+                window=self.window,
+                center=False,
+                return_complex=True,
             )
             return 10.0 * self.mel_power(spectrum_BKT).clamp(min=MIN_POWER).log10()
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
-        """Filter the power of a complex (batch, frequencies, frames) to (batch, frames, mel bins)."""
+        """Filter the power of a complex (batch, frequencies, frames) to (batch, frames, mel
+        bins)."""
         filters = self.mel_filters
         if spectrum_BKT.is_cuda:  # on CPUs a shorter sum would round differently
-            filters, spectrum_BKT = filters[:, : self.num_used].contiguous(), spectrum_BKT[:, : self.num_used]
+            filters, spectrum_BKT = (
+                filters[:, : self.num_used].contiguous(),
+                spectrum_BKT[:, : self.num_used],
+            )
         # Squaring the parts avoids the square root of abs().
         power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
         return torch.matmul(filters, power_BKT).transpose(1, 2)
@@ -73,11 +100,14 @@ class LogMel(nn.Module):
 
 def full_scale(waveforms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert waveforms, floating of full scale ±1 or int16, to floating ones."""
-    return waveforms.to(dtype) if waveforms.is_floating_point() else waveforms.to(dtype) / INT16_SCALE
+    return (
+        waveforms.to(dtype) if waveforms.is_floating_point() else waveforms.to(dtype) / INT16_SCALE
+    )
 
 
 def _reflect(waveforms: Tensor, width: int) -> Tensor:
-    """Pad like `F.pad` in reflect mode, which is slow on CPUs. Compiled for a GPU, `F.pad` stores no padded batch."""
+    """Pad like `F.pad` in reflect mode, which is slow on CPUs. Compiled for a GPU, `F.pad` stores
+    no padded batch."""
     if waveforms.is_cuda:
         return F.pad(waveforms, (width, width), mode="reflect")
     start, end = waveforms[:, 1 : width + 1].flip(1), waveforms[:, -width - 1 : -1].flip(1)

@@ -1,15 +1,19 @@
-"""Compute an audio block's MLP (linear, GELU, linear) with one Triton kernel forward and one backward, for CUDA.
+"""Compute an audio block's MLP (linear, GELU, linear) with one Triton kernel forward and one
+backward, for CUDA.
 
-With few channels and many tokens, the MLP is bound by the memory traffic of its hidden activations, four times as wide as its
-input. The forward kernel holds a block of tokens and loops over chunks of hidden units. It stores no hidden activation; only
-the input is saved for the backward pass. The backward kernel recomputes the hidden units and computes the input's gradient.
-It writes GELU's output and the gradient of its input once, in the tensors' dtype. PyTorch computes the weights' gradients
-from these. Partial sums of the biases' gradients are added in a fixed order, so that results are deterministic.
+With few channels and many tokens, the MLP is bound by the memory traffic of its hidden activations,
+four times as wide as its input. The forward kernel holds a block of tokens and loops over chunks of
+hidden units. It stores no hidden activation; only the input is saved for the backward pass. The
+backward kernel recomputes the hidden units and computes the input's gradient. It writes GELU's
+output and the gradient of its input once, in the tensors' dtype. PyTorch computes the weights'
+gradients from these. Partial sums of the biases' gradients are added in a fixed order, so that
+results are deterministic.
 
-Products take the tensors' dtype and accumulate in fp32. GELU's output is rounded for the second product, as in PyTorch. On an
-H200, 2.5 million tokens of 96 channels take 1.6 ms forward and 4.6 ms backward; PyTorch's compiled operations take 3.0 and
-4.8 ms (`results/h200`). Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens,
-C channels, M hidden units.
+Products take the tensors' dtype and accumulate in fp32. GELU's output is rounded for the second
+product, as in PyTorch. On an H200, 2.5 million tokens of 96 channels take 1.6 ms forward and 4.6 ms
+backward; PyTorch's compiled operations take 3.0 and 4.8 ms (`results/h200`). Under
+`TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens, C
+channels, M hidden units.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from clap_ds.model.gelu_triton import linear_gelu
 from clap_ds.model.triton_common import Launch, dot, gelu_factors, must_widen
 
 MAX_DIM = 128
-"""Largest number of channels; with more, the backward kernel is slower than PyTorch's operations (`results/h200`)."""
+"""Largest number of channels; with more, the backward kernel is slower than PyTorch's operations
+(`results/h200`)."""
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64
 CHUNK = 32
@@ -40,7 +45,12 @@ CHUNK = 32
 def supports(dim: int, hidden: int) -> bool:
     """Return whether the kernels support `dim` channels and `hidden` units."""
     rest = _parts(dim)[1]
-    return dim <= MAX_DIM and rest >= 16 and rest == triton.next_power_of_2(rest) and hidden % CHUNK == 0
+    return (
+        dim <= MAX_DIM
+        and rest >= 16
+        and rest == triton.next_power_of_2(rest)
+        and hidden % CHUNK == 0
+    )
 
 
 FORWARD, BACKWARD = Launch(8, 2, 128), Launch(4, 2, 168)
@@ -88,13 +98,19 @@ def _forward_kernel(
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     tokens_a = _load(tokens_ptr, rows, DIM, 0, inside, FIRST)
     tokens_b = _load(tokens_ptr, rows, DIM, FIRST, inside, REST)
-    output_a = tl.zeros((BLOCK, FIRST), dtype=tl.float32) + tl.load(bias2_ptr + a)[None, :].to(tl.float32)
-    output_b = tl.zeros((BLOCK, REST), dtype=tl.float32) + tl.load(bias2_ptr + b)[None, :].to(tl.float32)
+    output_a = tl.zeros((BLOCK, FIRST), dtype=tl.float32) + tl.load(bias2_ptr + a)[None, :].to(
+        tl.float32
+    )
+    output_b = tl.zeros((BLOCK, REST), dtype=tl.float32) + tl.load(bias2_ptr + b)[None, :].to(
+        tl.float32
+    )
     for start in tl.range(0, HIDDEN, CHUNK):
         units = start + tl.arange(0, CHUNK)
         weight1_a = _load_all(weight1_ptr, units, DIM, 0, FIRST)
         weight1_b = _load_all(weight1_ptr, units, DIM, FIRST, REST)
-        hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
+        hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(
+            tokens_b, tl.trans(weight1_b), WIDEN
+        )
         hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
         active = (hidden * gelu_factors(hidden, WIDEN)[0]).to(tokens_a.dtype)
         output_a += dot(active, tl.trans(_load_all(weight2_ptr, a, HIDDEN, start, CHUNK)), WIDEN)
@@ -123,7 +139,8 @@ def _backward_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Process one block of tokens per program. Each writes its partial bias gradients, (HIDDEN + DIM), separately."""
+    """Process one block of tokens per program. Each writes its partial bias gradients, (HIDDEN +
+    DIM), separately."""
     DIM: tl.constexpr = FIRST + REST
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_tokens
@@ -141,7 +158,9 @@ def _backward_kernel(
         units = start + tl.arange(0, CHUNK)
         weight1_a = _load_all(weight1_ptr, units, DIM, 0, FIRST)
         weight1_b = _load_all(weight1_ptr, units, DIM, FIRST, REST)
-        hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
+        hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(
+            tokens_b, tl.trans(weight1_b), WIDEN
+        )
         hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
         below, slope = gelu_factors(hidden, WIDEN)
         place = rows[:, None] * HIDDEN + units[None, :]
@@ -168,7 +187,9 @@ def _constants(tokens_TC: Tensor, weight1_MC: Tensor, block: int) -> dict[str, A
 
 
 @torch.library.custom_op("clap_ds::mlp", mutates_args=())
-def _forward(tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
+def _forward(
+    tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor
+) -> Tensor:
     tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, bias2_C)]
     output_TC = torch.empty_like(tensors[0])
     constants = _constants(tokens_TC, weight1_MC, FORWARD_BLOCK)
@@ -186,12 +207,16 @@ def _(tokens_TC: Tensor, *_: Any) -> Tensor:
 def _backward(
     tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, d_output_TC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the input's gradient, GELU's output and the gradient of its input, (T, M) each, and partial sums of the biases'
-    gradients, (programs, M + C) in fp32."""
-    tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)]
+    """Return the input's gradient, GELU's output and the gradient of its input, (T, M) each, and
+    partial sums of the biases' gradients, (programs, M + C) in fp32."""
+    tensors = [
+        each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)
+    ]
     results = _backward_results(tokens_TC, weight1_MC)
     constants = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK)
-    _backward_kernel[(len(results[3]),)](*tensors, *results, len(tokens_TC), **constants, **BACKWARD.options())
+    _backward_kernel[(len(results[3]),)](
+        *tensors, *results, len(tokens_TC), **constants, **BACKWARD.options()
+    )
     return results
 
 
@@ -200,7 +225,9 @@ def _(tokens_TC: Tensor, weight1_MC: Tensor, *_: Any) -> tuple[Tensor, Tensor, T
     return _backward_results(tokens_TC, weight1_MC)
 
 
-def _backward_results(tokens_TC: Tensor, weight1_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward_results(
+    tokens_TC: Tensor, weight1_MC: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (T, C), M = tokens_TC.shape, len(weight1_MC)
     active_TM, d_hidden_TM = tokens_TC.new_empty(T, M), tokens_TC.new_empty(T, M)
     shares = tokens_TC.new_empty(-(-T // BACKWARD_BLOCK), M + C, dtype=torch.float32)
@@ -217,9 +244,14 @@ def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
         ctx.saved_tensors
     )  # readable once with activation checkpointing
     d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*saved, d_output_TC)
-    d_bias1_M, d_bias2_C = shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
+    d_bias1_M, d_bias2_C = (
+        shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
+    )
     # As a product's second operand, Inductor stores `d_output_TC` once, for the kernel, too.
-    d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, (active_TM.T @ d_output_TC).T.contiguous()
+    d_weight1_MC, d_weight2_CM = (
+        d_hidden_TM.T @ tokens_TC,
+        (active_TM.T @ d_output_TC).T.contiguous(),
+    )
     return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C
 
 
@@ -233,14 +265,18 @@ def _forward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__:
 
 @register_flop_formula(torch.ops.clap_ds.mlp_backward)
 def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count the recomputed hidden units too, but not the weights' gradients, which are separate matmuls."""
+    """Count the recomputed hidden units too, but not the weights' gradients, which are separate
+    matmuls."""
     return 3 * 2 * math.prod(tokens) * weight1[0]
 
 
-def triton_mlp(tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
-    """Compute `F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` with the kernels, with autograd, as one
-    operation for torch.compile. Casts under autocast like `F.linear`. If C and M don't pass `supports`, only the backward pass
-    of GELU and the first bias has a kernel."""
+def triton_mlp(
+    tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor
+) -> Tensor:
+    """Compute `F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` with the
+    kernels, with autograd, as one operation for torch.compile. Casts under autocast like
+    `F.linear`. If C and M don't pass `supports`, only the backward pass of GELU and the first bias
+    has a kernel."""
     if not supports(weight1_MC.shape[1], weight1_MC.shape[0]):
         return F.linear(linear_gelu(tokens, weight1_MC, bias1_M), weight2_CM, bias2_C)
     device = tokens.device.type

@@ -1,8 +1,8 @@
 """Pack captions into one row of tokens without padding between them.
 
-The row is filled up to a multiple of tokens with a fixed number of padding captions, some empty, whose results are ignored.
-Repeated shapes avoid recompilation and memory fragmentation. Shape letters: S captions including padding ones, T tokens, L
-the longest caption.
+The row is filled up to a multiple of tokens with a fixed number of padding captions, some empty,
+whose results are ignored. Repeated shapes avoid recompilation and memory fragmentation. Shape
+letters: S captions including padding ones, T tokens, L the longest caption.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from clap_ds.config.model import PAD_TOKEN_ID
 
 FIRST_POSITION = PAD_TOKEN_ID + 1
 ROW_SHARE = 128
-"""The multiple is the largest power of two up to 1/128 of the padded tokens, so that filling costs about 1%."""
+"""The multiple is the largest power of two up to 1/128 of the padded tokens, so that filling costs
+about 1%."""
 SMALLEST_MULTIPLE = 8
 
 
@@ -57,9 +58,11 @@ def token_multiple(num_captions: int, context_length: int) -> int:
     return max(SMALLEST_MULTIPLE, 1 << share.bit_length() - 1 if share else 0)
 
 
-def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> tuple[Tensor, Packing]:
-    """Pack a batch in parts, each token ids (B, context_length) and mask, 1 at real tokens, which come first. Returns token ids
-    (T,), with T divisible by `multiple`, and their packing."""
+def pack(
+    captions: list[tuple[Tensor, Tensor]], multiple: int | None = None
+) -> tuple[Tensor, Packing]:
+    """Pack a batch in parts, each token ids (B, context_length) and mask, 1 at real tokens, which
+    come first. Returns token ids (T,), with T divisible by `multiple`, and their packing."""
     max_tokens = captions[0][0].shape[1]
     lengths = torch.cat([mask.sum(dim=1) for _, mask in captions])
     multiple = multiple or token_multiple(len(lengths), max_tokens)
@@ -75,8 +78,9 @@ def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> 
 
 
 def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSITION) -> Layout:
-    """Return the `Layout` of a row of `num_tokens`, with positions counted from `first_position` in each caption. The padded
-    form is as long as the longest caption on CPUs, and `max_tokens` elsewhere, to avoid a device synchronization."""
+    """Return the `Layout` of a row of `num_tokens`, with positions counted from `first_position` in
+    each caption. The padded form is as long as the longest caption on CPUs, and `max_tokens`
+    elsewhere, to avoid a device synchronization."""
     bounds = packing.bounds
     lengths = bounds.diff()
     on_cpu = bounds.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -86,4 +90,12 @@ def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSIT
     place = token - bounds[caption]
     to_padded = (bounds[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
     keep = (column < lengths[:, None])[:, None, None, :]
-    return Layout(packing, (place + first_position)[None], to_padded, caption * longest + place, keep, caption, longest)
+    return Layout(
+        packing,
+        (place + first_position)[None],
+        to_padded,
+        caption * longest + place,
+        keep,
+        caption,
+        longest,
+    )

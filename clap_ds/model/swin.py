@@ -1,6 +1,7 @@
 """Define Swin transformer stages on square token grids (arXiv 2103.14030), the main part of HTSAT.
 
-Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, C channels.
+Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A
+attention heads, C channels.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
         nn.init.trunc_normal_(self.relative_position_bias, std=INIT_STD)
-        self.register_buffer("relative_position_index", relative_position_index(window), persistent=False)
+        self.register_buffer(
+            "relative_position_index", relative_position_index(window), persistent=False
+        )
 
     def position_bias(self) -> Tensor:
-        """Return (A, N, N) in at least fp32, as a table row's gradient is a sum over up to N places in this dtype."""
+        """Return (A, N, N) in at least fp32, as a table row's gradient is a sum over up to N places
+        in this dtype."""
         index_NN, table = self.relative_position_index, self.relative_position_bias
         wide = table.to(torch.promote_types(table.dtype, torch.float32))
         return wide[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
@@ -55,7 +59,9 @@ class WindowAttention(nn.Module):
         options = mask_GNN, self.window, shift, self.kernel
         if self.kernel != "triton":
             return self.proj(attend_windows(self.qkv(tokens_BHWC), self.position_bias(), *options))
-        qkv_BHWE = F.linear(tokens_BHWC, self.qkv.weight, self.qkv.bias.detach())  # the kernel computes its gradient
+        qkv_BHWE = F.linear(
+            tokens_BHWC, self.qkv.weight, self.qkv.bias.detach()
+        )  # the kernel computes its gradient
         return self.proj(attend_windows(qkv_BHWE, self.position_bias(), *options, self.qkv.bias))
 
 
@@ -72,14 +78,19 @@ class Mlp(nn.Module):
         if self.kernel == "triton":
             from clap_ds.model.mlp_triton import triton_mlp
 
-            return triton_mlp(tokens, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+            return triton_mlp(
+                tokens, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
+            )
         return self.fc2(F.gelu(self.fc1(tokens)))
 
 
 class SwinBlock(nn.Module):
-    """A pre-norm transformer block on a square token grid; `shift` > 0 shifts the grid cyclically under the windows."""
+    """A pre-norm transformer block on a square token grid; `shift` > 0 shifts the grid cyclically
+    under the windows."""
 
-    def __init__(self, dim: int, window: int, shift: int, num_heads: int, mlp_ratio: int, drop_path: float) -> None:
+    def __init__(
+        self, dim: int, window: int, shift: int, num_heads: int, mlp_ratio: int, drop_path: float
+    ) -> None:
         super().__init__()
         self.shift = shift
         self.norm1 = nn.LayerNorm(dim)
@@ -89,7 +100,9 @@ class SwinBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
-        tokens_BHWC = tokens_BHWC + self.drop_path(self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift))
+        tokens_BHWC = tokens_BHWC + self.drop_path(
+            self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift)
+        )
         return tokens_BHWC + self.drop_path(self.mlp(self.norm2(tokens_BHWC)))
 
 
@@ -112,11 +125,14 @@ class PatchMerging(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks on one token grid, every second one shifted, then patch merging unless it is the last stage."""
+    """Blocks on one token grid, every second one shifted, then patch merging unless it is the last
+    stage."""
 
     mask: Tensor | None
 
-    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float], *, checkpoint: bool) -> None:
+    def __init__(
+        self, config: AudioConfig, stage: int, drop_paths: list[float], *, checkpoint: bool
+    ) -> None:
         super().__init__()
         self.checkpoint = checkpoint  # whether blocks store only their input for the backward pass
         dim, self.grid = config.stage_dims[stage], config.stage_grids[stage]
@@ -124,11 +140,15 @@ class Stage(nn.Module):
         window = min(config.attention_window, grid)
         shift = window // 2 if grid > window else 0
         self.blocks = nn.ModuleList(
-            SwinBlock(dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path)
+            SwinBlock(
+                dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path
+            )
             for i, drop_path in enumerate(drop_paths)
         )
         self.merge = PatchMerging(dim) if stage < config.num_stages - 1 else nn.Identity()
-        self.register_buffer("mask", shifted_window_mask(grid, window, shift) if shift else None, persistent=False)
+        self.register_buffer(
+            "mask", shifted_window_mask(grid, window, shift) if shift else None, persistent=False
+        )
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         for block in self.blocks:

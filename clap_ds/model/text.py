@@ -19,8 +19,8 @@ from clap_ds.model.text_attention import attend, attend_in_one_kernel
 
 
 class Intermediate(nn.Module):
-    """Linear and GELU, the first half of an MLP. The `triton` kernel (`gelu_triton.py`) computes the backward pass of both
-    GELU and the bias."""
+    """Linear and GELU, the first half of an MLP. The `triton` kernel (`gelu_triton.py`) computes
+    the backward pass of both GELU and the bias."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Intermediate(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only`, for a last layer whose first token is pooled,
-    it computes only each caption's first token after its attention."""
+    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only`, for a last layer
+    whose first token is pooled, it computes only each caption's first token after its attention."""
 
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
@@ -46,9 +46,13 @@ class TextLayer(nn.Module):
 
         def end(wide: int) -> nn.ModuleDict:
             norm = nn.LayerNorm(width, config.layer_norm_eps)
-            return nn.ModuleDict({"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": Dropout(dropout)})
+            return nn.ModuleDict(
+                {"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": Dropout(dropout)}
+            )
 
-        mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
+        mixing: dict[str, nn.Module] = {
+            name: nn.Linear(width, width) for name in ("query", "key", "value")
+        }
         mixing["dropout"] = nn.Dropout(dropout)
         own: Any = nn.ModuleDict(mixing)
         own.kernel = "torch"
@@ -56,8 +60,11 @@ class TextLayer(nn.Module):
         self.intermediate = Intermediate(width, inner)
         self.output: Any = end(inner)
 
-    def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
-        """Map (batch, tokens, C), or (1, tokens, C) if packed, to the same shape; with `first_only` to (batch, 1, C) or
+    def forward(
+        self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None
+    ) -> Tensor:
+        """Map (batch, tokens, C), or (1, tokens, C) if packed, to the same shape; with `first_only`
+          to (batch, 1, C) or
         (1, captions, C)."""
         mixed = self.attend(hidden, mask_B11L, layout)
         if self.first_only and layout is None:
@@ -68,16 +75,22 @@ class TextLayer(nn.Module):
         hidden = _end_branch(self.attention.output, mixed, hidden)
         return _end_branch(self.output, self.intermediate(hidden), hidden)
 
-    def attend(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+    def attend(
+        self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None
+    ) -> Tensor:
         """Return attention of the same shape, by the kernel `attention.self.kernel`."""
         own, width = self.attention.self, hidden.shape[-1]
         linears, dropout = (own.query, own.key, own.value), own.dropout.p if self.training else 0.0
         longest = hidden.shape[1] if layout is None else layout.packing.max_tokens
         if own.kernel == "triton" and supports_captions(width // self.num_heads, longest):
-            weight, bias = (torch.cat([getattr(each, name) for each in linears]) for name in ("weight", "bias"))
+            weight, bias = (
+                torch.cat([getattr(each, name) for each in linears]) for name in ("weight", "bias")
+            )
             qkv = F.linear(hidden, weight, bias.detach())
             return attend_in_one_kernel(qkv, bias, mask_B11L, layout, self.num_heads, dropout)
-        heads = (each(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in linears)
+        heads = (
+            each(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in linears
+        )
         query, key, value = heads
         return attend(query, key, value, mask_B11L, dropout=dropout, layout=layout).flatten(2)
 
@@ -87,7 +100,8 @@ def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
 
 
 class TextTower(nn.Module):
-    """An encoder and its pooling: `cls_pooler` applies a tanh pooler to the first token, `mean` averages real tokens.
+    """An encoder and its pooling: `cls_pooler` applies a tanh pooler to the first token, `mean`
+    averages real tokens.
 
     Args:
         config: sizes.
@@ -108,12 +122,15 @@ class TextTower(nn.Module):
         """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
+    ) -> Tensor:
         """Return one vector per caption, (batch, hidden_size) in the parameters' dtype.
 
         Args:
             input_ids: (batch, tokens) int64, padded on the right; (tokens,) if packed.
-            attention_mask: (batch, tokens), 1 at real tokens; None if captions are packed or unpadded.
+            attention_mask: (batch, tokens), 1 at real tokens; None if captions are packed or
+              unpadded.
             packing: positions of packed captions.
         """
         mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
@@ -123,21 +140,34 @@ class TextTower(nn.Module):
             layout = lay_out(packing, len(input_ids), self.first_position)
             input_ids, positions = input_ids[None], layout.position_ids
         else:
-            columns = torch.arange(input_ids.shape[1], device=input_ids.device) + self.first_position
+            columns = (
+                torch.arange(input_ids.shape[1], device=input_ids.device) + self.first_position
+            )
             last = parts.position_embeddings.num_embeddings - 1  # only padding exceeds it
             positions = columns.clamp(max=last).expand_as(input_ids)
-        tokens = parts.word_embeddings(input_ids) + parts.token_type_embeddings(torch.zeros_like(input_ids))
+        tokens = parts.word_embeddings(input_ids) + parts.token_type_embeddings(
+            torch.zeros_like(input_ids)
+        )
         hidden = parts.dropout(parts.LayerNorm(tokens + parts.position_embeddings(positions)))
         for layer in self.blocks():
-            run = partial(checkpoint, layer, use_reentrant=False) if self.checkpoint and self.training else layer
+            run = (
+                partial(checkpoint, layer, use_reentrant=False)
+                if self.checkpoint and self.training
+                else layer
+            )
             hidden = run(hidden, mask_B11L, layout)
         if self.pooling == "cls_pooler":
             return self.roberta.pooler(hidden[:, 0] if layout is None else hidden[0])
-        return mean_over_tokens(hidden, attention_mask) if layout is None else mean_over_packed(hidden[0], layout)
+        return (
+            mean_over_tokens(hidden, attention_mask)
+            if layout is None
+            else mean_over_packed(hidden[0], layout)
+        )
 
 
 def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Return (batch, channels): the mean over tokens with mask 1 (all without a mask), summed in fp32."""
+    """Return (batch, channels): the mean over tokens with mask 1 (all without a mask), summed in
+    fp32."""
     if mask_BL is None:
         return hidden_BLC.mean(dim=1)
     weights_BL1 = mask_BL[:, :, None].float()
@@ -166,9 +196,14 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     }
     ends = [False] * (config.num_layers - 1) + [config.ends_with_first_token]
     layers = nn.ModuleList(TextLayer(config, dropout, first_only) for first_only in ends)
-    parts: Any = {"embeddings": nn.ModuleDict(embeddings), "encoder": nn.ModuleDict({"layer": layers})}
+    parts: Any = {
+        "embeddings": nn.ModuleDict(embeddings),
+        "encoder": nn.ModuleDict({"layer": layers}),
+    }
     if config.pooling == "cls_pooler":
-        parts["pooler"] = nn.Sequential(OrderedDict(dense=nn.Linear(width, width), activation=nn.Tanh()))
+        parts["pooler"] = nn.Sequential(
+            OrderedDict(dense=nn.Linear(width, width), activation=nn.Tanh())
+        )
     encoder = nn.ModuleDict(parts)
     for module in encoder.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

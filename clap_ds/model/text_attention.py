@@ -1,9 +1,9 @@
 """Compute the text tower's attention, over padded or packed captions.
 
-On CUDA captions of few tokens have a Triton kernel (`text_attention_triton.py`). Without it, packed captions on CUDA in 16 bits
-use PyTorch's variable-length flash attention, which has no dropout of attention weights. Otherwise packed captions are padded
-for attention. On CPUs attention is two matrix products and a softmax: PyTorch's fused
-kernel takes ten times as long backward in bf16.
+On CUDA captions of few tokens have a Triton kernel (`text_attention_triton.py`). Without it, packed
+captions on CUDA in 16 bits use PyTorch's variable-length flash attention, which has no dropout of
+attention weights. Otherwise packed captions are padded for attention. On CPUs attention is two
+matrix products and a softmax: PyTorch's fused kernel takes ten times as long backward in bf16.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def attend(
     dropout: float = 0.0,
     layout: Layout | None = None,
 ) -> Tensor:
-    """Return attention, (batch, tokens, heads, D), of queries, keys and values (batch, heads, tokens, D). `attention_mask` is
-    bool (batch, 1, 1, tokens), True at real tokens (None: all). With a `layout` of packed captions batch is 1."""
+    """Return attention, (batch, tokens, heads, D), of queries, keys and values (batch, heads,
+    tokens, D). `attention_mask` is bool (batch, 1, 1, tokens), True at real tokens (None: all).
+    With a `layout` of packed captions batch is 1."""
     if layout is None:
         return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -37,20 +38,31 @@ def attend(
 
 
 def attend_in_one_kernel(
-    qkv_BLE: Tensor, bias_E: Tensor, attention_mask: Tensor | None, layout: Layout | None, heads: int, dropout: float
+    qkv_BLE: Tensor,
+    bias_E: Tensor,
+    attention_mask: Tensor | None,
+    layout: Layout | None,
+    heads: int,
+    dropout: float,
 ) -> Tensor:
-    """Compute `attend` by Triton from queries, keys and values in one (batch, tokens, 3·C), whose `bias_E` has been added and
-    only receives its gradient. Returns (batch, tokens, C)."""
+    """Compute `attend` by Triton from queries, keys and values in one (batch, tokens, 3·C), whose
+    `bias_E` has been added and only receives its gradient. Returns (batch, tokens, C)."""
     from clap_ds.model.text_attention_triton import triton_text_attention
 
     B, L, _ = qkv_BLE.shape
     if layout is None:
         bounds = torch.arange(B + 1, dtype=torch.int32, device=qkv_BLE.device) * L
-        lengths = bounds.diff() if attention_mask is None else attention_mask.sum(dim=(1, 2, 3), dtype=torch.int32)
+        lengths = (
+            bounds.diff()
+            if attention_mask is None
+            else attention_mask.sum(dim=(1, 2, 3), dtype=torch.int32)
+        )
     else:
         bounds, L = layout.packing.bounds, layout.packing.max_tokens
         lengths = bounds.diff()
-    mixed_TC = triton_text_attention(qkv_BLE.flatten(0, 1), bias_E, bounds, lengths, heads, L, dropout)
+    mixed_TC = triton_text_attention(
+        qkv_BLE.flatten(0, 1), bias_E, bounds, lengths, heads, L, dropout
+    )
     return mixed_TC.unflatten(0, qkv_BLE.shape[:2])
 
 
@@ -60,7 +72,9 @@ def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
     return padded.unflatten(0, (-1, layout.longest)).transpose(1, 2)
 
 
-def _attend_padded(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, dropout: float) -> Tensor:
+def _attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, dropout: float
+) -> Tensor:
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, keep, dropout_p=dropout)
     scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))

@@ -1,13 +1,15 @@
-"""Compute the text tower's attention with one Triton kernel forward and one backward, for CUDA and captions of few tokens.
+"""Compute the text tower's attention with one Triton kernel forward and one backward, for CUDA and
+captions of few tokens.
 
-Flash attention is made for long sequences: over 77 tokens its backward pass reaches 15% of an H200's bandwidth
-(`results/h200`). Here a program has all tokens of one caption and head, and recomputes the weights in the backward pass.
-Captions are consecutive rows of one matrix, the output of a product that computes q, k and v, and so are their gradients.
-Dropout of the weights hashes their index and two seeds. Products take the tensors' dtype and accumulate in fp32 (without TF32
-for fp32 tensors); softmax is in fp32.
+Flash attention is made for long sequences: over 77 tokens its backward pass reaches 15% of an
+H200's bandwidth (`results/h200`). Here a program has all tokens of one caption and head, and
+recomputes the weights in the backward pass. Captions are consecutive rows of one matrix, the output
+of a product that computes q, k and v, and so are their gradients. Dropout of the weights hashes
+their index and two seeds. Products take the tensors' dtype and accumulate in fp32 (without TF32 for
+fp32 tensors); softmax is in fp32.
 
-Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens of all captions, S captions,
-C = A·D channels of A heads, E = 3·C.
+Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens of
+all captions, S captions, C = A·D channels of A heads, E = 3·C.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def _shifted(bits, SHIFT: tl.constexpr):
 
 @triton.jit
 def _keeps(seeds_ptr, rows, columns, threshold, COLUMNS: tl.constexpr):
-    """Return which weights dropout keeps, (rows, columns), by the hash of `clap_ds.model.dropout`."""
+    """Return which weights dropout keeps, (rows, columns), by the hash of
+    `clap_ds.model.dropout`."""
     program = tl.program_id(0).to(tl.uint32) * (COLUMNS * COLUMNS)
     bits = program + (rows * COLUMNS + columns).to(tl.uint32) ^ tl.load(seeds_ptr)
     bits = _shifted(bits, 17) * tl.full((), 0xED5AD4BB, tl.uint32) ^ tl.load(seeds_ptr + 1)
@@ -50,7 +53,8 @@ def _keeps(seeds_ptr, rows, columns, threshold, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _caption(bounds_ptr, lengths_ptr, HEADS: tl.constexpr):
-    """Return a program's caption, head, first row, rows and keys. A caption without real tokens attends to its first one."""
+    """Return a program's caption, head, first row, rows and keys. A caption without real tokens
+    attends to its first one."""
     caption, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     first = tl.load(bounds_ptr + caption)
     num_keys = tl.maximum(tl.load(lengths_ptr + caption), 1)
@@ -117,11 +121,15 @@ def _backward_kernel(
     DROPS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Process one caption and head per program, in blocks of queries. Each writes its sums of d_q, d_k and d_v separately."""
+    """Process one caption and head per program, in blocks of queries. Each writes its sums of d_q,
+    d_k and d_v separately."""
     WIDTH: tl.constexpr = HEADS * DIM
     caption, head, first, num_rows, num_keys = _caption(bounds_ptr, lengths_ptr, HEADS)
     channel, column = tl.arange(0, DIM)[None, :], tl.arange(0, COLUMNS)
-    source, target = qkv_ptr + first * (3 * WIDTH) + head * DIM, d_qkv_ptr + first * (3 * WIDTH) + head * DIM
+    source, target = (
+        qkv_ptr + first * (3 * WIDTH) + head * DIM,
+        d_qkv_ptr + first * (3 * WIDTH) + head * DIM,
+    )
     d_source = d_output_ptr + first * WIDTH + head * DIM
     place = column[:, None] * (3 * WIDTH) + channel
     in_caption, is_key = (column < num_rows)[:, None], (column < num_keys)[:, None]
@@ -135,7 +143,8 @@ def _backward_kernel(
         inside, own = (row < num_rows)[:, None], row[:, None] * (3 * WIDTH) + channel
         q = tl.load(source + own, mask=inside, other=0.0)
         d_mixed = tl.load(d_source + row[:, None] * WIDTH + channel, mask=inside, other=0.0)
-        # Transposed, so that the products for d_k and d_v need no transposition in registers, which spills on sm_80.
+        # Transposed, so that the products for d_k and d_v need no transposition in registers, which
+        # spills on sm_80.
         scores = tl.where(is_key, dot(k, tl.trans(q), WIDEN) * (scale * LOG2_E), -float("inf"))
         scores = exp2(scores - tl.max(scores, axis=0)[None, :], WIDEN)
         weights = scores * reciprocal(tl.sum(scores, axis=0), WIDEN)[None, :]
@@ -159,11 +168,18 @@ def _backward_kernel(
     tl.store(sums + 2 * WIDTH, tl.sum(d_v, axis=0))
 
 
-def _arguments(qkv_TE: Tensor, heads: int, longest: int, dropout: float) -> tuple[tuple[float, ...], dict[str, Any]]:
+def _arguments(
+    qkv_TE: Tensor, heads: int, longest: int, dropout: float
+) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Return the kernels' numbers and constants."""
     dim = qkv_TE.shape[1] // (3 * heads)
     assert supports_captions(dim, longest)
-    sizes = {"HEADS": heads, "DIM": dim, "COLUMNS": max(ROWS, triton.next_power_of_2(longest)), "ROWS": ROWS}
+    sizes = {
+        "HEADS": heads,
+        "DIM": dim,
+        "COLUMNS": max(ROWS, triton.next_power_of_2(longest)),
+        "ROWS": ROWS,
+    }
     numbers = dim**-0.5, round(dropout * 2**32), 1 / (1 - dropout)
     return numbers, {**sizes, "DROPS": dropout > 0, "WIDEN": must_widen(qkv_TE.device)}
 
@@ -208,7 +224,9 @@ def _backward(
     qkv_TE, d_output_TC = qkv_TE.contiguous(), d_output_TC.contiguous()
     d_qkv_TE, sums_SE = torch.empty_like(qkv_TE), _sums(qkv_TE, lengths_S)
     tensors = (qkv_TE, bounds, lengths_S, seeds.view(torch.uint32), d_output_TC, d_qkv_TE, sums_SE)
-    _backward_kernel[(len(lengths_S) * heads,)](*tensors, *numbers, **constants, **BACKWARD.options())
+    _backward_kernel[(len(lengths_S) * heads,)](
+        *tensors, *numbers, **constants, **BACKWARD.options()
+    )
     return d_qkv_TE, sums_SE
 
 
@@ -248,13 +266,20 @@ def _backward_flops(qkv: Sequence[int], *rest: Any, **_: Any) -> int:
 
 
 def triton_text_attention(
-    qkv_TE: Tensor, bias_E: Tensor, bounds: Tensor, lengths_S: Tensor, heads: int, longest: int, dropout: float = 0.0
+    qkv_TE: Tensor,
+    bias_E: Tensor,
+    bounds: Tensor,
+    lengths_S: Tensor,
+    heads: int,
+    longest: int,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention, (T, C), within captions.
 
     Args:
         qkv_TE: queries, keys and values, each split into heads, with the product's bias added.
-        bias_E: this bias. It only receives its gradient, which would otherwise take another pass over qkv's.
+        bias_E: this bias. It only receives its gradient, which would otherwise take another pass
+          over qkv's.
         bounds: (S + 1,) int32; caption i is rows bounds[i] to bounds[i + 1]. They cover all rows.
         lengths_S: int32, real tokens per caption, which come first. The others are no keys.
         longest: most rows per caption; `supports_captions` it.

@@ -1,10 +1,13 @@
-"""Make torchaudio importable with any build of torch. Import torchaudio only from here, and before `transformers`.
+"""Make torchaudio importable with any build of torch. Import torchaudio only from here, and before
+`transformers`.
 
-    python -m clap_ds.model.torchaudio_compat    rename torchaudio's compiled library if torch has no CUDA
+    python -m clap_ds.model.torchaudio_compat    rename torchaudio's compiled library if torch has
+    no CUDA
 
-torchaudio's wheels contain libraries linked against CUDA. With a CPU-only torch `import torchaudio`, and much of
-`transformers`, fails. This project needs none of these libraries, and torchaudio works without them, so `make setup` runs the
-command above. In other environments this module registers a stand-in for the module that loads them.
+torchaudio's wheels contain libraries linked against CUDA. With a CPU-only torch `import
+torchaudio`, and much of `transformers`, fails. This project needs none of these libraries, and
+torchaudio works without them, so `make setup` runs the command above. In other environments this
+module registers a stand-in for the module that loads them.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ import torch
 
 
 def set_aside(torchaudio_folder: Path) -> list[Path]:
-    """Rename torchaudio's compiled library and return the new paths. Raises OSError if that fails."""
+    """Rename torchaudio's compiled library and return the new paths. Raises OSError if that
+    fails."""
     found = sorted((torchaudio_folder / "lib").glob("_torchaudio*.so"))
     return [path.replace(f"{path}.needs_cuda") for path in found]
 
 
 if torch.version.cuda is None:
-    stand_in: Any = types.ModuleType("torchaudio._extension", "Stand-in: torchaudio without its compiled libraries.")
+    stand_in: Any = types.ModuleType(
+        "torchaudio._extension", "Stand-in: torchaudio without its compiled libraries."
+    )
     stand_in._IS_TORCHAUDIO_EXT_AVAILABLE = stand_in._IS_ALIGN_AVAILABLE = False
     stand_in.fail_if_no_align = lambda function: function  # fails without the library
     sys.modules.setdefault(stand_in.__name__, stand_in)

@@ -1,4 +1,5 @@
-"""Provide functions and launch options of this project's Triton kernels. Importing it needs Triton."""
+"""Provide functions and launch options of this project's Triton kernels. Importing it needs
+Triton."""
 
 from __future__ import annotations
 
@@ -42,10 +43,13 @@ def dot(a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def exp2(x, WIDEN: tl.constexpr):
-    """Return 2^x to 2 ulp. Results below fp32's normal range are 0; `tl.exp2` spends two scalings on them."""
+    """Return 2^x to 2 ulp. Results below fp32's normal range are 0; `tl.exp2` spends two scalings
+    on them."""
     if WIDEN:
         return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -53,25 +57,31 @@ def reciprocal(x, WIDEN: tl.constexpr):
     """Return 1 / x to 1 ulp, for normal numbers."""
     if WIDEN:
         return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def gelu_factors(x, WIDEN: tl.constexpr):
-    """Return GELU(x) / x, which is the standard normal distribution function, and GELU's derivative.
+    """Return GELU(x) / x, which is the standard normal distribution function, and GELU's
+    derivative.
 
-    Uses Abramowitz and Stegun's formula 7.1.26 for erf, like PyTorch on CPUs, with errors up to 8e-8. CUDA's erf would add
-    a third to the instructions of the MLP kernels' loops, which are instruction-bound.
+    Uses Abramowitz and Stegun's formula 7.1.26 for erf, like PyTorch on CPUs, with errors up to
+    8e-8. CUDA's erf would add a third to the instructions of the MLP kernels' loops, which are
+    instruction-bound.
     """
     density = exp2(x * x * MINUS_HALF_LOG2_E, WIDEN)  # times √2π
     t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(x), WIDEN)
-    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    series = 0.127414796 + t * (
+        -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
+    )
     tail = t * series * density
     below = tl.where(x < 0, tail, 1.0 - tail)
     return below, below + x * density * ROOT_HALF_PI
 
 
 def must_widen(device: torch.device) -> bool:
-    """Return whether `dot` needs fp32 copies: Triton's interpreter, on CPUs, multiplies bf16 bits as integers. Products are
-    equally exact."""
+    """Return whether `dot` needs fp32 copies: Triton's interpreter, on CPUs, multiplies bf16 bits
+    as integers. Products are equally exact."""
     return device.type == "cpu"

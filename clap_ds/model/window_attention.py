@@ -1,14 +1,16 @@
 """Compute attention within the windows of a square token grid, with one of several kernels.
 
-- `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch uses separate operations on CPUs and its
-  memory-efficient kernel on CUDA. All FLOP counters support it, so counted models use it.
-- `matmul`: for CPUs, batched matrix products, one softmax and a manual backward pass. Tensors stay in bf16 (products
-  accumulate and softmax computes in fp32).
-- `triton`: one CUDA kernel forward and one backward that read and write the grid directly (`window_attention_triton.py`).
-  On an H200 6 to 19 times as fast as `sdpa` forward, 4 to 8 times backward (`results/h200`).
+- `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch uses separate
+  operations on CPUs and its memory-efficient kernel on CUDA. All FLOP counters support it, so
+  counted models use it.
+- `matmul`: for CPUs, batched matrix products, one softmax and a manual backward pass. Tensors stay
+  in bf16 (products accumulate and softmax computes in fp32).
+- `triton`: one CUDA kernel forward and one backward that read and write the grid directly
+  (`window_attention_triton.py`). On an H200 6 to 19 times as fast as `sdpa` forward, 4 to 8 times
+  backward (`results/h200`).
 
-Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, D head dim,
-C = A·D.
+Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A
+attention heads, D head dim, C = A·D.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from torch import Tensor
 from clap_ds.model.windows import from_windows, to_windows
 
 MOST_BATCHED = 65_535
-"""Largest batch given to PyTorch at once: the limit of a CUDA grid's third dimension, which its memory-efficient kernels use
-for the batch. PyTorch splits larger batches, but fails to add the parts' gradients of the bias."""
+"""Largest batch given to PyTorch at once: the limit of a CUDA grid's third dimension, which its
+memory-efficient kernels use for the batch. PyTorch splits larger batches, but fails to add the
+parts' gradients of the bias."""
 
 
 def attend_windows(
@@ -38,11 +41,15 @@ def attend_windows(
     """Apply softmax attention of every token over its window's tokens; return (B, H, W, A·D).
 
     Args:
-        qkv_BHWE: (B, H, W, 3·A·D), queries, keys and values, each split into heads; H = W, a multiple of `window`.
+        qkv_BHWE: (B, H, W, 3·A·D), queries, keys and values, each split into heads; H = W, a
+          multiple of `window`.
         bias_ANN: added to the scores after their scaling by D^-1/2. Any floating dtype.
-        mask_GNN: added to the scores of shifted windows; required if `shift` > 0, otherwise ignored.
-        shift: tokens by which the grid is moved cyclically up and left under the windows. The output is moved back.
-        qkv_bias_E: for `triton`, the bias of the linear layer that computed qkv, if that layer used it detached. It has no
+        mask_GNN: added to the scores of shifted windows; required if `shift` > 0, otherwise
+          ignored.
+        shift: tokens by which the grid is moved cyclically up and left under the windows. The
+          output is moved back.
+        qkv_bias_E: for `triton`, the bias of the linear layer that computed qkv, if that layer used
+          it detached. It has no
             effect on the output. It only receives its gradient, which the kernel sums.
     """
     assert shift == 0 or mask_GNN is not None
@@ -65,11 +72,17 @@ def attend_windows(
 
 
 class MatmulWindowAttention(torch.autograd.Function):
-    """The `matmul` kernel. Saves q, k, v in window order and the attention weights for the backward pass."""
+    """The `matmul` kernel. Saves q, k, v in window order and the attention weights for the backward
+    pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int
+        ctx: Any,
+        qkv_BHWE: Tensor,
+        bias_ANN: Tensor,
+        mask_GNN: Tensor | None,
+        window: int,
+        shift: int,
     ) -> Tensor:
         windows_SBGAND = to_windows(qkv_BHWE, window, shift, 3, len(bias_ANN)).contiguous()
         _, B, G, A, N, D = windows_SBGAND.shape

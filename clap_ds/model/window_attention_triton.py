@@ -1,15 +1,18 @@
 """Compute window attention with one Triton kernel forward and one backward, for CUDA.
 
-With narrow heads (24 or 32) and small windows (64 tokens), time is bound by memory traffic, closely followed by softmax's
-instructions (`results/triton`). Therefore the kernels read q, k and v from the qkv projection's output and write to the
-grid, without copies for partition and cyclic shift. The mask of shifted windows is computed from coordinates. A
-window's scores fit one program, so they are recomputed in the backward pass from q, k and the bias. Products take the
-tensors' dtype and accumulate in fp32 (without TF32 for fp32 tensors); softmax is in fp32.
+With narrow heads (24 or 32) and small windows (64 tokens), time is bound by memory traffic, closely
+followed by softmax's instructions (`results/triton`). Therefore the kernels read q, k and v from
+the qkv projection's output and write to the grid, without copies for partition and cyclic shift.
+The mask of shifted windows is computed from coordinates. A window's scores fit one program, so they
+are recomputed in the backward pass from q, k and the bias. Products take the tensors' dtype and
+accumulate in fp32 (without TF32 for fp32 tensors); softmax is in fp32.
 
-The backward kernel also sums the gradients of q and v over tokens, for the bias of the qkv projection. A separate sum would
-read all of them again. The bias of k has no gradient: it adds the same to all scores of a query, which softmax ignores.
+The backward kernel also sums the gradients of q and v over tokens, for the bias of the qkv
+projection. A separate sum would read all of them again. The bias of k has no gradient: it adds the
+same to all scores of a query, which softmax ignores.
 
-Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: see `window_attention.py`.
+Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: see
+`window_attention.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +37,16 @@ FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2_E = tl.constexpr(math.log2(math.e))
 PROGRAMS_PER_MULTIPROCESSOR = 48
-"""Programs of the backward pass, which loop over windows to sum the bias gradient in registers. Heads of 24 channels share
-32-byte memory sectors. Short programs keep a window's heads together in time, so that the L2 cache merges their writes: on an
-H200, 48 took 1.7 ms where 6 took 2.7 in a trial (2.8 in `results/h200`, of before)."""
+"""Programs of the backward pass, which loop over windows to sum the bias gradient in registers.
+Heads of 24 channels share 32-byte memory sectors. Short programs keep a window's heads together in
+time, so that the L2 cache merges their writes: on an H200, 48 took 1.7 ms where 6 took 2.7 in a
+trial (2.8 in `results/h200`, of before)."""
 
 
 @triton.jit
 def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
-    """Return a clip's first row in the (B·H·W, …) matrix, a window's rows relative to it, and its tokens' coordinates in the
-    shifted grid. Only the first row is in 64 bits, to save registers."""
+    """Return a clip's first row in the (B·H·W, …) matrix, a window's rows relative to it, and its
+    tokens' coordinates in the shifted grid. Only the first row is in 64 bits, to save registers."""
     PER_SIDE: tl.constexpr = GRID // WINDOW
     clip = window_id // (PER_SIDE * PER_SIDE)
     place = window_id % (PER_SIDE * PER_SIDE)
@@ -56,13 +60,24 @@ def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: t
 
 @triton.jit
 def _weights(
-    q, k, bias, row, column, scale, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, WIDEN: tl.constexpr
+    q,
+    k,
+    bias,
+    row,
+    column,
+    scale,
+    GRID: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """Return fp32 attention weights (N, N) of one window and head."""
     scores = dot(q, tl.trans(k), WIDEN) * scale + bias
     if SHIFT > 0:
         row_region = (row >= GRID - WINDOW).to(tl.int32) + (row >= GRID - SHIFT).to(tl.int32)
-        column_region = (column >= GRID - WINDOW).to(tl.int32) + (column >= GRID - SHIFT).to(tl.int32)
+        column_region = (column >= GRID - WINDOW).to(tl.int32) + (column >= GRID - SHIFT).to(
+            tl.int32
+        )
         region = row_region * 3 + column_region
         scores += tl.where(region[:, None] == region[None, :], 0.0, MASKED)
     scores = exp2((scores - tl.max(scores, axis=1)[:, None]) * LOG2_E, WIDEN)
@@ -83,14 +98,19 @@ def _forward_kernel(
     BLOCK_DIM: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Process one window and head per program. Heads of a window are adjacent, so that they share cache lines."""
+    """Process one window and head per program. Heads of a window are adjacent, so that they share
+    cache lines."""
     N: tl.constexpr = WINDOW * WINDOW
     WIDTH: tl.constexpr = HEADS * DIM
     head = tl.program_id(0) % HEADS
     clip, offsets, row, column = _token_offsets(tl.program_id(0) // HEADS, GRID, WINDOW, SHIFT)
     channel = tl.arange(0, BLOCK_DIM)
     inside = (channel < DIM)[None, :]
-    place = qkv_ptr + clip * (3 * WIDTH) + (offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :])
+    place = (
+        qkv_ptr
+        + clip * (3 * WIDTH)
+        + (offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :])
+    )
     q = tl.load(place, mask=inside, other=0.0)
     k = tl.load(place + WIDTH, mask=inside, other=0.0)
     v = tl.load(place + 2 * WIDTH, mask=inside, other=0.0)
@@ -121,8 +141,8 @@ def _backward_kernel(
     BLOCK_DIM: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Process several windows of one head per program. Each writes its partial gradient of the position bias separately, and
-    each window's sums over tokens of the gradients of q and v."""
+    """Process several windows of one head per program. Each writes its partial gradient of the
+    position bias separately, and each window's sums over tokens of the gradients of q and v."""
     N: tl.constexpr = WINDOW * WINDOW
     WIDTH: tl.constexpr = HEADS * DIM
     head = tl.program_id(0) % HEADS
@@ -132,14 +152,21 @@ def _backward_kernel(
     inside = (channel < DIM)[None, :]
     d_bias = tl.zeros((N, N), dtype=tl.float32)
     # No loop-invariant code motion: its results would occupy scarce registers.
-    for window_id in tl.range(first, tl.minimum(first + windows_per_program, num_windows), disable_licm=True):
+    for window_id in tl.range(
+        first, tl.minimum(first + windows_per_program, num_windows), disable_licm=True
+    ):
         clip, offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
         place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
-        source, target = qkv_ptr + clip * (3 * WIDTH) + place, d_qkv_ptr + clip * (3 * WIDTH) + place
+        source, target = (
+            qkv_ptr + clip * (3 * WIDTH) + place,
+            d_qkv_ptr + clip * (3 * WIDTH) + place,
+        )
         q = tl.load(source, mask=inside, other=0.0)
         k = tl.load(source + WIDTH, mask=inside, other=0.0)
         v = tl.load(source + 2 * WIDTH, mask=inside, other=0.0)
-        d_source = d_output_ptr + clip * WIDTH + (offsets[:, None] * WIDTH + head * DIM + channel[None, :])
+        d_source = (
+            d_output_ptr + clip * WIDTH + (offsets[:, None] * WIDTH + head * DIM + channel[None, :])
+        )
         d_mixed = tl.load(d_source, mask=inside, other=0.0)
         bias = tl.load(bias_ptr + (head * N + token[:, None]) * N + token[None, :]).to(tl.float32)
         weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
@@ -166,18 +193,28 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
     assert num_tokens == window**2
     assert qkv_BHWE.shape[1] == qkv_BHWE.shape[2]
     sizes = {"HEADS": heads, "DIM": dim, "BLOCK_DIM": max(16, triton.next_power_of_2(dim))}
-    return {"GRID": qkv_BHWE.shape[1], "WINDOW": window, "SHIFT": shift, **sizes, "WIDEN": must_widen(qkv_BHWE.device)}
+    return {
+        "GRID": qkv_BHWE.shape[1],
+        "WINDOW": window,
+        "SHIFT": shift,
+        **sizes,
+        "WIDEN": must_widen(qkv_BHWE.device),
+    }
 
 
 @torch.library.custom_op("clap_ds::window_attention", mutates_args=())
-def _forward(qkv_BHWE: Tensor, bias_ANN: Tensor, qkv_bias_E: Tensor | None, window: int, shift: int) -> Tensor:
+def _forward(
+    qkv_BHWE: Tensor, bias_ANN: Tensor, qkv_bias_E: Tensor | None, window: int, shift: int
+) -> Tensor:
     qkv_BHWE, bias_ANN = qkv_BHWE.contiguous(), bias_ANN.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     B, H, W, E = qkv_BHWE.shape
     output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
     programs = B * (H // window) ** 2 * constants["HEADS"]
     tensors = (qkv_BHWE, bias_ANN, output_BHWC)
-    _forward_kernel[(programs,)](*tensors, constants["DIM"] ** -0.5, **constants, **FORWARD.options())
+    _forward_kernel[(programs,)](
+        *tensors, constants["DIM"] ** -0.5, **constants, **FORWARD.options()
+    )
     return output_BHWC
 
 
@@ -192,19 +229,32 @@ def _backward(
     qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of qkv, of the position bias, and in fp32 of the qkv projection's bias."""
-    qkv_BHWE, bias_ANN, d_output_BHWC = qkv_BHWE.contiguous(), bias_ANN.contiguous(), d_output_BHWC.contiguous()
+    qkv_BHWE, bias_ANN, d_output_BHWC = (
+        qkv_BHWE.contiguous(),
+        bias_ANN.contiguous(),
+        d_output_BHWC.contiguous(),
+    )
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     heads, num_windows = constants["HEADS"], len(qkv_BHWE) * (constants["GRID"] // window) ** 2
     device = qkv_BHWE.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
     chunks = max(1, min(num_windows, PROGRAMS_PER_MULTIPROCESSOR * processors // heads))
     windows_per_program = -(-num_windows // chunks)
     chunks = -(-num_windows // windows_per_program)
     d_qkv_BHWE = torch.empty_like(qkv_BHWE)
     shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=device)
     sums = torch.empty(num_windows, 2, d_output_BHWC.shape[3], dtype=torch.float32, device=device)
-    tensors, counts = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares, sums), (num_windows, windows_per_program)
-    _backward_kernel[(chunks * heads,)](*tensors, constants["DIM"] ** -0.5, *counts, **constants, **BACKWARD.options())
+    tensors, counts = (
+        (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares, sums),
+        (num_windows, windows_per_program),
+    )
+    _backward_kernel[(chunks * heads,)](
+        *tensors, constants["DIM"] ** -0.5, *counts, **constants, **BACKWARD.options()
+    )
     d_qkv_bias = sums.new_zeros(3, sums.shape[2])
     torch.sum(sums, dim=0, out=d_qkv_bias[::2])
     return d_qkv_BHWE, shares.sum(dim=0).to(bias_ANN.dtype), d_qkv_bias.flatten()
@@ -225,8 +275,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, d_output_BHWC: Tensor) -> tuple[Tensor | None, ...]:
     qkv_BHWE, bias_ANN = ctx.saved_tensors
-    d_qkv_BHWE, d_bias_ANN, d_qkv_bias_E = _backward(qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry)
-    return d_qkv_BHWE, d_bias_ANN, None if ctx.bias_dtype is None else d_qkv_bias_E.to(ctx.bias_dtype), None, None
+    d_qkv_BHWE, d_bias_ANN, d_qkv_bias_E = _backward(
+        qkv_BHWE, bias_ANN, d_output_BHWC, *ctx.geometry
+    )
+    return (
+        d_qkv_BHWE,
+        d_bias_ANN,
+        None if ctx.bias_dtype is None else d_qkv_bias_E.to(ctx.bias_dtype),
+        None,
+        None,
+    )
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -246,6 +304,7 @@ def _backward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any)
 def triton_window_attention(
     qkv_BHWE: Tensor, bias_ANN: Tensor, qkv_bias_E: Tensor | None, window: int, shift: int
 ) -> Tensor:
-    """Compute `clap_ds.model.window_attention.attend_windows` with the kernels, with autograd, as one operation for
-    torch.compile. N = `window`² is a power of two, at least 16; qkv and bias are both fp32, bf16 or fp16."""
+    """Compute `clap_ds.model.window_attention.attend_windows` with the kernels, with autograd, as
+    one operation for torch.compile. N = `window`² is a power of two, at least 16; qkv and bias are
+    both fp32, bf16 or fp16."""
     return _forward(qkv_BHWE, bias_ANN, qkv_bias_E, window, shift)

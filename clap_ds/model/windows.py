@@ -1,7 +1,7 @@
 """Partition a square token grid into windows, and compute their relative positions and shift masks.
 
-Shape letters: S sets of tokens (q, k and v), B batch, H and W the token grid, G windows of a clip, A attention heads, N tokens
-of a window, D head dim.
+Shape letters: S sets of tokens (q, k and v), B batch, H and W the token grid, G windows of a clip,
+A attention heads, N tokens of a window, D head dim.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ MASKED_SCORE = -100.0
 
 
 def to_windows(tokens_BHWE: Tensor, window: int, shift: int, sets: int, heads: int) -> Tensor:
-    """Shift (B, H, W, S·A·D) cyclically up and left, and partition it into (S, B, G, A, N, D), windows in row-major order."""
+    """Shift (B, H, W, S·A·D) cyclically up and left, and partition it into (S, B, G, A, N, D),
+    windows in row-major order."""
     if shift:
         tokens_BHWE = tokens_BHWE.roll(-shift, 1).roll(-shift, 2)
-    tiles = tokens_BHWE.unflatten(3, (sets, heads, -1)).unflatten(2, (-1, window)).unflatten(1, (-1, window))
+    tiles = (
+        tokens_BHWE.unflatten(3, (sets, heads, -1))
+        .unflatten(2, (-1, window))
+        .unflatten(1, (-1, window))
+    )
     return tiles.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(2, 3)
 
 
@@ -37,8 +42,11 @@ def relative_position_index(window: int) -> Tensor:
 
 
 def shifted_window_mask(grid: int, window: int, shift: int) -> Tensor:
-    """Return (G, N, N) to add to the shifted grid's scores: MASKED_SCORE for tokens that only the shift made neighbors."""
+    """Return (G, N, N) to add to the shifted grid's scores: MASKED_SCORE for tokens that only the
+    shift made neighbors."""
     position = torch.arange(grid)
     region = (position >= grid - window).long() + (position >= grid - shift).long()
-    regions = to_windows((region[:, None] * 3 + region)[None, :, :, None], window, 0, 1, 1)[0, 0, :, 0, :, 0]
+    regions = to_windows((region[:, None] * 3 + region)[None, :, :, None], window, 0, 1, 1)[
+        0, 0, :, 0, :, 0
+    ]
     return (regions[:, None, :] != regions[:, :, None]) * MASKED_SCORE

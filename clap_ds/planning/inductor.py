@@ -1,6 +1,7 @@
 """Ask Inductor's scheduler which kernels a compiled module would have on a GPU, without a GPU.
 
-Graphs are traced on the CPU's tensors and scheduled for Triton on an H100. No code is generated, and nothing is run.
+Graphs are traced on the CPU's tensors and scheduled for Triton on an H100. No code is generated,
+and nothing is run.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class _ScheduledError(Exception):
 
 
 def fused_kernels(function: Callable[..., Any], *inputs: Any) -> list[tuple[bool, int]]:
-    """Return Inductor's own kernels, forward and backward, of a function or module: whether each is in the backward pass, and
-    the bytes that it reads and writes. Products, FFTs, attention and custom operations are not among them."""
+    """Return Inductor's own kernels, forward and backward, of a function or module: whether each is
+    in the backward pass, and the bytes that it reads and writes. Products, FFTs, attention and
+    custom operations are not among them."""
     found: list[tuple[bool, int]] = []
 
     def schedule(graph: Any) -> Any:
@@ -56,7 +58,9 @@ def fused_kernels(function: Callable[..., Any], *inputs: Any) -> list[tuple[bool
         mock.patch.multiple(scheduler, _is_gpu_triton_backend=lambda *_: True, create=True),
         mock.patch.multiple(ir, is_gpu=lambda _: True),
         mock.patch.object(DeviceProperties, "create", return_value=H100),
-        mock.patch.object(TensorVariable, "method_attr_is_cuda", lambda _, each: VariableTracker.build(each, True)),
+        mock.patch.object(
+            TensorVariable, "method_attr_is_cuda", lambda _, each: VariableTracker.build(each, True)
+        ),
         config.patch(cpu_backend="triton", force_disable_caches=True),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
         cuda_functions(),

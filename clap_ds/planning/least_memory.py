@@ -1,8 +1,9 @@
 """Reject a run whose training step can't fit in memory, before anything is allocated.
 
-The bound counts only what exists at once from the second step on, whichever kernels run: weights and optimizer state, and with
-them either all gradients, or the batches and what the backward pass of all blocks needs. It omits temporary tensors, libraries,
-front end, projections and loss, and of open_clip's models everything but the batches.
+The bound counts only what exists at once from the second step on, whichever kernels run: weights
+and optimizer state, and with them either all gradients, or the batches and what the backward pass
+of all blocks needs. It omits temporary tensors, libraries, front end, projections and loss, and of
+open_clip's models everything but the batches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from clap_ds.flop_count.analytic import TextLengths, forward_flops
 from clap_ds.run_records.environment import MemoryLimit, memory_limits
 
 TFLOPS_PER_CORE = 0.15
-"""Of this project's bf16 kernels with AVX-512. AMX is twice as fast (`results/cpu`), torch's operations slower."""
+"""Of this project's bf16 kernels with AVX-512. AMX is twice as fast (`results/cpu`), torch's
+operations slower."""
 SLOW_STEP_S = 60.0
 SMALLEST_TRIED = 8  # by `clap.bench.find_micro_batch`
 
@@ -59,7 +61,9 @@ def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
         with torch.device("meta"):
             model = build_model(settings, clap.loss, device, clap.train.freeze)
         weights = sum(parameter.numel() for parameter in model.parameters())
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        trained = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
 
     weight_bytes = 2 if run.precision in ("bf16", "fp16") else 4
     bytes_per_trained = 4 if weight_bytes == 2 else 0  # fp32 master weights
@@ -75,23 +79,28 @@ def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
     batch_bytes = num_batches * 2 * math.prod(preset.audio.clip_shape)
     activation_bytes = 0 if preset.open_clip else least_activations(run, device)
     return LeastMemory(
-        weight_bytes * weights + bytes_per_trained * trained, weight_bytes * trained, batch_bytes + activation_bytes
+        weight_bytes * weights + bytes_per_trained * trained,
+        weight_bytes * trained,
+        batch_bytes + activation_bytes,
     )
 
 
 def least_activations(run: RunSettings, device: torch.device) -> int:
-    """Return the bytes per sample of the blocks' tensors that exist at once when the backward pass begins or, with activation
-    checkpointing, in the backward pass of the largest block.
+    """Return the bytes per sample of the blocks' tensors that exist at once when the backward pass
+    begins or, with activation checkpointing, in the backward pass of the largest block.
 
-    Of C channels, a block keeps the input of attention (C), queries, keys and values (3C), the mixed values (C), the input of
-    the MLP (C), both normalized inputs (2C), and the MLP's hidden units before and after GELU. Compiled, or with Triton, it
-    may recompute normalized inputs and GELU, and in the audio tower all hidden units.
+    Of C channels, a block keeps the input of attention (C), queries, keys and values (3C), the
+    mixed values (C), the input of the MLP (C), both normalized inputs (2C), and the MLP's hidden
+    units before and after GELU. Compiled, or with Triton, it may recompute normalized inputs and
+    GELU, and in the audio tower all hidden units.
     """
     clap = run.clap
     audio = clap.preset().audio
     text = clap.preset().text
     stages = zip(audio.depths, audio.stage_grids, audio.stage_dims, strict=True)
-    num_tokens = 2 if clap.text_packing else clap.context_length  # packed captions have at least a start and an end
+    num_tokens = (
+        2 if clap.text_packing else clap.context_length
+    )  # packed captions have at least a start and an end
     # Elements of each block's input. The last text layer may compute only the first token.
     blocks = {
         "audio": [grid**2 * dim for depth, grid, dim in stages for _ in range(depth)],
@@ -110,8 +119,8 @@ def least_activations(run: RunSettings, device: torch.device) -> int:
 
 
 def require_memory(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
-    """Raise TooLittleMemoryError on all ranks if a step certainly needs more memory than a GPU, or a host's ranks, have.
-    Print a warning if a step takes minutes on CPUs. A collective."""
+    """Raise TooLittleMemoryError on all ranks if a step certainly needs more memory than a GPU, or
+    a host's ranks, have. Print a warning if a step takes minutes on CPUs. A collective."""
     micro_batch = SMALLEST_TRIED if run.clap.bench.find_micro_batch else run.micro_batch
     with raise_on_all_ranks():
         least = least_memory(run, device)
@@ -124,10 +133,13 @@ def require_memory(run: RunSettings, ranks: Ranks, device: torch.device) -> None
 
 
 def describe_shortage(
-    least: LeastMemory, micro_batch: int, device_type: str, by_rank: list[list[tuple[str, MemoryLimit]]]
+    least: LeastMemory,
+    micro_batch: int,
+    device_type: str,
+    by_rank: list[list[tuple[str, MemoryLimit]]],
 ) -> str:
-    """Return what to print if the limits of all ranks, each with its host, are too low for the bound; empty if they aren't.
-    Ranks with the same limit of a host share it."""
+    """Return what to print if the limits of all ranks, each with its host, are too low for the
+    bound; empty if they aren't. Ranks with the same limit of a host share it."""
     limits = list(chain.from_iterable(by_rank))
     num_sharing = Counter((host, name) for host, (name, _) in limits)
     available, host, name, free = min(

@@ -1,7 +1,9 @@
-"""Estimate the time of recorded operations on a GPU with the roofline model (Williams et al. 2009): sequentially, the larger of
-FLOPs and bytes at a share of the data sheet's rates that depends on the class of operation.
+"""Estimate the time of recorded operations on a GPU with the roofline model (Williams et al. 2009):
+sequentially, the larger of FLOPs and bytes at a share of the data sheet's rates that depends on the
+class of operation.
 
-Shares were measured on an H200 (`results/h200`). A GPU's own, in `results/<device>/efficiencies.json`, override them.
+Shares were measured on an H200 (`results/h200`). A GPU's own, in
+`results/<device>/efficiencies.json`, override them.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from clap_ds.flop_count.device_specs import GPUS, Gpu, peak_for
 from clap_ds.planning.tracing import TOWERS, Operation
 
 CASES = {"low": -1, "middle": 0, "high": 1}
-HOST_S = 8e-6  # Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle
+HOST_S = (
+    8e-6  # Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle
+)
 KERNEL_S = 2e-6  # minimum time of a kernel, including the gap before it
 SPREAD, SPREAD_ELSEWHERE = 0.1, 0.3
-"""Relative uncertainty of a share on the measured architecture, from other shapes, clocks and temperature; and on others."""
+"""Relative uncertainty of a share on the measured architecture, from other shapes, clocks and
+temperature; and on others."""
 NARROW_ROW, MEDIUM_ROW = 256, 1024  # most bytes of a normalized row
 THIN = 200
-"""FLOPs per byte below which a product is memory-bound: the ridge points of an A100 and an H100 are 153 and 295."""
+"""FLOPs per byte below which a product is memory-bound: the ridge points of an A100 and an H100 are
+153 and 295."""
 FUSED = "fused kernel"  # Inductor's
 TABLE = {
     FUSED: 0.65, "wide product": 0.73, "thin product": 0.57, "thin weight gradient": 0.87, "other product": 0.76,
@@ -34,11 +40,13 @@ TABLE = {
     "narrow norm backward": 0.13, "softmax": 0.70, "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39,
     "scatter": 0.06, "optimizer": 0.80, "triton gelu backward": 0.65,
 }  # fmt: skip
-"""Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention` (from an A100, xformers #434
-and #467), `softmax` (a guess) and `triton gelu backward` (as fused kernels) weren't measured. The text tower's attention by
-Triton, not measured, has window attention's."""
+"""Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention`
+(from an A100, xformers #434 and #467), `softmax` (a guess) and `triton gelu backward` (as fused
+kernels) weren't measured. The text tower's attention by Triton, not measured, has window
+attention's."""
 PROCESSORS = {"v100": 80, "a100": 108, "rtx": 82, "h100-pcie": 114, "b200": 148, "mi300x": 304}
-"""Streaming multiprocessors or compute units by family or name. Other families are Hopper's, with an H200's number."""
+"""Streaming multiprocessors or compute units by family or name. Other families are Hopper's, with
+an H200's number."""
 H200_PROCESSORS = 132
 _NAMES = {
     "product": "mm addmm",
@@ -60,34 +68,50 @@ _CLASSES = {name: each for each, names in _NAMES.items() for name in names.split
 
 def share(middle: float, spread: float, source: str) -> dict[str, Any]:
     """Return a share of a GPU's rates by case with a relative uncertainty, and its `source`."""
-    return {"source": source} | {case: min(middle * (1 + sign * spread), 1.0) for case, sign in CASES.items()}
+    return {"source": source} | {
+        case: min(middle * (1 + sign * spread), 1.0) for case, sign in CASES.items()
+    }
 
 
 def class_of(operation: Operation) -> str:
     """Return the class in `TABLE` of an operation that launches kernels."""
     name, is_backward, _ = operation.name.rpartition(".")[2].rstrip("_").partition("_backward")
-    found = "optimizer" if name.startswith(("_foreach", "_fused")) else _CLASSES.get(name, "element-wise")
+    found = (
+        "optimizer"
+        if name.startswith(("_foreach", "_fused"))
+        else _CLASSES.get(name, "element-wise")
+    )
     if found == "product":
         (rows, inner), (_, columns) = operation.shapes[-2:]
         first, second, longest = sorted((rows, inner, columns))
         is_thin = first * second / (first + second) < THIN
-        found = "wide product" if not is_thin else "thin weight gradient" if inner == longest else "thin product"
+        found = (
+            "wide product"
+            if not is_thin
+            else "thin weight gradient"
+            if inner == longest
+            else "thin product"
+        )
     elif name == "native_layer_norm" and operation.dtype is not None:
         row = operation.shapes[0][-1] * operation.dtype.itemsize
-        found = "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"
+        found = (
+            "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"
+        )
     return f"{found} backward" if is_backward and f"{found} backward" in TABLE else found
 
 
 def shares_of(gpu: Gpu) -> dict[str, dict[str, Any]]:
-    """Return a GPU's shares by class. Time above the data sheet's is due to instructions and latencies, which more bandwidth or
-    larger tensor cores don't reduce, but more processors do."""
+    """Return a GPU's shares by class. Time above the data sheet's is due to instructions and
+    latencies, which more bandwidth or larger tensor cores don't reduce, but more processors do."""
     h200, family, found = GPUS["h200"], gpu.name.split("-")[0], dict[str, dict[str, Any]]()
     spread = SPREAD_ELSEWHERE if family in PROCESSORS else SPREAD
     processors = PROCESSORS.get(gpu.name, PROCESSORS.get(family, H200_PROCESSORS))
     for name, reached in TABLE.items():
         rate = "bf16_tflops" if name == "wide product" else "memory_tbytes_per_s"
         faster = getattr(gpu, rate) / getattr(h200, rate) * H200_PROCESSORS / processors
-        found[name] = share(1 / (1 + (1 / reached - 1) * faster), spread, "from an H200's, results/h200")
+        found[name] = share(
+            1 / (1 + (1 / reached - 1) * faster), spread, "from an H200's, results/h200"
+        )
     for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
         measured, source = read_json(path), f"measured, results/{path.parent.name}"
         if peak_for(measured["device"]) == gpu:
@@ -98,8 +122,12 @@ def shares_of(gpu: Gpu) -> dict[str, dict[str, Any]]:
 
 def ideal_s(operation: Operation, gpu: Gpu) -> float:
     """Return an operation's time at the data sheet's rates."""
-    tflops = gpu.bf16_tflops if operation.dtype in (torch.bfloat16, torch.float16) else gpu.fp32_tflops
-    return max(operation.flops / (1e12 * tflops), operation.bytes_moved / (1e12 * gpu.memory_tbytes_per_s))
+    tflops = (
+        gpu.bf16_tflops if operation.dtype in (torch.bfloat16, torch.float16) else gpu.fp32_tflops
+    )
+    return max(
+        operation.flops / (1e12 * tflops), operation.bytes_moved / (1e12 * gpu.memory_tbytes_per_s)
+    )
 
 
 def seconds(operation: Operation, gpu: Gpu, shares: Any, case: str) -> float:
@@ -107,12 +135,16 @@ def seconds(operation: Operation, gpu: Gpu, shares: Any, case: str) -> float:
     return max(ideal_s(operation, gpu) / shares[class_of(operation)][case], KERNEL_S)
 
 
-def seconds_by_part(work: Iterable[tuple[Operation, float]], gpu: Gpu, shares: Any, case: str) -> dict[str, float]:
-    """Return the seconds of (operation, repetitions) pairs by part, those in which the GPU waits for the host's launches, and
-    their sum (`step`)."""
+def seconds_by_part(
+    work: Iterable[tuple[Operation, float]], gpu: Gpu, shares: Any, case: str
+) -> dict[str, float]:
+    """Return the seconds of (operation, repetitions) pairs by part, those in which the GPU waits
+    for the host's launches, and their sum (`step`)."""
     found, launched_s = defaultdict[str, float](float), 0.0
     for operation, times in work:
-        direction = (" backward" if operation.backward else " forward") if operation.part in TOWERS else ""
+        direction = (
+            (" backward" if operation.backward else " forward") if operation.part in TOWERS else ""
+        )
         found[operation.part + direction] += times * seconds(operation, gpu, shares, case)
         launched_s += times * HOST_S
     if (idle_s := launched_s - sum(found.values())) > 0:

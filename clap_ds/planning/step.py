@@ -1,4 +1,5 @@
-"""Record a rank's training step with the run's engine on fake tensors: model, loss over all ranks, backward, AdamW.
+"""Record a rank's training step with the run's engine on fake tensors: model, loss over all ranks,
+backward, AdamW.
 
 It is the second step, when the optimizer has its state and torch's reducer its buckets.
 """
@@ -34,7 +35,8 @@ CUDA = torch.device("cuda")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
 PARTS = {"data_wait": "batches", "forward": "gradients", "backward": "gradients"}
-"""Phase of the engine's step → part of its operations outside the towers and autograd, unless of the same name."""
+"""Phase of the engine's step → part of its operations outside the towers and autograd, unless of
+the same name."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,22 @@ class Step:
     num_parameters: int  # trained ones
 
     def work(self, kernels: Iterable[Operation] = ()) -> list[tuple[Operation, float]]:
-        """Return the operations that launch kernels with their repetitions per step. `kernels`: a pass's fused kernels, if
+        """Return the operations that launch kernels with their repetitions per step. `kernels`: a
+          pass's fused kernels, if
         towers are compiled."""
         fused = [(each, float(self.passes[each.backward])) for each in kernels]
         own = [each for each in self.recorded.operations if each.bytes_moved]
-        if fused:  # Inductor's kernels are those of the towers' element-wise operations and reductions
-            own = [each for each in own if each.part not in TOWERS or each.flops or not each.name.startswith("aten.")]
-        return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in own] + fused
+        if (
+            fused
+        ):  # Inductor's kernels are those of the towers' element-wise operations and reductions
+            own = [
+                each
+                for each in own
+                if each.part not in TOWERS or each.flops or not each.name.startswith("aten.")
+            ]
+        return [
+            (each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in own
+        ] + fused
 
 
 @contextmanager
@@ -63,21 +74,27 @@ def fake_rank(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with (
-            mock.patch.object(deepspeed.utils.groups, "_WORLD_GROUP", None),  # refers to destroyed groups
+            mock.patch.object(
+                deepspeed.utils.groups, "_WORLD_GROUP", None
+            ),  # refers to destroyed groups
             mock.patch.object(deepspeed.comm.comm, "cdb", None),
             mock.patch.dict(os.environ, LOCAL_RANK="0"),
             mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
             # Modules change dtype with it, but it fails if anything refers to a parameter.
-            mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
+            mock.patch.object(
+                torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)
+            ),
         ):
             yield
     finally:
         dist.destroy_process_group()
 
 
-def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True) -> Step:
-    """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the CPU's torch operations.
-    Raises UserError for an optimizer other than AdamW."""
+def trace_step(
+    run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True
+) -> Step:
+    """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the
+    CPU's torch operations. Raises UserError for an optimizer other than AdamW."""
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     run, model = _simplified(run, micro_batch, CUDA if cuda else torch.device("cpu"))
@@ -85,38 +102,64 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         model.to_empty(device="cpu")
     with fakes, fake_rank(world_size):
-        engine = ClapEngine(model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train)
-        batches, trained = _batches(run), [parameter for parameter in model.parameters() if parameter.requires_grad]
-        audio, text = [model.mel, model.audio, model.audio_projection], [model.text, model.text_projection]
-        with Recorded(audio=audio, text=text) as recorded, like_cuda(compiled=compiled) if cuda else nullcontext():
+        engine = ClapEngine(
+            model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train
+        )
+        batches, trained = (
+            _batches(run),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+        )
+        audio, text = (
+            [model.mel, model.audio, model.audio_projection],
+            [model.text, model.text_projection],
+        )
+        with (
+            Recorded(audio=audio, text=text) as recorded,
+            like_cuda(compiled=compiled) if cuda else nullcontext(),
+        ):
             engine.timer = cast("Any", lambda phase: recorded.part(PARTS.get(phase, phase)))
             for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold(each.grad, "gradients"))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda each: recorded.hold(each.grad, "gradients")
+                )
             with engine.sync.off():  # nothing is sent
                 engine.step(batches)
                 optimizer: Any = engine.deepspeed.optimizer
                 moments, average = getattr(optimizer, "optimizer", optimizer).state, engine.average
-                recorded.hold([engine.masters, moments, average and average.weights], "optimizer state")
+                recorded.hold(
+                    [engine.masters, moments, average and average.weights], "optimizer state"
+                )
                 recorded.hold([*model.parameters(), *model.buffers()], "weights")
-                # Torch's reducer keeps its buckets. A compiled graph returns its gradients together, beside them.
+                # Torch's reducer keeps its buckets. A compiled graph returns its gradients
+                # together, beside them.
                 buckets = [torch.empty_like(each) for each in trained * (world_size > 1)]
                 recorded.hold(buckets, "gradients")
                 recorded.restart()
                 engine.set_accumulation_steps(num_traced)
                 engine.step(batches)
     num_parameters = sum(each.numel() for each in trained)
-    return Step(recorded, micro_batch * number, number / num_traced, (number * (1 + cached), number), num_parameters)
+    return Step(
+        recorded,
+        micro_batch * number,
+        number / num_traced,
+        (number * (1 + cached), number),
+        num_parameters,
+    )
 
 
 def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
-    """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
+    """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front
+    end and both towers."""
     run, model = _simplified(run, micro_batch, CUDA)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
     model.train().to(dtype).to_empty(device="cpu")  # of untouched memory
     audio, *text = next(_batches(run)).model_inputs()
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
     if audio.ndim == 2:
-        inputs |= {"mel": [audio], "audio": [torch.empty(micro_batch, *model.config.audio.feature_shape)]}
+        inputs |= {
+            "mel": [audio],
+            "audio": [torch.empty(micro_batch, *model.config.audio.feature_shape)],
+        }
     with torch.autocast("cpu", torch.bfloat16, enabled=run.precision.startswith("torch_autocast")):
         return [
             Operation("fused", "text" if name == "text" else "audio", backward, 0, num_bytes)
@@ -125,19 +168,30 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
         ]
 
 
-def _simplified(run: RunSettings, micro_batch: int, device: torch.device) -> tuple[RunSettings, Any]:
-    """Return the run for the engine, and its model for a device, on the meta device. The run has torch's operations and AdamW,
-    one micro-batch, no monitors, and captions padded to their mean length instead of packed."""
+def _simplified(
+    run: RunSettings, micro_batch: int, device: torch.device
+) -> tuple[RunSettings, Any]:
+    """Return the run for the engine, and its model for a device, on the meta device. The run has
+    torch's operations and AdamW, one micro-batch, no monitors, and captions padded to their mean
+    length instead of packed."""
     if run.clap.preset().open_clip:
         raise UserError(f"{run.path}: clap.model.preset: plans support only this project's models")
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
     if optimizer["type"].lower() not in ADAMS:
-        raise UserError(f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}")
+        raise UserError(
+            f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}"
+        )
     clap, lengths = run.clap, getattr(run.clap.data, "caption_lengths", None)
-    own: Any = {"cpu_kernels": "off", "optimizer_implementation": "torch", "gradient_sync": "deepspeed"}
+    own: Any = {
+        "cpu_kernels": "off",
+        "optimizer_implementation": "torch",
+        "gradient_sync": "deepspeed",
+    }
     if clap.text_packing and lengths:
         shares = lengths if isinstance(lengths, dict) else {lengths: 1}
-        own["context_length"] = round(sum(int(each) * share for each, share in shares.items()) / sum(shares.values()))
+        own["context_length"] = round(
+            sum(int(each) * share for each, share in shares.items()) / sum(shares.values())
+        )
         own["data"] = clap.data.model_copy(update={"caption_lengths": None})
     own["model"] = clap.model.model_copy(update={"pretrained_text": False})
     config = {name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed}
@@ -151,12 +205,16 @@ def _batches(run: RunSettings) -> Iterator[Batch]:
     """Yield batches like `BatchSource`. The next one is in memory, too."""
     audio, size, length = run.clap.preset().audio, run.micro_batch, run.clap.context_length
     is_int16 = getattr(run.clap.data, "audio_dtype", "int16") == "int16" and not audio.fusion
-    num_tokens = 0 if getattr(run.clap.data, "caption_lengths", None) else size * length  # full ones need no mask
+    num_tokens = (
+        0 if getattr(run.clap.data, "caption_lengths", None) else size * length
+    )  # full ones need no mask
 
     ahead = None
     while True:
         ids, mask = (torch.empty(size, length, dtype=torch.long) for _ in range(2))
-        clips = torch.empty(size, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32)
+        clips = torch.empty(
+            size, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32
+        )
         batch, ahead = ahead, Batch(clips, ids, mask, num_tokens)
         if batch is not None:
             yield batch

@@ -2,10 +2,12 @@
 
     with FakeTensorMode(), Recorded(audio=[model.audio]) as recorded:
         run()
-    sum(each.flops for each in recorded.operations if each.part == "audio"); recorded.at_peak.total()
+    sum(each.flops for each in recorded.operations if each.part == "audio");
+    recorded.at_peak.total()
 
-Under `FakeTensorMode` nothing is computed or allocated, and values that the host reads are 0. A storage lives until its
-last tensor is deleted. FLOPs follow `torch.utils.flop_counter`'s formulas, and FFTs are added here.
+Under `FakeTensorMode` nothing is computed or allocated, and values that the host reads are 0. A
+storage lives until its last tensor is deleted. FLOPs follow `torch.utils.flop_counter`'s formulas,
+and FFTs are added here.
 """
 
 from __future__ import annotations
@@ -30,32 +32,45 @@ from clap_ds.flop_count.analytic import fft_flops
 
 TOWERS = ("audio", "text")
 _OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")  # don't read what they overwrite
-_NO_KERNEL = ("aten._unsafe_view", "aten.empty", "aten.new_empty")  # prefixes of operations that only make tensors
+_NO_KERNEL = (
+    "aten._unsafe_view",
+    "aten.empty",
+    "aten.new_empty",
+)  # prefixes of operations that only make tensors
 
 
 class Operation(NamedTuple):
     """Describe a dispatched operation."""
 
     name: str
-    part: str  # of the traced code; in the backward pass (including recomputation), the part that is differentiated
+    # of the traced code; in the backward pass (including recomputation), the part that is
+    # differentiated
+    part: str
     backward: bool
     flops: int
     bytes_moved: int  # bytes of distinct tensors read and written; 0 if nothing is launched
     dtype: torch.dtype | None = None  # of the first floating-point input or result
-    shapes: tuple[tuple[int, ...], ...] = ()  # of tensor arguments in order, like torch.profiler's without empty ones
+    shapes: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of tensor arguments in order, like torch.profiler's without empty ones
 
 
 class Recorded(TorchDispatchMode):
-    """Record dispatched operations except collectives in order, the bytes of live storages, and their peak, also by part.
-    Keywords name parts: modules whose forward and backward passes belong to them."""
+    """Record dispatched operations except collectives in order, the bytes of live storages, and
+    their peak, also by part. Keywords name parts: modules whose forward and backward passes belong
+    to them."""
 
     def __init__(self, **parts: Iterable[nn.Module]) -> None:
         super().__init__()
         outer = list[str]()
         for name, modules in parts.items():
             for each in modules:
-                each.register_forward_pre_hook(lambda *_, name=name: outer.append(self.enter(name)), prepend=True)
-                each.register_forward_hook(lambda *_: self.enter(outer.pop()) and None, always_call=True)
+                each.register_forward_pre_hook(
+                    lambda *_, name=name: outer.append(self.enter(name)), prepend=True
+                )
+                each.register_forward_hook(
+                    lambda *_: self.enter(outer.pop()) and None, always_call=True
+                )
         self.operations: list[Operation] = []
         self.at_peak, self._live = Counter[str](), Counter[str]()
         self._storages: dict[int, tuple[str, int, Any]] = {}
@@ -73,11 +88,16 @@ class Recorded(TorchDispatchMode):
         return self._entered[-2][1]
 
     def hold(self, tree: Any, part: str) -> None:
-        """Count tensors of any containers as live and assign them to a part, even if they were counted before."""
+        """Count tensors of any containers as live and assign them to a part, even if they were
+        counted before."""
         for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
             self._forget(key := storage._cdata)
-            self._storages[key] = part, storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
+            self._storages[key] = (
+                part,
+                storage.nbytes(),
+                weakref.ref(storage, partial(self._forget, key)),
+            )
             self._live[part] += storage.nbytes()
             self.at_peak = max(self.at_peak, self._live.copy(), key=Counter.total)
 
@@ -91,22 +111,34 @@ class Recorded(TorchDispatchMode):
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
         (part, backward), inputs = self._where(), _tensors((args, kwargs))
-        read = _distinct_bytes(inputs[name in _OVERWRITES :])  # before an operation that changes a tensor's shape
+        read = _distinct_bytes(
+            inputs[name in _OVERWRITES :]
+        )  # before an operation that changes a tensor's shape
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
-        new = [t for t in outputs if (key := t.untyped_storage()._cdata) not in given and key not in self._storages]
+        new = [
+            t
+            for t in outputs
+            if (key := t.untyped_storage()._cdata) not in given and key not in self._storages
+        ]
         self.hold(new, part)
         if func.namespace.startswith(("prim", "c10d", "_c10d")):  # queries of devices, collectives
             return result
         arguments = zip(func._schema.arguments, args, strict=False)
         written = outputs + _tensors([value for argument, value in arguments if argument.is_write])
         is_view = func.is_view or torch.Tag.inplace_view in func.tags or name.startswith(_NO_KERNEL)
-        moved = 0 if is_view or not any(map(Tensor.numel, written)) else read + _distinct_bytes(written)
+        moved = (
+            0 if is_view or not any(map(Tensor.numel, written)) else read + _distinct_bytes(written)
+        )
         dtype = next((t.dtype for t in inputs + outputs if t.dtype.is_floating_point), None)
         formula = _fft if packet is torch.ops.aten._fft_r2c else flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        shapes = [tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
+        shapes = [
+            tuple(each.shape)
+            for each in (*args, *kwargs.values())
+            if isinstance(each, Tensor) and each.dim()
+        ]
         self.operations.append(Operation(name, part, backward, flops, moved, dtype, tuple(shapes)))
         return result
 
@@ -127,9 +159,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _distinct_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of tensors, counting equal ones and expanded elements once."""
-    distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors}.values()
+    distinct = {
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors
+    }.values()
     strides = ((t, zip(t.shape, t.stride(), strict=True)) for t in distinct)
-    return sum(t.itemsize * math.prod(size for size, stride in each if stride) for t, each in strides)
+    return sum(
+        t.itemsize * math.prod(size for size, stride in each if stride) for t, each in strides
+    )
 
 
 def _fft(tensor: Tensor, dims: list[int], *_: Any, **__: Any) -> float:

@@ -1,6 +1,8 @@
-"""Record the cores and memory (NUMA) nodes of each rank, and find ranks that are bound to too few cores or to each other's.
+"""Record the cores and memory (NUMA) nodes of each rank, and find ranks that are bound to too few
+cores or to each other's.
 
-Launchers bind ranks (srun's `--cpu-bind`, `numactl`, `deepspeed --bind_cores_to_rank`). A wrong binding only makes a run slow.
+Launchers bind ranks (srun's `--cpu-bind`, `numactl`, `deepspeed --bind_cores_to_rank`). A wrong
+binding only makes a run slow.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ def place_of_rank(host: str, device_name: str, gpu: Any = None) -> RankPlace:
 
 def numa_nodes(cores: Iterable[int], system: Path = Path("/sys")) -> list[int]:
     """Return the nodes with any of these cores; none if the kernel doesn't list nodes."""
-    nodes = (node.name for core in cores for node in system.glob(f"devices/system/cpu/cpu{core}/node[0-9]*"))
+    nodes = (
+        node.name
+        for core in cores
+        for node in system.glob(f"devices/system/cpu/cpu{core}/node[0-9]*")
+    )
     return sorted({int(name.removeprefix("node")) for name in nodes})
 
 
@@ -78,8 +84,9 @@ def describe_places(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
 
 
 def find_wrong_binding(places: Sequence[RankPlace], num_workers: int) -> str | None:
-    """Describe the first host whose ranks share cores in part, or have fewer than one for each of their processes: the rank and
-    its data workers. Ranks that aren't bound are right: each has all cores of the host."""
+    """Describe the first host whose ranks share cores in part, or have fewer than one for each of
+    their processes: the rank and its data workers. Ranks that aren't bound are right: each has all
+    cores of the host."""
     ranks_with_core = Counter((place["host"], core) for place in places for core in place["cores"])
     ranks_with_cores = Counter((place["host"], *place["cores"]) for place in places)
     problems: dict[str, str] = {}  # by host
@@ -92,9 +99,7 @@ def find_wrong_binding(places: Sequence[RankPlace], num_workers: int) -> str | N
         if num_ranks > ranks_with_cores[host, *cores]:
             problem = "and shares some of them with a rank that has others"
         elif len(cores) < num_ranks * (num_workers + 1):
-            problem = (
-                f"which {num_ranks} rank(s) share; expected {num_workers + 1} per rank, for itself and its data workers"
-            )
+            problem = f"which {num_ranks} rank(s) share; expected {num_workers + 1} per rank, for itself and its data workers"
         else:
             continue
         allowed = f"{len(cores)} of {place['host_cores']} cores ({format_ranges(cores)})"

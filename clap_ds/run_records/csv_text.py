@@ -16,7 +16,8 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def guard_formula(cell: str | float | None) -> str | float | None:
-    """Return a cell with an apostrophe before text that a spreadsheet would compute. Numbers stay numbers."""
+    """Return a cell with an apostrophe before text that a spreadsheet would compute. Numbers stay
+    numbers."""
     if not isinstance(cell, str) or not cell.lstrip("'").startswith(FORMULA_STARTS):
         return cell
     try:
@@ -33,7 +34,8 @@ def unguarded(cell: str) -> str:
 
 
 def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
-    """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell, and formulas text. Raises OSError."""
+    """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell, and
+    formulas text. Raises OSError."""
     text = io.StringIO()
     for row in rows:
         cells = ["" if cell != cell else guard_formula(cell) for cell in row]

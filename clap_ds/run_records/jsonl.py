@@ -1,4 +1,5 @@
-"""Append JSON lines to a file. Lines that can't be written are dropped with one warning and never end the run."""
+"""Append JSON lines to a file. Lines that can't be written are dropped with one warning and never
+end the run."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class JsonlWriter:
         self._file: FileIO | None = None
 
     def truncate_after(self, step: int) -> float:
-        """Drop incomplete lines and those of later steps, which are trained again. Returns the largest `train_s`."""
+        """Drop incomplete lines and those of later steps, which are trained again. Returns the
+        largest `train_s`."""
         kept, train_s = [], 0.0
         with warn_on_disk_full(self._path), suppress(FileNotFoundError):
             for line in read_lines(self._path):
@@ -51,8 +53,13 @@ class JsonlWriter:
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, whole or not at all."""
         with warn_on_disk_full(self._path):
-            self._file = self._file or FileIO(open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
-            content, size = (json.dumps(line) + "\n").encode(), os.fstat(self._file.fileno()).st_size
+            self._file = self._file or FileIO(
+                open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab"
+            )
+            content, size = (
+                (json.dumps(line) + "\n").encode(),
+                os.fstat(self._file.fileno()).st_size,
+            )
             try:
                 if self._file.write(content) < len(content):
                     raise OSError(None, "No space left on device")

@@ -1,7 +1,8 @@
-"""Identify processes in files: the one that writes a shared folder, such as a run's checkpoints, and the one of a run's rank 0.
+"""Identify processes in files: the one that writes a shared folder, such as a run's checkpoints,
+and the one of a run's rank 0.
 
-A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if that process was on this host and
-is gone, or SLURM says that its job is over, or it was of the same job.
+A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if that
+process was on this host and is gone, or SLURM says that its job is over, or it was of the same job.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ def identify_process(job: Path | None = None) -> dict[str, Any]:
 
 
 def identify_slurm_job() -> str:
-    """Return this process's SLURM job in the form that `squeue -j` and `sacct -j` take; empty outside of SLURM."""
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # a task's SLURM_JOB_ID may be that of the whole array
+    """Return this process's SLURM job in the form that `squeue -j` and `sacct -j` take; empty
+    outside of SLURM."""
+    if array := os.environ.get(
+        "SLURM_ARRAY_JOB_ID"
+    ):  # a task's SLURM_JOB_ID may be that of the whole array
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID", "")
 
 
 def has_ended(process: Mapping[str, Any]) -> bool | None:
-    """Return whether an identified process has ended; None if it isn't of this host, container and boot."""
+    """Return whether an identified process has ended; None if it isn't of this host, container and
+    boot."""
     kernel = _identify_kernel()
     if not kernel or process.get("kernel") != kernel:
         return None
@@ -49,11 +54,21 @@ def has_ended(process: Mapping[str, Any]) -> bool | None:
 
 
 def has_slurm_ended(process: Mapping[str, Any]) -> bool | None:
-    """Return whether SLURM has ended this start of an identified process's job; None if this cluster's SLURM can't say."""
+    """Return whether SLURM has ended this start of an identified process's job; None if this
+    cluster's SLURM can't say."""
     job = str(process.get("slurm_job"))
-    if not re.fullmatch(r"\d+(_\d+)?", job) or process.get("slurm_cluster") != os.environ.get("SLURM_CLUSTER_NAME"):
+    if not re.fullmatch(r"\d+(_\d+)?", job) or process.get("slurm_cluster") != os.environ.get(
+        "SLURM_CLUSTER_NAME"
+    ):
         return None
-    command = ["squeue", "-h", "-j", job, "-O", "State:30,RestartCnt:10"]  # without `-t`: only jobs that haven't ended
+    command = [
+        "squeue",
+        "-h",
+        "-j",
+        job,
+        "-O",
+        "State:30,RestartCnt:10",
+    ]  # without `-t`: only jobs that haven't ended
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -71,7 +86,8 @@ class FolderLock:
         self._own = identify_process(job)
 
     def acquire(self) -> None:
-        """Lock the folder, creating it if needed. Raises ValueError if it is locked, OSError if it can't be written."""
+        """Lock the folder, creating it if needed. Raises ValueError if it is locked, OSError if it
+        can't be written."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
@@ -79,7 +95,9 @@ class FolderLock:
             except FileExistsError:
                 holder = _read(self._path)
             if holder and not self._is_over(holder):
-                raise ValueError(f"{self._describe('is locked by', holder)}. If that job is over, delete {self._path}")
+                raise ValueError(
+                    f"{self._describe('is locked by', holder)}. If that job is over, delete {self._path}"
+                )
             self._remove(holder)
 
     def check(self) -> None:
@@ -100,7 +118,9 @@ class FolderLock:
             is_over = has_slurm_ended(holder)
         if is_over is None:  # An earlier attempt or start of this job has ended.
             cluster = self._own["slurm_cluster"]
-            is_own_job = any(holder.get(name) == self._own[name] != "" for name in ("job", "slurm_job"))
+            is_own_job = any(
+                holder.get(name) == self._own[name] != "" for name in ("job", "slurm_job")
+            )
             is_over = is_own_job and holder.get("slurm_cluster", cluster) == cluster
         return is_over
 
@@ -114,7 +134,11 @@ class FolderLock:
                 return
             aside.unlink()
             if holder:
-                print(f"{self._describe('had a stale lock of', holder)}; replaced", file=sys.stderr, flush=True)
+                print(
+                    f"{self._describe('had a stale lock of', holder)}; replaced",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _describe(self, what: str, holder: dict[str, Any]) -> str:
         shown = ", ".join(f"{name} {holder[name]}" for name in _SHOWN if holder.get(name))
@@ -129,7 +153,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _identify_kernel() -> str:
-    """Return this boot and container, within which process ids are unique; empty on other systems than Linux."""
+    """Return this boot and container, within which process ids are unique; empty on other systems
+    than Linux."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""

@@ -1,6 +1,7 @@
 """The schema of `summary.json` and `metrics.jsonl`. Standard library only.
 
-Any field can be absent, as in killed runs or older records. Times are in seconds, throughput in samples/s.
+Any field can be absent, as in killed runs or older records. Times are in seconds, throughput in
+samples/s.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 VERSION = 6
-"""`schema` in `summary.json`. 6: the range in `Rates` renamed. 5: fields renamed (`current` for both). 4: two presets renamed
-(`FORMER_PRESETS`). 3: throughput is samples over time (`mean`), before it the median of windows. 1 has no `schema`."""
+"""`schema` in `summary.json`. 6: the range in `Rates` renamed. 5: fields renamed (`current` for
+both). 4: two presets renamed (`FORMER_PRESETS`). 3: throughput is samples over time (`mean`),
+before it the median of windows. 1 has no `schema`."""
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
 }
-"""Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
+"""Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's
+heads."""
 
-_FORMER_FIELDS = {"text_tokens": "context_length", "stop_at": "target_metrics", "slow_ranks": "stragglers"}
+_FORMER_FIELDS = {
+    "text_tokens": "context_length",
+    "stop_at": "target_metrics",
+    "slow_ranks": "stragglers",
+}
 """Fields of `summary.json` before schema 5 → their names."""
 _FORMER_RATES = {"low": "min", "high": "max"}
 """Fields of `Rates` before schema 6 → their names."""
@@ -34,7 +41,9 @@ def current(summary: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {_FORMER_FIELDS.get(name, name): value for name, value in summary.items()}
     rates = renamed.get("samples_per_s_per_gpu")
     if isinstance(rates, Mapping):
-        renamed["samples_per_s_per_gpu"] = {_FORMER_RATES.get(name, name): value for name, value in rates.items()}
+        renamed["samples_per_s_per_gpu"] = {
+            _FORMER_RATES.get(name, name): value for name, value in rates.items()
+        }
     return renamed
 
 
@@ -68,7 +77,8 @@ class Config(TypedDict, total=False):
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU: total samples over total seconds of the windows, and the windows' range."""
+    """Samples/s of one GPU: total samples over total seconds of the windows, and the windows'
+    range."""
 
     mean: float
     min: float
@@ -131,18 +141,22 @@ class Summary(TypedDict, total=False):
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
-    """Measured by DeepSpeed's timer on rank 0 in all windows after the second step, warm-up included."""
+    """Measured by DeepSpeed's timer on rank 0 in all windows after the second step, warm-up
+    included."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
-    """Seconds per step by `STEP_PHASES` in an instrumented pass: mean over ranks, median over steps."""
+    """Seconds per step by `STEP_PHASES` in an instrumented pass: mean over ranks, median over
+    steps."""
     memory_peak_bytes: int
     """Tensors on a GPU, the process on a CPU; of the rank with the most."""
     memory_reserved_peak_bytes: int
     memory_context_bytes: int
-    """Used on the GPU outside torch's allocator: CUDA's context, kernels, libraries, NCCL, and other processes."""
+    """Used on the GPU outside torch's allocator: CUDA's context, kernels, libraries, NCCL, and
+    other processes."""
     energy_kwh: float
-    """Of all GPUs by NVML's counters: in timed windows, in training of this start. Absent without a GPU."""
+    """Of all GPUs by NVML's counters: in timed windows, in training of this start. Absent without a
+    GPU."""
     joules_per_sample: float
     skipped_steps: int
     stragglers: list[Straggler]
@@ -151,8 +165,9 @@ class Summary(TypedDict, total=False):
     warnings: list[str]
     # FLOPs
     flops: dict[str, Any]
-    """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`). Forward by
-    DeepSpeed's profiler, if enabled: `deepspeed_published_gflops`, `deepspeed_gflops`."""
+    """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward
+    (`training_gflops`). Forward by DeepSpeed's profiler, if enabled: `deepspeed_published_gflops`,
+    `deepspeed_gflops`."""
     mfu_published_percent: float | None
     """None for an open_clip model, too."""
     mfu_model_percent: float | None
@@ -180,9 +195,11 @@ class Summary(TypedDict, total=False):
 
 
 class StepLine(TypedDict, total=False):
-    """A line of `metrics.jsonl`: a step (`warmup`, `timed`, `breakdown`, `train`), an evaluation or a checkpoint.
+    """A line of `metrics.jsonl`: a step (`warmup`, `timed`, `breakdown`, `train`), an evaluation or
+    a checkpoint.
 
-    Times are rank 0's unless stated. Each line of a window repeats the `window_…` fields of the whole window.
+    Times are rank 0's unless stated. Each line of a window repeats the `window_…` fields of the
+    whole window.
     """
 
     phase: Literal["warmup", "timed", "breakdown", "train", "evaluation", "checkpoint"]
@@ -196,8 +213,9 @@ class StepLine(TypedDict, total=False):
     slowest_rank_time_s: float
     data_wait_s: float
     phases_s: dict[str, float]
-    """`breakdown` step: seconds by `STEP_PHASES`, mean over ranks. Here `backward` includes `exposed_communication`: its time
-    beyond a backward pass without communication, which may be negative."""
+    """`breakdown` step: seconds by `STEP_PHASES`, mean over ranks. Here `backward` includes
+    `exposed_communication`: its time beyond a backward pass without communication, which may be
+    negative."""
     loss: float
     memory_bytes: int
     samples: int

@@ -1,7 +1,7 @@
 """The run directory: a run's configuration, progress and results, written while it runs.
 
-It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state and results, for
-analysis), `tensorboard/` and `rank0.log`.
+It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state
+and results, for analysis), `tensorboard/` and `rank0.log`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,13 @@ class RunDirectory:
     def finish(self, state: State, error: str | None = None) -> None:
         """Record how the run ended, unless a rank already has: later endings are consequences."""
         if self.summary().get("state") in (None, "running"):
-            self.update_summary(state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds"))
+            self.update_summary(
+                state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds")
+            )
 
     def append_metrics(self, line: StepLine, /, **more: Any) -> None:
-        """Append a line to `metrics.jsonl`; `more` has run-specific fields, such as evaluation metrics."""
+        """Append a line to `metrics.jsonl`; `more` has run-specific fields, such as evaluation
+        metrics."""
         self._stream.append({**line, **more})
 
     def close(self) -> None:
@@ -76,7 +79,8 @@ class RunDirectory:
 
 
 def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[RankPlace]) -> Path:
-    """Create a run's directory with its first files, and copy the output to its log. Raises ValueError if it can't be written.
+    """Create a run's directory with its first files, and copy the output to its log. Raises
+    ValueError if it can't be written.
 
     Args:
         here: rank 0's environment.
@@ -95,10 +99,14 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[Rank
     try:
         record = RunDirectory.create(Path(clap.output.dir).resolve(), run.run_name)
         start_log(record.path / "rank0.log")
-        record.write_json("environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]})
+        record.write_json(
+            "environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]}
+        )
         record.write_json("config.json", run.resolved())
     except OSError as error:
-        raise ValueError(f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}") from None
+        raise ValueError(
+            f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}"
+        ) from None
     record.update_summary(
         state="running",
         error=None,
@@ -118,8 +126,9 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[Rank
 
 
 def mark_killed(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's summary with the state `killed` if it is `running` without its process. If that isn't known, as on another
-    host, `error` has the time at which the run last wrote a file."""
+    """Return a run's summary with the state `killed` if it is `running` without its process. If
+    that isn't known, as on another host, `error` has the time at which the run last wrote a
+    file."""
     environment = path / "environment.json"
     if summary.get("state") != "running" or not environment.is_file():
         return summary
@@ -129,7 +138,11 @@ def mark_killed(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
     is_killed = has_ended(process)
     if is_killed is False:
         return summary
-    files = [environment, *path.glob("*.jsonl"), *path.glob("stacks/*")]  # ranks write stacks/ every few seconds
+    files = [
+        environment,
+        *path.glob("*.jsonl"),
+        *path.glob("stacks/*"),
+    ]  # ranks write stacks/ every few seconds
     last = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
     last_write = f"last wrote a file at {last.isoformat(timespec='seconds')}"
     if not is_killed:
@@ -166,7 +179,9 @@ def start_log(path: Path) -> None:
     from deepspeed.utils import logger
 
     log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
-    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_all(sys.argv))}\n")
+    log.write(
+        f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_all(sys.argv))}\n"
+    )
     sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     handler = logging.StreamHandler(log)
     handler.setFormatter(logger.handlers[0].formatter)
@@ -175,10 +190,15 @@ def start_log(path: Path) -> None:
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Hide DeepSpeed's info lines on the terminal during its setup, which resets handlers' levels."""
+    """Hide DeepSpeed's info lines on the terminal during its setup, which resets handlers'
+    levels."""
     from deepspeed.utils import logger
 
-    matters = lambda record: record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()  # noqa: E731
+    def matters(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return False
+        return "before it has started" not in record.getMessage()
+
     terminal = logger.handlers[0]
     terminal.addFilter(matters)
     try:

@@ -11,7 +11,8 @@ from clap_ds.run_records.metrics_schema import Summary, current
 
 
 class Progress:
-    """Prints a line per advance: steps done and time left. `first` steps were done before this start."""
+    """Prints a line per advance: steps done and time left. `first` steps were done before this
+    start."""
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
         self._num_steps, self._enabled = num_steps, enabled
@@ -23,12 +24,15 @@ class Progress:
         if self._enabled:
             elapsed_s = time.monotonic() - self._started_s
             left_s = elapsed_s / max(self._done - self._first, 1) * (self._num_steps - self._done)
-            print(f"step {self._done}/{self._num_steps}  {text}  {duration_of(left_s)} left", flush=True)
+            print(
+                f"step {self._done}/{self._num_steps}  {text}  {duration_of(left_s)} left",
+                flush=True,
+            )
 
 
 def run_title(summary: Summary) -> str:
-    """Return what a run computes, and where. `analysis/log_formats.py` reads it from logs; with packed captions it doesn't,
-    as their number of tokens is unknown."""
+    """Return what a run computes, and where. `analysis/log_formats.py` reads it from logs; with
+    packed captions it doesn't, as their number of tokens is unknown."""
     accumulation = summary.get("gradient_accumulation_steps", 1)
     parts = [
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']}",
@@ -46,10 +50,16 @@ def run_title(summary: Summary) -> str:
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
     cells = [*rows(summary)]
-    notes = [summary["peak_source"]] if "flops" in summary and summary["peak_tflops"] is None else []
+    notes = (
+        [summary["peak_source"]] if "flops" in summary and summary["peak_tflops"] is None else []
+    )
     notes += [f"warning: {text}" for text in summary.get("warnings", [])]
     left, right = (max(map(len, column)) for column in zip(*cells, strict=True))
-    lines = [run_title(summary), *(f"  {name:{left}}  {value:>{right}}" for name, value in cells), *notes]
+    lines = [
+        run_title(summary),
+        *(f"  {name:{left}}  {value:>{right}}" for name, value in cells),
+        *notes,
+    ]
     print(printable("\n".join(lines), "\n"), flush=True)
 
 
@@ -61,7 +71,10 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield f"  range of {len(rate['windows'])} windows", f"{rate['min']:,.2f} – {rate['max']:,.2f}"
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
     yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
-    by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
+    by_deepspeed, reserved = (
+        summary["deepspeed_samples_per_s"],
+        summary.get("memory_reserved_peak_bytes"),
+    )
     told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
     yield "samples/s (total), DeepSpeed's timer", told
     yield "step time, median", f"{1000 * step['median']:,.1f} ms"
@@ -71,7 +84,10 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
     yield "peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"
     if "joules_per_sample" in summary:
-        yield "energy", f"{summary['joules_per_sample']:,.4g} J per sample, {summary['energy_kwh']:,.4g} kWh"
+        yield (
+            "energy",
+            f"{summary['joules_per_sample']:,.4g} J per sample, {summary['energy_kwh']:,.4g} kWh",
+        )
     if "flops" in summary:
         yield from _utilization_rows(summary, summary["flops"], summary["peak_tflops"])
     breakdown = summary["breakdown_s"] or {}
@@ -80,7 +96,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {share:5.1f}%"
 
 
-def _utilization_rows(summary: Summary, flops: dict[str, Any], peak: float | None) -> Iterator[tuple[str, str]]:
+def _utilization_rows(
+    summary: Summary, flops: dict[str, Any], peak: float | None
+) -> Iterator[tuple[str, str]]:
     yield "TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"
     yield "GFLOPs per sample, forward and backward", f"{flops['training_gflops']:,.4f}"
     if peak is None:

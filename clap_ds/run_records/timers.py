@@ -1,6 +1,7 @@
 """Time steps and their phases.
 
-Marks are CUDA events or times of the host's clock. The device is synchronized only when marks are read.
+Marks are CUDA events or times of the host's clock. The device is synchronized only when marks are
+read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _seconds_between(before: _Mark, after: _Mark) -> float:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a window and of each of its steps: the whole step, without waits for other ranks, and by phase."""
+    """Seconds of a window and of each of its steps: the whole step, without waits for other ranks,
+    and by phase."""
 
     window_s: float
     step_s: list[float]
@@ -60,17 +62,20 @@ class StepTimes(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of a window, their phases and their waits for other ranks: `start()`, `mark()` after each step, `stop()`.
+    """Times the steps of a window, their phases and their waits for other ranks: `start()`,
+    `mark()` after each step, `stop()`.
 
-    GPU phases are times on the device: `data_wait` is how long it waited for data or their copy. Other phases are timed
-    only in `instrumented` windows, with the device synchronized before and after, which slows the step. Nothing is recorded
-    between windows.
+    GPU phases are times on the device: `data_wait` is how long it waited for data or their copy.
+    Other phases are timed only in `instrumented` windows, with the device synchronized before and
+    after, which slows the step. Nothing is recorded between windows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[_Mark] = []  # empty between windows
-        self._spans: list[list[tuple[str, int, _Mark, _Mark]]] = []  # per step; the sign -1 subtracts a nested phase
+        self._spans: list[
+            list[tuple[str, int, _Mark, _Mark]]
+        ] = []  # per step; the sign -1 subtracts a nested phase
         self._open: list[str] = []
         self._instrumented, self._started_s = False, 0.0
 
@@ -96,7 +101,10 @@ class StepTimer:
             for phase, sign, begin, end in spans:
                 total[phase] += sign * _seconds_between(begin, end)
         self._marks = []
-        own_s = [whole_s - phase_s.pop(PEER_WAIT, 0.0) for whole_s, phase_s in zip(step_s, phases_s, strict=True)]
+        own_s = [
+            whole_s - phase_s.pop(PEER_WAIT, 0.0)
+            for whole_s, phase_s in zip(step_s, phases_s, strict=True)
+        ]
         return StepTimes(window_s, step_s, own_s, phases_s)
 
     @contextmanager

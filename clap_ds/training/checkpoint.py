@@ -34,7 +34,16 @@ from clap_ds.training.load_checkpoint import PROGRESS, find_newest, restore
 from clap_ds.training.remote_sync import BackgroundSync
 from clap_ds.training.train_state import SavedCheckpoint, TrainState
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
+from clap_ds.weights.checkpoint_files import (
+    MANIFEST,
+    RAW,
+    STATE,
+    TOKENIZER,
+    WEIGHTS,
+    Manifest,
+    warn,
+    write_file,
+)
 from clap_ds.weights.formats import to_safetensors
 from clap_ds.weights.key_mapping import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
@@ -45,7 +54,8 @@ NICE = 10
 
 
 class Checkpointer:
-    """The checkpoints of a run in one folder, which every host must see. As a context manager it locks the folder.
+    """The checkpoints of a run in one folder, which every host must see. As a context manager it
+    locks the folder.
 
     Args:
         path: the folder; created if missing.
@@ -101,15 +111,24 @@ class Checkpointer:
             self.path.rmdir()
 
     def save(
-        self, engine: ClapEngine, state: TrainState, metrics: dict[str, float] | None = None, *, wait: bool = True
+        self,
+        engine: ClapEngine,
+        state: TrainState,
+        metrics: dict[str, float] | None = None,
+        *,
+        wait: bool = True,
     ) -> list[SavedCheckpoint]:
-        """Save the state of training: with `wait` or without `async_save` completely, else in the background.
+        """Save the state of training: with `wait` or without `async_save` completely, else in the
+          background.
 
-        A full or failing disk causes a warning and a `problem` in the result, and no partial checkpoint. Non-finite `metrics`
-        are left out. Raises NonFiniteError on all ranks if weights or the optimizer's state aren't finite. A collective.
+        A full or failing disk causes a warning and a `problem` in the result, and no partial
+          checkpoint. Non-finite `metrics`
+        are left out. Raises NonFiniteError on all ranks if weights or the optimizer's state aren't
+          finite. A collective.
 
         Returns:
-            Results that weren't returned before: of the previous save, and of this one if complete; the same on every rank.
+            Results that weren't returned before: of the previous save, and of this one if complete;
+              the same on every rank.
         """
         previous = self.finish()
         wait = wait or not self._rule.async_save
@@ -117,7 +136,9 @@ class Checkpointer:
         return [each for each in (previous, self.finish() if wait else None) if each is not None]
 
     @activity("saving a checkpoint")
-    def _start(self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool) -> None:
+    def _start(
+        self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool
+    ) -> None:
         """Hand the state to the writing thread, `copied` if training changes it meanwhile."""
         begin = self._started_s = time.time()
         state = engine_state(engine)
@@ -128,7 +149,9 @@ class Checkpointer:
         assert self._writing is None
         found = {"state": state, **_weights(engine)}
         found = self._copied(found) if copied else found
-        found["state"]["random"] = [dict(zip(generators, of_rank, strict=True)) for of_rank in random]
+        found["state"]["random"] = [
+            dict(zip(generators, of_rank, strict=True)) for of_rank in random
+        ]
         manifest = partial(
             Manifest,
             step=progress.step,
@@ -141,15 +164,19 @@ class Checkpointer:
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
-        self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
+        self._writing = self._thread.submit(
+            lambda: self._write(saved, found, told, model, manifest)
+        )
 
     def is_late(self) -> bool:
-        """Return whether `every_minutes` have passed since the last save or, before that, the start."""
+        """Return whether `every_minutes` have passed since the last save or, before that, the
+        start."""
         minutes = self._rule.every_minutes
         return minutes is not None and time.time() - self._started_s >= 60 * minutes
 
     def poll(self, limit_s: float | None = 0.0) -> list[SavedCheckpoint]:
-        """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None: no limit); else nothing."""
+        """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None:
+        no limit); else nothing."""
         if self._writing is None or not wait([self._writing], limit_s).done:
             return []
         writing, self._writing = self._writing, None
@@ -157,9 +184,12 @@ class Checkpointer:
 
     @activity("saving a checkpoint")
     def finish(self) -> SavedCheckpoint | None:
-        """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError as `save` does."""
+        """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError
+        as `save` does."""
         begin = time.time()
-        results, poisoned = run_on_rank0(lambda: ([asdict(saved) for saved in self.poll(None)], self._poisoned))
+        results, poisoned = run_on_rank0(
+            lambda: ([asdict(saved) for saved in self.poll(None)], self._poisoned)
+        )
         if poisoned:
             raise NonFiniteError(poisoned)
         if not results:
@@ -171,10 +201,12 @@ class Checkpointer:
 
     @activity("looking for a checkpoint")
     def find(self, place: str | None = None) -> Path | None:
-        """Return the checkpoint at a path, or the newest good one in a folder: by default this one or, if empty, `remote_sync`.
+        """Return the checkpoint at a path, or the newest good one in a folder: by default this one
+          or, if empty, `remote_sync`.
         Those at URLs are downloaded into this folder.
 
-        Damaged checkpoints are skipped with a warning. A collective; returns the same on every rank, None if there is none.
+        Damaged checkpoints are skipped with a warning. A collective; returns the same on every
+          rank, None if there is none.
         Raises ValueError if none is at the place, a URL can't be read, or all are damaged.
         """
         if place is None or is_remote(place):
@@ -184,33 +216,46 @@ class Checkpointer:
 
     def was_begun_by(self, run_id: str) -> bool:
         """Return whether the newest checkpoint here is from this run. A collective."""
-        return run_on_rank0(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
+        return run_on_rank0(lambda: [each.run for each in files.read_all(self.path).values()])[
+            :1
+        ] == [run_id]
 
     def move_aside(self) -> None:
         """Move everything here into another folder. A collective."""
         aside = run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
         if aside is not None and rank() == 0:
-            print(f"starting from scratch; moved the contents of {self.path} to {aside}", flush=True)
+            print(
+                f"starting from scratch; moved the contents of {self.path} to {aside}", flush=True
+            )
 
     @activity("loading a checkpoint")
-    def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainState:
-        """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
+    def load(
+        self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False
+    ) -> TrainState:
+        """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank
+          can't see it, or as
         `restore` does."""
         self.run_id = run_on_rank0(lambda: Manifest.read(folder).run)
         with raise_on_all_ranks():
             if not (folder / PROGRESS).is_file():
-                raise ValueError(f"can't see {folder}: put checkpoints on a file system that all hosts share")
-        return restore(folder, engine, self._config, self.tokenizer, resume_weights_only=resume_weights_only)
+                raise ValueError(
+                    f"can't see {folder}: put checkpoints on a file system that all hosts share"
+                )
+        return restore(
+            folder, engine, self._config, self.tokenizer, resume_weights_only=resume_weights_only
+        )
 
     @activity("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
-        """Wait up to `limit_s` seconds for copies to `remote_sync`; warn about missing ones and return them."""
+        """Wait up to `limit_s` seconds for copies to `remote_sync`; warn about missing ones and
+        return them."""
         self.poll(None)
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
 
     def _copied(self, state: Any) -> Any:
-        """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU, if the host
+        """Return the state with its tensors in host memory, the same at each call: in pinned memory
+          those of a GPU, if the host
         can pin as much."""
         state = tree_map_only(Tensor, Tensor.detach, state)
         self._stager = self._stager or _stager(pins=torch.cuda.is_available())
@@ -222,9 +267,15 @@ class Checkpointer:
             return self._stager.stage(state)
 
     def _write(
-        self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Any
+        self,
+        saved: SavedCheckpoint,
+        found: dict[str, Any],
+        progress: str,
+        model: ClapConfig,
+        manifest: Any,
     ) -> SavedCheckpoint:
-        """Write the checkpoint, delete superfluous ones, and start the copy to `sync_to`. Errors become warnings."""
+        """Write the checkpoint, delete superfluous ones, and start the copy to `sync_to`. Errors
+        become warnings."""
         try:
             state = found.pop("state")
             if bad := not_finite({**state, "weights": found[WEIGHTS]}):
@@ -237,10 +288,17 @@ class Checkpointer:
                 context_length = self._config.get("clap", {}).get("context_length")
                 records = {STATE: write_tensors(draft / STATE, *to_state_file(state))}
                 for name, weights in found.items():
-                    records[name] = write_tensors(draft / name, *to_safetensors(weights, model, context_length))
+                    records[name] = write_tensors(
+                        draft / name, *to_safetensors(weights, model, context_length)
+                    )
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
-                copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
-                newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
+                copies = {
+                    name: write_file(draft / name, content)
+                    for name, content in self._tokenizer_files()
+                }
+                newest = max(
+                    (each.serial for each in files.read_all(self.path).values()), default=0
+                )
                 serial = max(int(time.time() * 1000), min(newest + 1, MOST))
                 tokenizer = TOKENIZER if copies else self.tokenizer
                 manifest = manifest(serial=serial, tokenizer=tokenizer, files=records | copies)
@@ -248,22 +306,35 @@ class Checkpointer:
             path = self.path / draft.name
         except Exception as error:  # training can continue without a checkpoint
             if not self._poisoned:
-                warn(f"the checkpoint of step {saved.step} could not be saved: {error}; training continues")
+                warn(
+                    f"the checkpoint of step {saved.step} could not be saved: {error}; training continues"
+                )
             return replace(saved, end=time.time(), problem=str(error))
         self._delete_superfluous()
         if self._sync is not None:
             self._sync.submit(path)
-        return replace(saved, end=time.time(), path=path, bytes=sum(each.bytes for each in manifest.files.values()))
+        return replace(
+            saved,
+            end=time.time(),
+            path=path,
+            bytes=sum(each.bytes for each in manifest.files.values()),
+        )
 
     def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
-        if self.tokenizer is not None and Path(self.tokenizer).is_dir():  # makes the checkpoint self-contained
+        if (
+            self.tokenizer is not None and Path(self.tokenizer).is_dir()
+        ):  # makes the checkpoint self-contained
             for path in sorted(Path(self.tokenizer).iterdir()):
                 name = f"{TOKENIZER}/{path.name}"
                 if path.is_file() and files.FILE_NAME.fullmatch(name):
                     yield name, read_bytes(path)
 
     def _delete_superfluous(self) -> None:
-        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self.run_id}
+        own = {
+            name: each
+            for name, each in files.read_all(self.path).items()
+            if each.run == self.run_id
+        }
         try:
             for name in files.superfluous(own, self._rule):
                 path = self.path / name
@@ -289,4 +360,8 @@ def _give_way() -> None:
 def _weights(engine: ClapEngine) -> dict[str, State]:
     """Return weights by file name."""
     weights = fp32_state(engine)
-    return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.weights}
+    return (
+        {WEIGHTS: weights}
+        if engine.average is None
+        else {RAW: weights, WEIGHTS: weights | engine.average.weights}
+    )

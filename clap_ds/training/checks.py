@@ -9,8 +9,11 @@ from clap_ds.config.settings import ClapSettings
 from clap_ds.data.shard_io import check_url, is_remote
 
 
-def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_size: int | None = None) -> list[str]:
-    """Return what prevents training on `world_size` ranks, if known: one line per problem, with field and expectation."""
+def problems_for_training(
+    clap: ClapSettings, deepspeed: dict[str, Any], world_size: int | None = None
+) -> list[str]:
+    """Return what prevents training on `world_size` ranks, if known: one line per problem, with
+    field and expectation."""
     train, evaluation, problems = clap.train, clap.evaluation, []
     sizes = BatchSizes.of(deepspeed, world_size)
     micro_batches = sizes.accumulation_steps if train.accumulation == "gradcache" else 1
@@ -41,21 +44,35 @@ def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_s
     return problems + _problems_with_urls(clap)
 
 
-def _problems_with_ramp(ramp: list[list[int]], sizes: BatchSizes, world_size: int | None) -> list[str]:
+def _problems_with_ramp(
+    ramp: list[list[int]], sizes: BatchSizes, world_size: int | None
+) -> list[str]:
     starts, batches = zip(*ramp, strict=True)
-    problems = {"expected increasing numbers of samples, the first 0": [*starts] != sorted({0, *starts})}
+    problems = {
+        "expected increasing numbers of samples, the first 0": [*starts] != sorted({0, *starts})
+    }
     if world_size is not None:
         unit, whole = sizes.micro_step, sizes.global_batch
         wrong = [batch for batch in batches if batch < unit or batch % unit]
-        problems[f"expected multiples of {unit}, the micro-batches of all ranks, found {wrong}"] = wrong != []
-        problems[f"expected the run's global batch {whole} as the last one, found {batches[-1]}"] = batches[-1] != whole
-    return [f"clap.train.batch_ramp: {problem}" for problem, is_there in problems.items() if is_there]
+        problems[f"expected multiples of {unit}, the micro-batches of all ranks, found {wrong}"] = (
+            wrong != []
+        )
+        problems[
+            f"expected the run's global batch {whole} as the last one, found {batches[-1]}"
+        ] = batches[-1] != whole
+    return [
+        f"clap.train.batch_ramp: {problem}" for problem, is_there in problems.items() if is_there
+    ]
 
 
 def _problems_with_urls(clap: ClapSettings) -> list[str]:
-    """Return URLs with credentials or unsupported protocols; connects to nothing. Those of shards are checked with them."""
+    """Return URLs with credentials or unsupported protocols; connects to nothing. Those of shards
+    are checked with them."""
     problems = []
-    for field, url in (("checkpoint.remote_sync", clap.checkpoint.remote_sync), ("train.resume", clap.train.resume)):
+    for field, url in (
+        ("checkpoint.remote_sync", clap.checkpoint.remote_sync),
+        ("train.resume", clap.train.resume),
+    ):
         try:
             if url and is_remote(url):
                 check_url(url)

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator
 
 
-def evaluate(evaluator: Evaluator, engine: ClapEngine) -> tuple[dict[str, float], dict[str, float], float]:
+def evaluate(
+    evaluator: Evaluator, engine: ClapEngine
+) -> tuple[dict[str, float], dict[str, float], float]:
     """Evaluate the averaged weights, if there are any, else the model's. A collective.
 
     Returns:
         Metrics, their chance levels, and the seconds it took.
     """
-    from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError  # needs audio decoders and tokenizers
+    from clap_ds.evaluation.evaluator import (
+        NonFiniteEmbeddingsError,
+    )  # needs audio decoders and tokenizers
 
     started_s = time.monotonic()
     engine.share_statistics()

@@ -1,6 +1,8 @@
-"""Record training steps in the run directory and in `history.jsonl` next to the checkpoints, which spans all restarts.
+"""Record training steps in the run directory and in `history.jsonl` next to the checkpoints, which
+spans all restarts.
 
-Losses and norms stay on the device until several steps are written together, to avoid a synchronization per step.
+Losses and norms stay on the device until several steps are written together, to avoid a
+synchronization per step.
 """
 
 import math
@@ -30,11 +32,13 @@ from clap_ds.training.train_state import HISTORY, SavedCheckpoint, TrainPlan, Tr
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
 FEW_FAILED_SAVES = 2
-"""Failed saves in a row that are warned of alone. From the next one on, the log also says how much would be lost."""
+"""Failed saves in a row that are warned of alone. From the next one on, the log also says how much
+would be lost."""
 
 
 class TrainLogger:
-    """Log of rank 0; other ranks take part in collectives. Times are of the windows from `begin_step` to `write`.
+    """Log of rank 0; other ranks take part in collectives. Times are of the windows from
+    `begin_step` to `write`.
 
     Args:
         folder: holds `history.jsonl`.
@@ -72,7 +76,8 @@ class TrainLogger:
 
     @property
     def train_s(self) -> float:
-        """Seconds since the first step, including evaluations, checkpoints and earlier starts of the run."""
+        """Seconds since the first step, including evaluations, checkpoints and earlier starts of
+        the run."""
         return self._before_s + time.monotonic() - self._started_s
 
     def begin_step(self) -> None:
@@ -86,13 +91,22 @@ class TrainLogger:
         """Record a step. `loss`: this rank's, a scalar on the device."""
         engine, now = self._engine, self._state
         engine.timer.mark()
-        norm = engine.gradient_norm if engine.gradient_norm is not None else torch.full_like(loss, torch.nan)
+        norm = (
+            engine.gradient_norm
+            if engine.gradient_norm is not None
+            else torch.full_like(loss, torch.nan)
+        )
         scale = engine.model.logit_scale.detach().float().exp().reshape(())
-        line = StepLine(phase="train", step=now.step, samples=now.samples, epoch=now.epoch, lr=self._lr)
-        self._lines.append((line, torch.stack((loss, norm.to(loss), scale.to(loss), engine.is_skipped.to(loss)))))
+        line = StepLine(
+            phase="train", step=now.step, samples=now.samples, epoch=now.epoch, lr=self._lr
+        )
+        self._lines.append(
+            (line, torch.stack((loss, norm.to(loss), scale.to(loss), engine.is_skipped.to(loss))))
+        )
 
     def write(self) -> None:
-        """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if any loss isn't finite."""
+        """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if
+        any loss isn't finite."""
         if not self._lines:
             return
         times = self._engine.stop_timers()
@@ -112,9 +126,19 @@ class TrainLogger:
         slow = self._stragglers.add(samples, first_s, window.own_s, window.data_wait_s)
         if self._is_warm:
             self._throughput.add(window, samples)
-        self._is_warm, self._memory, self._joules = True, window.memory, window.joules - self._begin_joules
+        self._is_warm, self._memory, self._joules = (
+            True,
+            window.memory,
+            window.joules - self._begin_joules,
+        )
         scalars, memory = list[Scalar](), environment.peak_memory_bytes(self._engine.device)
-        each_s = zip(lines, window.figures.mean(axis=1).tolist(), first_s, window.data_wait_s[:, 0], strict=True)
+        each_s = zip(
+            lines,
+            window.figures.mean(axis=1).tolist(),
+            first_s,
+            window.data_wait_s[:, 0],
+            strict=True,
+        )
         for line, means, time_s, wait_s in each_s:
             line |= StepLine(time_s=float(time_s), data_wait_s=float(wait_s), memory_bytes=memory)
             if means[-1]:
@@ -122,8 +146,13 @@ class TrainLogger:
             figures = dict(zip(FIGURES, means, strict=False)) | {"lr": line["lr"]}
             self._append(line, **figures)
             scalars += _scalars("train", figures, line["samples"])
-        rate, wait_percent = samples * len(lines) / window.slowest_s, 100 * window.waited_s / window.slowest_s
-        scalars += _scalars("train", {"samples_per_s": rate, "data_wait_percent": wait_percent}, last["samples"])
+        rate, wait_percent = (
+            samples * len(lines) / window.slowest_s,
+            100 * window.waited_s / window.slowest_s,
+        )
+        scalars += _scalars(
+            "train", {"samples_per_s": rate, "data_wait_percent": wait_percent}, last["samples"]
+        )
         self._scalars.write(scalars)
         epoch = f"epoch {last['epoch']:.2f}  " if last["epoch"] is not None else ""
         loss, norm, scale, _ = means
@@ -131,21 +160,31 @@ class TrainLogger:
             len(lines),
             f"{epoch}loss {loss:.4f}  lr {last['lr']:.3g}  logit scale {scale:.2f}  gradient norm {norm:.3g}"
             f"  {rate:,.1f} samples/s  data wait {wait_percent:.1f}%"
-            + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
+            + (
+                f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""
+            ),
         )
         self._record.update_summary(self._position(), slow, loss=loss)
 
-    def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> dict[str, float]:
+    def evaluated(
+        self, metrics: dict[str, float], chances: dict[str, float], seconds: float
+    ) -> dict[str, float]:
         """Record an evaluation and return its metrics."""
         step, samples, train_s = self._state.step, self._state.samples, self.train_s
         self._state.note(metrics, self._plan.target_metrics, train_s)
         if self._is_first:
-            line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances)
+            line = StepLine(
+                phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances
+            )
             self._append(line, train_s=train_s, **self._energy(), **metrics)
             self._scalars.write(_scalars("evaluation", metrics, samples))
             evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}
             self._record.update_summary(evaluation=evaluation, best=self._state.best)
-            print(f"evaluation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
+            print(
+                f"evaluation at step {step}: "
+                + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()),
+                flush=True,
+            )
         return metrics
 
     def saved(self, *checkpoints: SavedCheckpoint) -> None:
@@ -153,22 +192,33 @@ class TrainLogger:
         for each in checkpoints if self._is_first else ():
             outcome = asdict(each)
             begin, seconds = outcome.pop("begin"), outcome.pop("end") - each.begin
-            outcome |= {"saved": each.saved, "seconds": seconds, "path": str(each.path) if each.saved else None}
+            outcome |= {
+                "saved": each.saved,
+                "seconds": seconds,
+                "path": str(each.path) if each.saved else None,
+            }
             self._checkpoints.append(outcome)
-            self._append({"phase": "checkpoint"}, checkpoint=[begin, begin + each.stalled_s], **outcome)
+            self._append(
+                {"phase": "checkpoint"}, checkpoint=[begin, begin + each.stalled_s], **outcome
+            )
             self._record.update_summary(checkpoints=self._checkpoints[-20:])
             if each.saved:
-                size = (
-                    f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({each.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+                size = f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({each.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+                print(
+                    f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s",
+                    flush=True,
                 )
-                print(f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s", flush=True)
                 self._saved_s = each.begin
                 self._failed_saves = 0
                 continue
             self._failed_saves += 1
             if self._failed_saves > FEW_FAILED_SAVES:
-                unsaved = f"the last {duration_of(each.begin - self._saved_s)} of training would be lost"
-                failed = f"{self._failed_saves} checkpoints in a row could not be saved, and {unsaved}"
+                unsaved = (
+                    f"the last {duration_of(each.begin - self._saved_s)} of training would be lost"
+                )
+                failed = (
+                    f"{self._failed_saves} checkpoints in a row could not be saved, and {unsaved}"
+                )
                 remedy = "repair or free the disk of clap.checkpoint.folder"
                 print(f"error: {failed}: {remedy}", file=sys.stderr, flush=True)
 
@@ -195,7 +245,12 @@ class TrainLogger:
 
     def _position(self) -> Summary:
         now, skipped = self._state, self._engine.deepspeed.skipped_steps
-        fields: Any = {"step": now.step, "samples": now.samples, "epoch": now.epoch, "train_s": self.train_s}
+        fields: Any = {
+            "step": now.step,
+            "samples": now.samples,
+            "epoch": now.epoch,
+            "train_s": self.train_s,
+        }
         return Summary(command="train", skipped_steps=skipped, **fields)
 
     def _energy(self) -> Summary:

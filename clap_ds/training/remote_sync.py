@@ -1,8 +1,9 @@
 """Copy checkpoints in the background to a folder or URL that fsspec can write.
 
-The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Until then, a file tells whose
-upload it is. Complete ones aren't moved, because object stores would copy every byte. Failures cause warnings and never stop
-training. Credentials come from the environment, because URLs are logged.
+The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Until then,
+a file tells whose upload it is. Complete ones aren't moved, because object stores would copy every
+byte. Failures cause warnings and never stop training. Credentials come from the environment,
+because URLs are logged.
 """
 
 import math
@@ -24,7 +25,8 @@ from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
 PARTIAL = ".partial"
-"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the run's id."""
+"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of
+the run's id."""
 MOST_HISTORY_BYTES = 2**30
 _warn_once = cache(warn)
 
@@ -42,7 +44,8 @@ def try_target(url: str) -> None:
 
 
 class RemoteFolder:
-    """A folder of checkpoints on an fsspec file system. Methods raise whatever errors that file system raises."""
+    """A folder of checkpoints on an fsspec file system. Methods raise whatever errors that file
+    system raises."""
 
     def __init__(self, url: str) -> None:
         """Open the folder at a URL, or of the single checkpoint there."""
@@ -52,7 +55,8 @@ class RemoteFolder:
         self._remote = RemoteFiles(self.url)
 
     def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-        """Return the manifests by name, newest first; `damaged` receives why others can't be read."""
+        """Return the manifests by name, newest first; `damaged` receives why others can't be
+        read."""
 
         def read(name: str) -> Manifest:
             content = self._remote.read_start(f"{name}/{MANIFEST}", MOST_BYTES)
@@ -61,9 +65,12 @@ class RemoteFolder:
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
 
     def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
-        """Upload a checkpoint, and delete its run's interrupted uploads and, by `rule`, superfluous checkpoints."""
+        """Upload a checkpoint, and delete its run's interrupted uploads and, by `rule`, superfluous
+        checkpoints."""
         manifest = Manifest.read(checkpoint)
-        marker = blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL  # ids may be paths
+        marker = (
+            blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL
+        )  # ids may be paths
         self._clear_interrupted(marker)
         there = self.read_all()
         if manifest not in there.values():
@@ -72,17 +79,22 @@ class RemoteFolder:
             if [*self._remote.ls(name)] != [marker]:
                 raise FileExistsError(f"another run has just begun {name}")
             for file in (*manifest.files, MANIFEST):
-                self._remote.upload(checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}")
+                self._remote.upload(
+                    checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}"
+                )
             self._remote.remove(f"{name}/{marker}")
             there = {name: manifest, **there}
         own = {name: other for name, other in there.items() if other.run == manifest.run}
         for name in files.superfluous(own, rule):
-            self._remote.write(f"{name}/{marker}", b"")  # so that an interrupted deletion is continued
+            self._remote.write(
+                f"{name}/{marker}", b""
+            )  # so that an interrupted deletion is continued
             self._remote.remove(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
             self._remote.remove(name, recursive=True)
 
     def _clear_interrupted(self, marker: str) -> None:
-        """Delete uploads with this marker. Warn of other folders without a manifest, such as other runs' uploads under way."""
+        """Delete uploads with this marker. Warn of other folders without a manifest, such as other
+        runs' uploads under way."""
         for name in self._names():
             contents = self._remote.ls(name)
             if MANIFEST in contents:
@@ -95,8 +107,10 @@ class RemoteFolder:
                 )
 
     def upload_logs(self, sources: Iterable[Path], uploaded: dict[Path, Any] | None = None) -> None:
-        """Upload files, and folders with all their regular files, under their names. Warn of links, which aren't followed.
-        Files that have the size and time of change in `uploaded` are left out; it receives those of the others."""
+        """Upload files, and folders with all their regular files, under their names. Warn of links,
+          which aren't followed.
+        Files that have the size and time of change in `uploaded` are left out; it receives those of
+          the others."""
         uploaded = {} if uploaded is None else uploaded
         for source in sources:
             for path in [source, *source.rglob("*")]:
@@ -114,7 +128,8 @@ class RemoteFolder:
                     _warn_once(f"{path} isn't copied to {self.url}: {error}")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
-        """Download the newest good checkpoint into a local folder unless it is there, and return it or None. `damaged` receives
+        """Download the newest good checkpoint into a local folder unless it is there, and return it
+          or None. `damaged` receives
         by name why others aren't good; if one is, they are warned about."""
         here = {manifest.serial: folder / name for name, manifest in files.read_all(folder).items()}
         for name, manifest in self.read_all(damaged).items():
@@ -139,7 +154,8 @@ class RemoteFolder:
         return None
 
     def _download_history(self, draft: Path, to: Path) -> None:
-        """Download the history by way of a private folder, unless it is there; warn if it is a link or too large."""
+        """Download the history by way of a private folder, unless it is there; warn if it is a link
+        or too large."""
         if to.exists():
             return
         try:
@@ -153,18 +169,23 @@ class RemoteFolder:
     def _names(self) -> list[str]:
         """Return the names of complete and partial checkpoints that aren't links."""
         listing = self._remote.ls()
-        return sorted(name for name, is_link in listing.items() if files.NAME.fullmatch(name) and not is_link)
+        return sorted(
+            name for name, is_link in listing.items() if files.NAME.fullmatch(name) and not is_link
+        )
 
 
 class BackgroundSync:
-    """Copies finished checkpoints and logs to a URL, one at a time, in a thread that does not keep the process alive.
+    """Copies finished checkpoints and logs to a URL, one at a time, in a thread that does not keep
+    the process alive.
 
     Args:
         folder: the checkpoints' folder, which also has logs.
         logs: another folder of logs.
     """
 
-    def __init__(self, url: str, rule: CheckpointSettings, folder: Path, logs: Path | None = None) -> None:
+    def __init__(
+        self, url: str, rule: CheckpointSettings, folder: Path, logs: Path | None = None
+    ) -> None:
         self._url, self._rule = url, rule
         self._logs = [folder / HISTORY, folder / "tensorboard", *([logs] if logs else [])]
         self._last: Path | None = None
@@ -174,7 +195,8 @@ class BackgroundSync:
         self._thread = ThreadPoolExecutor(1, "checkpoint sync")
 
     def submit(self, checkpoint: Path) -> None:
-        """Queue this checkpoint for copying unless one was less than `remote_sync_every_minutes` ago. It is skipped if it has
+        """Queue this checkpoint for copying unless one was less than `remote_sync_every_minutes`
+          ago. It is skipped if it has
         been deleted by then."""
         self._last = checkpoint
         if time.monotonic() - self._copied_s >= 60 * self._rule.remote_sync_every_minutes:
@@ -186,17 +208,24 @@ class BackgroundSync:
         return checkpoint in self._copies and self._copies[checkpoint].running()
 
     def close(self, limit_s: float) -> list[Path]:
-        """Copy the last checkpoint, wait for pending copies, warn about checkpoints that were not copied, and return them."""
+        """Copy the last checkpoint, wait for pending copies, warn about checkpoints that were not
+        copied, and return them."""
         if self._last is not None and self._last not in self._copies:
             self._copies[self._last] = self._thread.submit(self._copy, self._last)
         if any(not copy.done() for copy in self._copies.values()):
             print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
         wait(self._copies.values(), limit_s)
-        left = [path for path, copy in self._copies.items() if path.exists() and not (copy.done() and copy.result())]
+        left = [
+            path
+            for path, copy in self._copies.items()
+            if path.exists() and not (copy.done() and copy.result())
+        ]
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
             paths = ", ".join(map(str, left))
-            warn(f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last")
+            warn(
+                f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last"
+            )
         return left
 
     def _copy(self, checkpoint: Path) -> bool:

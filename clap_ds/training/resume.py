@@ -17,16 +17,22 @@ from clap_ds.weights.load import load_weights
 
 @raise_on_all_ranks()
 def load_pretrained(
-    path: str | None, model: ContrastiveModel, tokenizer: str | None, options: ResumeOptions = ResumeOptions()
+    path: str | None,
+    model: ContrastiveModel,
+    tokenizer: str | None,
+    options: ResumeOptions = ResumeOptions(),
 ) -> None:
-    """Load `clap.train.pretrained`, if set. A collective; raises ValueError if missing, or for another model or tokenizer."""
+    """Load `clap.train.pretrained`, if set. A collective; raises ValueError if missing, or for
+    another model or tokenizer."""
     if path is None:
         return
     try:
         weights = load_weights(path, model.config)
         weights.load_into(model)
         is_trusted = weights.trusts_tokenizer
-        problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text, is_trusted=is_trusted)
+        problem = tokenizer_problem(
+            weights.tokenizer, tokenizer, model.config.text, is_trusted=is_trusted
+        )
         if problem and not options.resume_weights_only:
             raise ValueError(f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}")
     except ValueError as error:
@@ -44,13 +50,20 @@ def resume(
     ranks: Ranks,
     record: RunDirectory,
 ) -> TrainState:
-    """Resume from the newest checkpoint, or the one that `wanted` names. A collective; raises ValueError.
+    """Resume from the newest checkpoint, or the one that `wanted` names. A collective; raises
+    ValueError.
 
-    Attempts of a job and reruns repeat the same command. Its --restart or path in `clap.train.resume` takes effect only once,
-    as far as the run ids in checkpoints show.
+    Attempts of a job and reruns repeat the same command. Its --restart or path in
+    `clap.train.resume` takes effect only once, as far as the run ids in checkpoints show.
     """
     attempt, has_path = ranks.job_folder, wanted != "auto" and not options.restart
-    run = f"from {wanted}" if has_path else str(attempt.parent) if attempt else run_on_rank0(lambda: uuid.uuid4().hex)
+    run = (
+        f"from {wanted}"
+        if has_path
+        else str(attempt.parent)
+        if attempt
+        else run_on_rank0(lambda: uuid.uuid4().hex)
+    )
     is_repeated = has_path or (options.restart and attempt is not None and attempt.name != "0")
     has_begun = is_repeated and checkpointer.was_begun_by(run)
     checkpointer.run_id = run
@@ -74,7 +87,9 @@ def resume(
     return state
 
 
-def skip_batches(loader: BatchSource, state: TrainState, options: ResumeOptions, per_step: int) -> None:
+def skip_batches(
+    loader: BatchSource, state: TrainState, options: ResumeOptions, per_step: int
+) -> None:
     """Before the first step of `--skip_steps`, skip all its batches; `per_step` are one step's."""
     first, last = options.skip_steps or (0, 0)
     if state.step + 1 == first:

@@ -1,4 +1,5 @@
-"""Handle SIGTERM, SIGUSR1, SIGINT and SIGHUP in training: all ranks finish the current or the next step, and save."""
+"""Handle SIGTERM, SIGUSR1, SIGINT and SIGHUP in training: all ranks finish the current or the next
+step, and save."""
 
 import signal
 import uuid
@@ -17,8 +18,9 @@ from clap_ds.engine.exit_handling import STOP_SIGNALS
 class StopRequest:
     """Agrees on the first signal, which launchers send to ranks one after the other.
 
-    A rank writes its signal to the rendezvous store. Rank 0 broadcasts the store's value during each step over gloo, so no
-    device waits, and whether a checkpoint is late. While the main thread is inside a library, the watchdog records signals.
+    A rank writes its signal to the rendezvous store. Rank 0 broadcasts the store's value during
+    each step over gloo, so no device waits, and whether a checkpoint is late. While the main thread
+    is inside a library, the watchdog records signals.
     """
 
     def __init__(self) -> None:
@@ -27,13 +29,19 @@ class StopRequest:
         self._key = run_on_rank0(lambda: f"stop {uuid.uuid4().hex}")
 
     def ask(self, is_late: bool = False) -> None:
-        """Start a collective whose result `wait` returns. Call before each step. `is_late`: rank 0's counts."""
+        """Start a collective whose result `wait` returns. Call before each step. `is_late`: rank
+        0's counts."""
         is_known = rank() == 0 and self._store.check([self._key])
         self._answer = torch.tensor([int(self._store.get(self._key)) if is_known else 0, is_late])
         self._sending = dist.broadcast(self._answer, src=0, group=hosts(), async_op=True)
 
-    def wait(self) -> tuple[int, bool]:  # `clap_ds.distributed.root_cause` recognizes waiting functions by this name
-        """Return the signal that a rank received before the step, 0 for none, and `is_late`; the same on all ranks. Call after
+    def wait(
+        self,
+    ) -> tuple[
+        int, bool
+    ]:  # `clap_ds.distributed.root_cause` recognizes waiting functions by this name
+        """Return the signal that a rank received before the step, 0 for none, and `is_late`; the
+          same on all ranks. Call after
         the step."""
         if self._sending is not None:  # None with a single rank
             self._sending.wait()

@@ -23,7 +23,8 @@ class TrainState:
     """Progress of a run.
 
     Attributes:
-        step, samples, epoch: optimizer steps, audio–caption pairs over all ranks, passes over the data.
+        step, samples, epoch: optimizer steps, audio–caption pairs over all ranks, passes over the
+          data.
         data: state of each rank's data source (`BatchSource.state()`), by rank.
         train_s: training time so far, in seconds.
         best: best value of each evaluation metric so far.
@@ -43,26 +44,37 @@ class TrainState:
     def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
         """Keep the best metrics, and when the `wanted` ones were reached."""
         for name, value in metrics.items():
-            if math.isfinite(value) and score(name, value) >= score(name, self.best.get(name, value)):
+            if math.isfinite(value) and score(name, value) >= score(
+                name, self.best.get(name, value)
+            ):
                 self.best[name] = value
-        if wanted and all(score(name, metrics[name]) >= score(name, value) for name, value in wanted.items()):
+        if wanted and all(
+            score(name, metrics[name]) >= score(name, value) for name, value in wanted.items()
+        ):
             self.extra |= {"target": wanted, "time_to_target_s": train_s, "target_step": self.step}
 
     def reached(self, wanted: dict[str, float]) -> str | None:
-        """Return a message with step and time at which an evaluation reached the target, or None."""
+        """Return a message with step and time at which an evaluation reached the target, or
+        None."""
         if (seconds := self.time_to(wanted)) is None:
             return None
         values = ", ".join(f"{name} {value:g}" for name, value in wanted.items())
         return f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {values}"
 
     def time_to(self, wanted: dict[str, float]) -> float | None:
-        return self.extra["time_to_target_s"] if wanted and self.extra.get("target") == wanted else None
+        return (
+            self.extra["time_to_target_s"]
+            if wanted and self.extra.get("target") == wanted
+            else None
+        )
 
     def data_of(self, rank: int) -> dict[str, Any] | None:
         return self.data[rank % len(self.data)] if self.data else None
 
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "saved_step"}, indent=1)
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if name != "saved_step"}, indent=1
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -70,14 +82,17 @@ class TrainState:
         content = parse_json(text)
         try:
             content["saved_step"] = content["step"]
-            return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
+            return TypeAdapter(cls).validate_python(
+                {each.name: content[each.name] for each in fields(cls)}
+            )
         except (LookupError, TypeError) as error:
             raise ValueError(f"a checkpoint's progress can't be read: {error!r}") from error
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Command-line options of resuming. `skip_steps`: first and last step whose batches are skipped."""
+    """Command-line options of resuming. `skip_steps`: first and last step whose batches are
+    skipped."""
 
     restart: bool = False
     resume_weights_only: bool = False
@@ -121,7 +136,8 @@ class TrainPlan:
         sizes: BatchSizes,
         epoch_samples: int | None,
     ) -> Self:
-        """Compute it from a run's sections. ValueError if epochs are requested and their length is unknown."""
+        """Compute it from a run's sections. ValueError if epochs are requested and their length is
+        unknown."""
         samples, epochs = train.max_samples, train.epochs
         if epochs is not None:
             if epoch_samples is None:
@@ -132,7 +148,14 @@ class TrainPlan:
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
         every = train.log_every_steps, evaluation.every_steps, checkpoint.every_steps
-        return cls(samples, sizes.global_batch, epoch_samples, *every, train.target_metrics, train.batch_ramp)
+        return cls(
+            samples,
+            sizes.global_batch,
+            epoch_samples,
+            *every,
+            train.target_metrics,
+            train.batch_ramp,
+        )
 
     def is_done(self, state: TrainState) -> bool:
         """Return whether all samples are consumed, or the target metrics reached."""
@@ -140,7 +163,9 @@ class TrainPlan:
 
     def batch(self, samples: int) -> int:
         """Return the global batch of the step that starts after so many samples."""
-        return next((batch for start, batch in reversed(self.ramp) if samples >= start), self.global_batch)
+        return next(
+            (batch for start, batch in reversed(self.ramp) if samples >= start), self.global_batch
+        )
 
     def advance(self, state: TrainState) -> None:
         """Count a step."""
@@ -149,12 +174,19 @@ class TrainPlan:
         state.epoch = round(state.samples / self.epoch_samples, 6) if self.epoch_samples else None
 
     def due(self, state: TrainState, signal: int, is_late: bool = False) -> Due:
-        """Return what is due after a step, given the signal to stop, or 0, and whether a checkpoint is late. A save stays due
+        """Return what is due after a step, given the signal to stop, or 0, and whether a checkpoint
+          is late. A save stays due
         until one has started."""
         is_last, stop = state.samples >= self.samples, signal != 0 or self.is_done(state)
-        evaluate = is_last or (self.evaluate_every is not None and state.step % self.evaluate_every == 0)
+        evaluate = is_last or (
+            self.evaluate_every is not None and state.step % self.evaluate_every == 0
+        )
         every = self.save_every
-        save = stop or is_late or (every is not None and state.step // every > state.saved_step // every)
+        save = (
+            stop
+            or is_late
+            or (every is not None and state.step // every > state.saved_step // every)
+        )
         log = evaluate or save or state.step % self.log_every == 0
         return Due(log, evaluate and not signal, save, stop)
 
@@ -169,8 +201,8 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Result of saving: `path` and `bytes` written, or the `problem`. `begin` and `end` are seconds since 1970; training was
-    blocked for `stalled_s` seconds."""
+    """Result of saving: `path` and `bytes` written, or the `problem`. `begin` and `end` are seconds
+    since 1970; training was blocked for `stalled_s` seconds."""
 
     step: int
     begin: float

@@ -1,7 +1,9 @@
-"""On-disk checkpoint format: folders `step-<number>` whose manifest holds every file's hash, to detect damage.
+"""On-disk checkpoint format: folders `step-<number>` whose manifest holds every file's hash, to
+detect damage.
 
-Checkpoints are written under a hidden name and then renamed, and renamed before they are deleted. So a kill leaves each
-one whole or absent. Files are verified before loading. Imports neither torch nor DeepSpeed.
+Checkpoints are written under a hidden name and then renamed, and renamed before they are deleted.
+So a kill leaves each one whole or absent. Files are verified before loading. Imports neither torch
+nor DeepSpeed.
 """
 
 import errno
@@ -34,7 +36,9 @@ RAW = "raw.safetensors"
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
-FILE_NAME = re.compile(rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII)
+FILE_NAME = re.compile(
+    rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII
+)
 """Allowed file names. Manifests are untrusted: no paths outside the checkpoint, and no URLs."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
@@ -62,7 +66,8 @@ class Manifest:
     Attributes:
         serial: time of saving in ms since 1970, increasing within a folder.
         engine: what a resuming run must match (`clap_ds.engine.state.describe`).
-        tokenizer: Hub name of the captions' tokenizer, or `TOKENIZER` for the folder in the checkpoint.
+        tokenizer: Hub name of the captions' tokenizer, or `TOKENIZER` for the folder in the
+          checkpoint.
         metrics: evaluation metrics at this step if any.
         run: id of the run that saved it, constant across restarts.
         settings: the run's resolved JSON.
@@ -90,7 +95,9 @@ class Manifest:
         try:
             content = parse_json(text)
             if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']}, but this version reads {FORMAT}")
+                raise ValueError(
+                    f"its format is {content['format']}, but this version reads {FORMAT}"
+                )
             if content.pop("hash") != _hash(content):
                 raise ValueError("it has changed since it was written")
             found = TypeAdapter(cls).validate_python(content)
@@ -140,7 +147,8 @@ def free_name(step: int, taken: Collection[str]) -> str:
 
 
 def begin(folder: Path, step: int) -> AbstractContextManager[Path]:
-    """Return a context with a hidden folder for a checkpoint and its manifest, which is renamed on success."""
+    """Return a context with a hidden folder for a checkpoint and its manifest, which is renamed on
+    success."""
     folder.mkdir(parents=True, exist_ok=True)
     return drafted(folder / free_name(step, os.listdir(folder)))
 
@@ -174,7 +182,8 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def move_aside(folder: Path, *, but: str) -> Path | None:
-    """Move a folder's contents except the file `but` to a new sibling folder and return it; None if there were none."""
+    """Move a folder's contents except the file `but` to a new sibling folder and return it; None if
+    there were none."""
     paths = [path for path in folder.iterdir() if path.name != but]
     aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
     for path in paths:
@@ -183,8 +192,11 @@ def move_aside(folder: Path, *, but: str) -> Path | None:
     return aside if paths else None
 
 
-def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]) -> dict[str, Manifest]:
-    """Return checkpoints' manifests by name, newest first, and add the reasons for unreadable ones to `damaged`."""
+def newest_first(
+    names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]
+) -> dict[str, Manifest]:
+    """Return checkpoints' manifests by name, newest first, and add the reasons for unreadable ones
+    to `damaged`."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
@@ -192,18 +204,24 @@ def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged:
                 manifests[name] = read(name)
         except (DamagedError, RefusedFileError) as error:
             damaged[name] = str(error)
-    return dict(sorted(manifests.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True))
+    return dict(
+        sorted(manifests.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True)
+    )
 
 
 def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
     """Return `newest_first` of a folder."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return newest_first(names, lambda name: Manifest.read(folder / name), {} if damaged is None else damaged)
+    return newest_first(
+        names, lambda name: Manifest.read(folder / name), {} if damaged is None else damaged
+    )
 
 
-def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False) -> Path | None:
-    """Return a folder's newest undamaged checkpoint, or the best by the newest one's `best_metric`; None if there is none.
-    Warn of skipped ones, and add the reasons to `damaged` by name."""
+def newest_good(
+    folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False
+) -> Path | None:
+    """Return a folder's newest undamaged checkpoint, or the best by the newest one's `best_metric`;
+    None if there is none. Warn of skipped ones, and add the reasons to `damaged` by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
     metrics = [manifest.best_metric or "" for manifest in manifests.values()]
@@ -224,7 +242,8 @@ def warn_of(damaged: dict[str, str]) -> None:
 
 
 def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """Return `path` if it is a checkpoint, else `newest_good` of it. Raises DamagedError if damaged or none."""
+    """Return `path` if it is a checkpoint, else `newest_good` of it. Raises DamagedError if damaged
+    or none."""
     if (path / MANIFEST).exists() and not best:
         verify(path)
         return path
@@ -238,7 +257,10 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
     """Return the names to delete (`manifests`: newest first): all but the last and the best."""
-    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_metric or "")[: rule.keep_best]}
+    kept = {
+        *[*manifests][: rule.keep_last],
+        *best_first(manifests, rule.best_metric or "")[: rule.keep_best],
+    }
     return [name for name in reversed(manifests) if name not in kept]
 
 

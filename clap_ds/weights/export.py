@@ -1,4 +1,5 @@
-"""Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`, or for open_clip.
+"""Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`, or
+for open_clip.
 
 Examples:
     clap-ds export runs/my_run-…-checkpoints my_clap
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from clap_ds.weights.formats import Checkpoint
 
 
-def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers") -> None:
-    """Write the new folder, in one of `FORMATS`, atomically. Raises ValueError if the model can't be
-    expressed, no tokenizer fits, or the folder exists."""
+def export(
+    found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers"
+) -> None:
+    """Write the new folder, in one of `FORMATS`, atomically. Raises ValueError if the model can't
+    be expressed, no tokenizer fits, or the folder exists."""
     if folder.exists():
         raise ValueError(f"{folder} exists: expected a new folder")
     if found.config.open_clip:
@@ -56,7 +59,9 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
                 loaded.save_pretrained(draft)
             else:
                 save_transformers(found.build(), draft)
-                transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(draft)
+                transformers.ClapProcessor(
+                    feature_extractor(found.config.audio), loaded
+                ).save_pretrained(draft)
                 cut = "only if the processor gets text_kwargs={'padding': True, 'truncation': True}"
                 print(f"note: captions are truncated to {length} tokens {cut}")
     except (OSError, safetensors.SafetensorError) as error:
@@ -74,8 +79,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
-    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="export for this library")
-    parser.add_argument("--best", action="store_true", help="export a folder's best by best_metric, not the newest")
+    parser.add_argument(
+        "--format", choices=[*FORMATS], default="transformers", help="export for this library"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="export a folder's best by best_metric, not the newest"
+    )
     raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
     parser.add_argument("--no_ema", action="store_true", help=raw)
     tokenizer = "use this tokenizer: a Hub name or folder (default: the checkpoint's)"

@@ -1,4 +1,5 @@
-"""Read and write weights as `transformers.ClapModel` and this project's safetensors, checking names and shapes."""
+"""Read and write weights as `transformers.ClapModel` and this project's safetensors, checking names
+and shapes."""
 
 import hashlib
 import shutil
@@ -41,9 +42,10 @@ class MismatchError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption length and loss.
-    `path` is its origin; `reached` describes its step and `best_metric` value. `trusts_tokenizer` states whether
-    `tokenizer` is a folder inside it, or chosen by the user. A name that only a file states may not be any place."""
+    """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption
+    length and loss. `path` is its origin; `reached` describes its step and `best_metric` value.
+    `trusts_tokenizer` states whether `tokenizer` is a folder inside it, or chosen by the user. A
+    name that only a file states may not be any place."""
 
     config: ClapConfig
     state: State
@@ -60,7 +62,8 @@ class Checkpoint:
 
     @property
     def tokenizer_name(self) -> str | None:
-        """Return its own tokenizer, or the one on the Hub for its text tower. Raises ValueError for a name that only users may
+        """Return its own tokenizer, or the one on the Hub for its text tower. Raises ValueError for
+          a name that only users may
         choose."""
         name = self.tokenizer or self.config.text.hub_name or None
         if name is None or self.trusts_tokenizer:
@@ -69,7 +72,8 @@ class Checkpoint:
 
     @property
     def longest_caption(self) -> int:
-        """Return the tokens to which every use of the model truncates captions: training's, or LAION's if unknown."""
+        """Return the tokens to which every use of the model truncates captions: training's, or
+        LAION's if unknown."""
         tokens = self.context_length
         if not isinstance(tokens, int) or tokens < 2:  # files state it, maybe wrongly
             tokens = CONTEXT_LENGTH
@@ -78,7 +82,9 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """Return a hash of the sizes and fp32 tensors that determine embeddings."""
-        digest = hashlib.sha256(self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode())
+        digest = hashlib.sha256(
+            self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode()
+        )
         for name in sorted(self.state):
             if not name.startswith((*_NOT_IN_OTHERS, "logit_scale")):
                 digest.update(name.encode())
@@ -98,16 +104,25 @@ class Checkpoint:
 
     def build(self, **options: Any) -> ContrastiveModel:
         if self.is_audio_tower:
-            raise ValueError(f"{self.path} contains only an audio tower: load it with clap.train.pretrained")
+            raise ValueError(
+                f"{self.path} contains only an audio tower: load it with clap.train.pretrained"
+            )
         model = new_model(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
     def load_into(self, model: ContrastiveModel) -> None:
-        """Copy the weights into a model. Raises ValueError for other names or shapes, except missing optional tensors."""
-        state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
+        """Copy the weights into a model. Raises ValueError for other names or shapes, except
+        missing optional tensors."""
+        state = {
+            name: t
+            for name, t in self.state.items()
+            if name != LOGIT_BIAS or model.logit_bias is not None
+        }
         expected = htsat_alone(model.state_dict()) if self.is_audio_tower else model.state_dict()
-        _check(state, expected, f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
+        _check(
+            state, expected, f"a checkpoint of {self.config.name} doesn't fit {model.config.name}"
+        )
         model.load_state_dict(state, strict=False)
 
 
@@ -119,46 +134,70 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(read_safetensors(file)[0])
     if not tensors:
-        raise ValueError(f"{folder}: no model.safetensors, whole or in parts (pickled weights are not read)")
+        raise ValueError(
+            f"{folder}: no model.safetensors, whole or in parts (pickled weights are not read)"
+        )
     found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
     if not tokenizer.exists():
         return found
-    cut = files.read_object(tokenizer).get("model_max_length")  # used if below the model's positions
+    cut = files.read_object(tokenizer).get(
+        "model_max_length"
+    )  # used if below the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
     return replace(found, tokenizer=str(folder), trusts_tokenizer=True, context_length=tokens)
 
 
 def save_transformers(model: ContrastiveModel, folder: str | Path) -> None:
-    """Write an fp32 folder for transformers' `ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained`.
-    Omits the AudioSet classifier and the logit bias. Raises ValueError if ClapModel can't express the model."""
+    """Write an fp32 folder for transformers' `ClapModel.from_pretrained` and
+    `ClapFeatureExtractor.from_pretrained`. Omits the AudioSet classifier and the logit bias. Raises
+    ValueError if ClapModel can't express the model."""
     from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
 
     theirs: Any = transformers.ClapModel(config_to_transformers(model.config))
-    theirs.load_state_dict(to_transformers(model.state_dict()), strict=False)  # it creates constants itself
+    theirs.load_state_dict(
+        to_transformers(model.state_dict()), strict=False
+    )  # it creates constants itself
     theirs.save_pretrained(folder)
     feature_extractor(model.config.audio).save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):
-        shutil.copymode(Path(folder) / "config.json", file)  # safetensors creates files that only their owner can read
+        shutil.copymode(
+            Path(folder) / "config.json", file
+        )  # safetensors creates files that only their owner can read
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> State:
-    """Convert a `ClapModel` state to fp32 with `transformers.ClapModel`'s names and the logit scale in both directions."""
-    named = to_names({k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names)
+    """Convert a `ClapModel` state to fp32 with `transformers.ClapModel`'s names and the logit scale
+    in both directions."""
+    named = to_names(
+        {k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names
+    )
     named["logit_scale_t"] = named["logit_scale_a"].clone()
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in named.items()
+    }
 
 
 def to_safetensors(
     state: Mapping[str, Tensor], config: ClapConfig, context_length: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Return a safetensors file's tensors, of unchanged dtypes, and metadata; `context_length` is training's."""
+    """Return a safetensors file's tensors, of unchanged dtypes, and metadata; `context_length` is
+    training's."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
-    return tensors, {METADATA_KEY: config.model_dump_json(), CONTEXT_LENGTH_KEY: str(context_length), "format": "pt"}
+    return tensors, {
+        METADATA_KEY: config.model_dump_json(),
+        CONTEXT_LENGTH_KEY: str(context_length),
+        "format": "pt",
+    }
 
 
 def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
-    """Build a checkpoint from the content of a file of `to_safetensors`. Raises ValueError if it contradicts itself."""
-    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
+    """Build a checkpoint from the content of a file of `to_safetensors`. Raises ValueError if it
+    contradicts itself."""
+    config, tokens = (
+        ClapConfig.model_validate_json(metadata[METADATA_KEY]),
+        metadata.get(CONTEXT_LENGTH_KEY, ""),
+    )
     if not config.open_clip:  # whose models are checked when they are loaded
         expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
         _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
@@ -168,7 +207,8 @@ def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> C
 def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises MismatchError if they don't fit."""
+    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises MismatchError
+    if they don't fit."""
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
     if not any("text" in name for name in tensors):
         expected = htsat_alone(expected)
@@ -177,27 +217,40 @@ def renamed_checkpoint(
 
 
 def _checkpoint(config: ClapConfig, state: State, **told: Any) -> Checkpoint:
-    return Checkpoint(config, state, loss_kind="sigmoid" if LOGIT_BIAS in state else "softmax", **told)
+    return Checkpoint(
+        config, state, loss_kind="sigmoid" if LOGIT_BIAS in state else "softmax", **told
+    )
 
 
 def htsat_alone(state: Mapping[str, Tensor]) -> State:
-    """Return the audio tower's part of a state that HTSAT's own checkpoints have: without projection and feature fusion."""
+    """Return the audio tower's part of a state that HTSAT's own checkpoints have: without
+    projection and feature fusion."""
     inside = {name: tensor for name, tensor in state.items() if name.startswith("audio.")}
-    return {name: tensor for name, tensor in inside.items() if not any(part in name for part in _FUSION)}
+    return {
+        name: tensor for name, tensor in inside.items() if not any(part in name for part in _FUSION)
+    }
 
 
 @cache
 def _expected(sizes: str, *, learns_bias: bool = False) -> State:
     """Return the state of a model of these sizes (JSON) on the meta device."""
     with torch.device("meta"):
-        return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
+        return ClapModel(
+            ClapConfig.model_validate_json(sizes), learns_bias=learns_bias
+        ).state_dict()
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
     """Raise MismatchError for missing, unexpected or differently shaped tensors."""
     problems = {
-        "missing": [name for name in expected if name not in found and not any(part in name for part in _OPTIONAL)],
-        "unexpected": [name for name in found if name not in expected and not name.endswith(_CONSTANTS)],
+        "missing": [
+            name
+            for name in expected
+            if name not in found and not any(part in name for part in _OPTIONAL)
+        ],
+        "unexpected": [
+            name for name in found if name not in expected and not name.endswith(_CONSTANTS)
+        ],
         "different shape": [
             f"{name} {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
             for name, tensor in found.items()

@@ -41,8 +41,8 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """Return the transformers front end. Without feature fusion it could only crop longer clips at random, so it
-    rejects them with the error "data_truncating", `cropping`, "not implemented"."""
+    """Return the transformers front end. Without feature fusion it could only crop longer clips at
+    random, so it rejects them with the error "data_truncating", `cropping`, "not implemented"."""
     cropping = "of longer clips (crop them first, or set truncation='rand_trunc' for random crops)"
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,

@@ -71,12 +71,18 @@ def open_clip_names(key: str) -> list[str]:
     return [_renamed(_renamed(key, _LAION_PARTS), _LAION_TO_OPEN_CLIP)]
 
 
-def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]) -> State:
+def from_names(
+    keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]
+) -> State:
     """Build our state from tensors with other names, omitting keys without tensors."""
     state: State = {}
     for key in keys:
         if (theirs := names(key)) and source.keys() >= {*theirs}:
-            tensor = torch.cat([source[name] for name in theirs]) if len(theirs) > 1 else source[theirs[0]]
+            tensor = (
+                torch.cat([source[name] for name in theirs])
+                if len(theirs) > 1
+                else source[theirs[0]]
+            )
             state[key] = tensor.reshape(1) if key.startswith("logit_") else tensor
     return state
 
@@ -87,7 +93,9 @@ def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> 
     for key, tensor in state.items():
         tensor = tensor.reshape(()) if key.startswith("logit_") else tensor
         theirs = names(key)
-        renamed |= zip(theirs, tensor.chunk(len(theirs)) if len(theirs) > 1 else [tensor], strict=False)
+        renamed |= zip(
+            theirs, tensor.chunk(len(theirs)) if len(theirs) > 1 else [tensor], strict=False
+        )
     return renamed
 
 

@@ -9,7 +9,14 @@ from clap_ds.config.errors import some
 from clap_ds.config.files import flatten, read_object
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.overrides import find_field
-from clap_ds.weights.checkpoint_files import MANIFEST, RAW, TOKENIZER, WEIGHTS, Manifest, find_checkpoint
+from clap_ds.weights.checkpoint_files import (
+    MANIFEST,
+    RAW,
+    TOKENIZER,
+    WEIGHTS,
+    Manifest,
+    find_checkpoint,
+)
 from clap_ds.weights.formats import (
     METADATA_KEY,
     Checkpoint,
@@ -32,7 +39,8 @@ def load_weights(
 
     Args:
         path: a checkpoint of this project, or a folder of them (the newest good one); a file of
-            `clap_ds.weights.formats.to_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
+            `clap_ds.weights.formats.to_safetensors`; a folder for `transformers.ClapModel`, or its
+              Hub id (cache
             first); a file of LAION-CLAP, open_clip (or a folder for its `local-dir:`) or HTSAT.
         config: expected sizes (default: the weights' own).
         best: take a folder's best by `best_metric` instead of the newest.
@@ -46,7 +54,9 @@ def load_weights(
         where = f"{len(wrong)} of {len(found.state)} tensors ({some(wrong)})"
         raise ValueError(f"{path}: NaN or infinity in {where}: use an earlier checkpoint")
     if config is not None:
-        check_same_model(path, found.config, config)  # tensors alone would fit other numbers of attention heads
+        check_same_model(
+            path, found.config, config
+        )  # tensors alone would fit other numbers of attention heads
         is_trusted = found.trusts_tokenizer or found.tokenizer in (None, config.text.hub_name)
         found = replace(found, config=config, trusts_tokenizer=is_trusted)
     elif found.config.open_clip:
@@ -54,9 +64,13 @@ def load_weights(
     return replace(found, path=str(path))
 
 
-def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tuple[Path, Checkpoint]:
+def _read(
+    path: Path, config: ClapConfig | None, *, best: bool, raw: bool
+) -> tuple[Path, Checkpoint]:
     if path.is_file() and path.suffix in _FILES:
-        state, metadata = read_safetensors(path) if path.suffix == ".safetensors" else (read_pickled(path), {})
+        state, metadata = (
+            read_safetensors(path) if path.suffix == ".safetensors" else (read_pickled(path), {})
+        )
         if METADATA_KEY in metadata:
             return path, _with_manifest(path, from_safetensors(path, state, metadata))
         return path, from_state_dict(path, state, config)
@@ -68,7 +82,10 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
             found = replace(found, tokenizer=str(path), trusts_tokenizer=True)
         sizes = path / "open_clip_config.json"
         if sizes.exists():
-            found = replace(found, context_length=flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length"))
+            found = replace(
+                found,
+                context_length=flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length"),
+            )
         return path, found
     if path.is_dir():
         path = find_checkpoint(path, best=best)
@@ -83,7 +100,9 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
     from huggingface_hub import snapshot_download
 
-    folder = snapshot_download(str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL)
+    folder = snapshot_download(
+        str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL
+    )
     found = load_transformers(folder)
     return replace(found, config=found.config.model_copy(update={"name": path.name}))
 
@@ -97,7 +116,9 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     loss_kind = find_field(manifest.settings, "clap.loss.kind")
     tokens = find_field(manifest.settings, "clap.context_length")
     value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
-    reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_metric} {value:.4g}")
+    reached = f"step {manifest.step:,}" + (
+        "" if value is None else f", {manifest.best_metric} {value:.4g}"
+    )
     reached += ", moving average of the weights" * (RAW in manifest.files and path.name == WEIGHTS)
     return replace(
         found,
@@ -111,9 +132,14 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
     """Raise ValueError with the sizes that differ."""
-    aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # these don't affect whether weights fit
+    aside: Any = {
+        "name": True,
+        "text": {"hub_name", "layer_norm_eps"},
+    }  # these don't affect whether weights fit
     if found := differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside)):
-        raise ValueError(f"{where} contains model {theirs.name}, but this run uses {ours.name}: {some(found)}")
+        raise ValueError(
+            f"{where} contains model {theirs.name}, but this run uses {ours.name}: {some(found)}"
+        )
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:

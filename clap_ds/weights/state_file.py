@@ -1,4 +1,5 @@
-"""Store nested dictionaries, lists, numbers, text and tensors in a safetensors file, which can't contain code.
+"""Store nested dictionaries, lists, numbers, text and tensors in a safetensors file, which can't
+contain code.
 
 The structure is JSON in the file's metadata.
 """
@@ -58,8 +59,17 @@ def read_state_file(path: Path) -> Any:
     """Read the state given to `to_state_file`. Raises ValueError for an invalid file."""
     try:
         with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
-            return _restored(parse_json((file.metadata() or {})[KEY], allow_nan=True), file.get_tensor)
-    except (OSError, LookupError, TypeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+            return _restored(
+                parse_json((file.metadata() or {})[KEY], allow_nan=True), file.get_tensor
+            )
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         raise ValueError(f"{path}: can't be read as a state: {error}") from error
 
 

@@ -1,6 +1,7 @@
 """Draw the charts of docs/ that no command of the project draws, from committed records.
 
-    PYTHONPATH=. python docs/pictures/charts.py {flops,gpu_step,peers,plan,train_demo} RECORD… --output FILE
+    PYTHONPATH=. python docs/pictures/charts.py {flops,gpu_step,peers,plan,train_demo} RECORD…
+    --output FILE
 
 `make pictures` draws all of them.
 """
@@ -27,7 +28,12 @@ FLOPS_GROUPS = {
     "audio: STFT, mel": ("stft_convolution", "mel"),
     "audio: block linears": ("block_linears",),
     "audio: window attention": ("window_attention",),
-    "audio: patches, merging, heads": ("patch_embedding", "patch_mergings", "tscam_conv", "audio_projection"),
+    "audio: patches, merging, heads": (
+        "patch_embedding",
+        "patch_mergings",
+        "tscam_conv",
+        "audio_projection",
+    ),
     "text: linears": ("text_linears",),
     "text: attention": ("text_attention", "text_pooler", "text_projection"),
 }
@@ -46,7 +52,8 @@ GPU_STEPS = {
     "compiled": ("efficiencies.md", "profile_compiled", "call1.tar.xz", "call1/htsat_tiny/"),
     "compiled,\nnewer code": ("step.md", "", "step.tar.xz", "step/"),
 }
-"""Bar: record of its kernels and the heading in it; archive with the timed run and the run's folder."""
+"""Bar: record of its kernels and the heading in it; archive with the timed run and the run's
+folder."""
 LEAST_LABELED_MS = 7.0
 RATE_TICKS = (50, 100, 200, 500, 1000, 2000)
 HARDWARE = r"# (.+)\n\n(\d+) threads, (micro-batch \d+),[^\0]*?ours native \((\w+)\)"
@@ -59,20 +66,36 @@ def list_bars(axes: Axes) -> list[BarContainer]:
 
 @styled()
 def draw_flops(paths: Sequence[Path]) -> Picture:
-    """Draw forward GFLOPs per sample by component, with a bar for each record, and the published figures as lines."""
+    """Draw forward GFLOPs per sample by component, with a bar for each record, and the published
+    figures as lines."""
     picture = Picture((2.6,))
     (axes,) = picture.panels
     records = [json.loads(path.read_text()) for path in paths]
     parts = pd.DataFrame([record["published"]["components"] for record in records])
-    groups = pd.DataFrame({name: parts[[*components]].sum(axis=1) for name, components in FLOPS_GROUPS.items()})
-    groups.plot.bar(ax=axes, stacked=True, color=[COLORS[place] for place in (4, 0, 3, 5, 1, 2)], legend=False, rot=0)
-    axes.bar_label(list_bars(axes)[-1], [f"{total:.2f}" for total in parts["forward"]], padding=2, weight="bold")
+    groups = pd.DataFrame(
+        {name: parts[[*components]].sum(axis=1) for name, components in FLOPS_GROUPS.items()}
+    )
+    groups.plot.bar(
+        ax=axes,
+        stacked=True,
+        color=[COLORS[place] for place in (4, 0, 3, 5, 1, 2)],
+        legend=False,
+        rot=0,
+    )
+    axes.bar_label(
+        list_bars(axes)[-1],
+        [f"{total:.2f}" for total in parts["forward"]],
+        padding=2,
+        weight="bold",
+    )
     axes.set_xticks(range(len(records)), [f"{record['text_tokens']} tokens" for record in records])
     for name in dict.fromkeys(record["preset"] for record in records):
         published = FORWARD_GFLOPS[name]
         bars = [place for place, record in enumerate(records) if record["preset"] == name]
         title = name.split("_roberta")[0].replace("htsat_", "HTSAT-")
-        axes.hlines(published, bars[0] - 0.4, bars[-1] + 0.4, color="black", linestyle="--", linewidth=0.8)
+        axes.hlines(
+            published, bars[0] - 0.4, bars[-1] + 0.4, color="black", linestyle="--", linewidth=0.8
+        )
         axes.text(bars[0] - 0.4, published + 2, f"{title}, published: {published:.2f}")
     axes.set(ylabel="forward GFLOPs per sample\n(published convention)", ylim=(0, 150))
     axes.grid(axis="x", visible=False)
@@ -81,16 +104,23 @@ def draw_flops(paths: Sequence[Path]) -> Picture:
 
 
 def read_kernel_times_ms(path: Path, heading: str) -> pd.Series[float]:
-    """Return ms per step by class of kernels, from the first table after a heading of a record of `plan_validation`."""
+    """Return ms per step by class of kernels, from the first table after a heading of a record of
+    `plan_validation`."""
     section = path.read_text().partition(heading)[2] if heading else path.read_text()
-    rows = re.findall(r"^\| +(.+?) \| +\S+ \| +([\d.]+) \| +[\d.]+ \|$", section.split("\n## ")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| +(.+?) \| +\S+ \| +([\d.]+) \| +[\d.]+ \|$", section.split("\n## ")[0], re.MULTILINE
+    )
     return pd.Series({name: float(ms) for name, ms in rows})
 
 
 def read_median_step_ms(archive: Path, folder: str) -> float:
     """Return the median step of a run, from an archive of its records."""
     with tarfile.open(archive) as files:
-        (name,) = (name for name in files.getnames() if re.fullmatch(rf"{folder}(run-[^/]+/)?summary\.json", name))
+        (name,) = (
+            name
+            for name in files.getnames()
+            if re.fullmatch(rf"{folder}(run-[^/]+/)?summary\.json", name)
+        )
         summary = files.extractfile(name)
         assert summary is not None
         return 1000 * float(json.load(summary)["step_time_s"]["median"])
@@ -107,10 +137,16 @@ def draw_gpu_step(paths: Sequence[Path]) -> Picture:
         times = read_kernel_times_ms(records[record], heading)
         # Copies of batches run beside the kernels.
         times = times.drop("not in the plan: aten::copy_")
-        names = [next(group for group, rule in KERNEL_GROUPS.items() if re.search(rule, name)) for name in times.index]
+        names = [
+            next(group for group, rule in KERNEL_GROUPS.items() if re.search(rule, name))
+            for name in times.index
+        ]
         groups = times.groupby(names).sum().reindex([*KERNEL_GROUPS], fill_value=0.0)
         step_ms = read_median_step_ms(records[archive], folder)
-        bars[f"{bar}\n{step_ms:.1f} ms"] = {**groups, "rest of the timed step": step_ms - groups.sum()}
+        bars[f"{bar}\n{step_ms:.1f} ms"] = {
+            **groups,
+            "rest of the timed step": step_ms - groups.sum(),
+        }
     table = pd.DataFrame(bars).T
     colors = [*(COLORS[place] for place in (0, 1, 4, 5, 3, 2)), "0.92"]
     table.plot.barh(ax=axes, stacked=True, width=0.8, color=colors, edgecolor="white", legend=False)
@@ -140,7 +176,9 @@ def draw_plan(paths: Sequence[Path]) -> Picture:
         predicted = group["predicted_rate.middle"]
         errors = [predicted - group["predicted_rate.low"], group["predicted_rate.high"] - predicted]
         look = {**style, "linestyle": "none", "elinewidth": 0.8}
-        axes.errorbar(group["rate"], predicted, errors, label=f"{gpu.upper()}, {len(group)} rates", **look)
+        axes.errorbar(
+            group["rate"], predicted, errors, label=f"{gpu.upper()}, {len(group)} rates", **look
+        )
     axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(RATE_TICKS, [f"{rate:,}" for rate in RATE_TICKS])
@@ -151,18 +189,24 @@ def draw_plan(paths: Sequence[Path]) -> Picture:
 
 
 def read_ratios(path: Path) -> pd.DataFrame:
-    """Return each other program's ratio and interval, fastest first: with SpecAugment if measured so, in its faster mode."""
+    """Return each other program's ratio and interval, fastest first: with SpecAugment if measured
+    so, in its faster mode."""
     sides = pd.json_normalize(json.loads(path.read_text()), "sides", "spec_augment")
     sides = sides[sides["side"] != "ours"]
     sides["program"] = sides["side"].str.partition(",")[0]
-    sides = sides.sort_values(["spec_augment", "speed.median"], ascending=[False, True]).drop_duplicates("program")
-    sides["program"] += np.where(sides["spec_augment"], "\nwith SpecAugment", "\nwithout SpecAugment")
+    sides = sides.sort_values(
+        ["spec_augment", "speed.median"], ascending=[False, True]
+    ).drop_duplicates("program")
+    sides["program"] += np.where(
+        sides["spec_augment"], "\nwith SpecAugment", "\nwithout SpecAugment"
+    )
     return sides.set_index("program").sort_values("speed.median")
 
 
 @styled()
 def draw_peers(paths: Sequence[Path]) -> Picture:
-    """Draw how many times as long a step takes in other programs, from a record of `compare_baselines`.
+    """Draw how many times as long a step takes in other programs, from a record of
+    `compare_baselines`.
 
     The hardware is stated by the text next to the record.
     """
@@ -179,7 +223,10 @@ def draw_peers(paths: Sequence[Path]) -> Picture:
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
     coverage = ratios["speed.coverage"].min()
-    axes.set(xlabel=f"time of a training step, clap-ds = 1 (less is faster; {coverage:.0%} intervals)", ylabel="")
+    axes.set(
+        xlabel=f"time of a training step, clap-ds = 1 (less is faster; {coverage:.0%} intervals)",
+        ylabel="",
+    )
     model, cores, batch, instructions = re.findall(HARDWARE, path.with_suffix(".md").read_text())[0]
     precision = json.loads(path.read_text())[0]["precision"]
     picture.title(f"{model} with {instructions}: {cores} cores, {precision}, {batch}")
@@ -197,7 +244,9 @@ def draw_train_demo(paths: Sequence[Path]) -> Picture:
     lines = read_steps(folder, "evaluation")
     evaluations = pd.DataFrame(lines).set_index("step")
     accuracy.plot(100 * evaluations["zero_shot_top1"], "o-", color=COLORS[0], label="clap-ds")
-    accuracy.axhline(100 * lines[-1]["chance"]["zero_shot_top1"], color="0.4", linestyle=":", label="chance")
+    accuracy.axhline(
+        100 * lines[-1]["chance"]["zero_shot_top1"], color="0.4", linestyle=":", label="chance"
+    )
     loss.set(xlabel="step", ylabel="loss", ylim=(0, None))
     accuracy.set(xlabel="step", ylabel="zero-shot top-1 (%)", xlim=loss.get_xlim(), ylim=(0, 105))
     accuracy.legend(loc="lower right", bbox_to_anchor=(1, 0.1))
@@ -209,9 +258,15 @@ CHARTS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("chart", choices=CHARTS, help="chart to draw")
-    parser.add_argument("records", nargs="+", type=Path, help="records in results/ that have its data")
-    parser.add_argument("--output", required=True, type=Path, help="picture to write (.png, .svg or .pdf)")
+    parser.add_argument(
+        "records", nargs="+", type=Path, help="records in results/ that have its data"
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, help="picture to write (.png, .svg or .pdf)"
+    )
     options = parser.parse_args()
     CHARTS[options.chart](options.records).save(options.output)

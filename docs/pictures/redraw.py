@@ -2,8 +2,8 @@
 
     python docs/pictures/redraw.py        # or: make pictures
 
-`pictures.json` lists each picture with its command, without `--output`, and a digest. The digest is that of the command, its
-records, and the script with the modules of `analysis/` that it imports.
+`pictures.json` lists each picture with its command, without `--output`, and a digest. The digest is
+that of the command, its records, and the script with the modules of `analysis/` that it imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def find_drawing_code(script: Path) -> list[Path]:
     sources = [script]
     for source in sources:  # grows
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clap_ds.analysis"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "clap_ds.analysis"
+            ):
                 names = [str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)]
                 paths = [ROOT / "analysis" / f"{name}.py" for name in names]
                 sources += [path for path in paths if path.is_file() and path not in sources]
@@ -36,7 +38,8 @@ def find_drawing_code(script: Path) -> list[Path]:
 
 
 def list_records(argument: str) -> Iterator[Path]:
-    """Yield the files of a record: those of a run directory, or a file and the text or JSON next to it."""
+    """Yield the files of a record: those of a run directory, or a file and the text or JSON next to
+    it."""
     path = ROOT / argument
     files = path.glob("*") if path.is_dir() else path.parent.glob(f"{path.stem}.*")
     yield from (file for file in sorted(files) if file.suffix not in FORMATS)

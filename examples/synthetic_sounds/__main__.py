@@ -1,8 +1,10 @@
-"""Make encoded synthetic audio with captions, to try and test training from shards without a download.
+"""Make encoded synthetic audio with captions, to try and test training from shards without a
+download.
 
-`python -m examples.synthetic_sounds DIR` writes WebDataset tars of short sounds in varied formats, sample rates and channel
-counts. It also writes a tokenizer trained on the captions, and `classes.json` with the class names. Each clip's json has its
-class, for zero-shot evaluation. For held-out data, use another seed and `--wordings held_out`:
+`python -m examples.synthetic_sounds DIR` writes WebDataset tars of short sounds in varied formats,
+sample rates and channel counts. It also writes a tokenizer trained on the captions, and
+`classes.json` with the class names. Each clip's json has its class, for zero-shot evaluation. For
+held-out data, use another seed and `--wordings held_out`:
 
     python -m examples.synthetic_sounds sounds/train --wordings train --clips 4800
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 480 --seed 1
@@ -36,7 +38,9 @@ ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", 
 SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
-def make_clip(kind: Kind, rng: random.Random, options: argparse.Namespace) -> tuple[Signal, int, list[str]]:
+def make_clip(
+    kind: Kind, rng: random.Random, options: argparse.Namespace
+) -> tuple[Signal, int, list[str]]:
     """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`."""
     rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
     sample_rate, seconds = rng.choice(rates), rng.uniform(*options.seconds)
@@ -47,14 +51,19 @@ def make_clip(kind: Kind, rng: random.Random, options: argparse.Namespace) -> tu
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
-    captions = [kind.caption(options.wordings, rng, (loudness, quality), seconds) for _ in range(rng.choice((1, 1, 3)))]
+    captions = [
+        kind.caption(options.wordings, rng, (loudness, quality), seconds)
+        for _ in range(rng.choice((1, 1, 3)))
+    ]
     return signal.reshape(len(time), -1), sample_rate, captions
 
 
 def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -> bytes:
     """Return the bytes of an audio file. `waveform`: (T, channels)."""
     buffer = io.BytesIO()
-    with soundfile.SoundFile(buffer, "w", sample_rate, waveform.shape[1], subtype, format=file_format.upper()) as file:
+    with soundfile.SoundFile(
+        buffer, "w", sample_rate, waveform.shape[1], subtype, format=file_format.upper()
+    ) as file:
         # libsndfile's Vorbis encoder overflows its stack on long writes.
         for start in range(0, len(waveform), sample_rate):
             file.write(waveform[start : start + sample_rate])
@@ -64,8 +73,9 @@ def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -
 def write_sounds(options: argparse.Namespace) -> None:
     """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json`.
 
-    The same options give the same sounds and captions, but not the same bytes: libsndfile writes random Ogg stream numbers and
-    the time into floating-point WAVs. Kinds alternate, so every shard with enough clips has all of them.
+    The same options give the same sounds and captions, but not the same bytes: libsndfile writes
+    random Ogg stream numbers and the time into floating-point WAVs. Kinds alternate, so every shard
+    with enough clips has all of them.
     """
     directory, count = options.directory, options.shards
     directory.mkdir(parents=True, exist_ok=True)
@@ -73,9 +83,17 @@ def write_sounds(options: argparse.Namespace) -> None:
     encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
     all_captions: list[str] = []
     for shard, path in enumerate(tqdm(paths, unit="shard", disable=None)):
-        with replacing(path) as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-            for number in range(shard * options.clips // count, (shard + 1) * options.clips // count):
-                rng, kind = random.Random(f"seed {options.seed}, clip {number}"), KINDS[number % len(KINDS)]
+        with (
+            replacing(path) as file,
+            TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar,
+        ):
+            for number in range(
+                shard * options.clips // count, (shard + 1) * options.clips // count
+            ):
+                rng, kind = (
+                    random.Random(f"seed {options.seed}, clip {number}"),
+                    KINDS[number % len(KINDS)],
+                )
                 waveform, sample_rate, captions = make_clip(kind, rng, options)
                 all_captions += captions
                 encoding = rng.choice(encodings)
@@ -85,7 +103,9 @@ def write_sounds(options: argparse.Namespace) -> None:
                     audio["txt"] = captions[0].encode()
                 else:
                     described["caption"] = captions[0] if len(captions) == 1 else captions
-                tar.write({"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()})
+                tar.write(
+                    {"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()}
+                )
     with replacing_files(directory / "tokenizer") as draft:
         train_tokenizer(all_captions, draft)
     classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
@@ -103,19 +123,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     wordings = "caption templates: for training (default), or held out (new combinations of the same words)"
     add("directory", type=Path, metavar="DIR", help="new or empty output folder")
-    add("--clips", type=whole_number(), default=256, metavar="N", help="number of sounds (default: 256)")
-    add("--shards", type=whole_number(), default=4, metavar="S", help="number of tar files (default: 4)")
+    add(
+        "--clips",
+        type=whole_number(),
+        default=256,
+        metavar="N",
+        help="number of sounds (default: 256)",
+    )
+    add(
+        "--shards",
+        type=whole_number(),
+        default=4,
+        metavar="S",
+        help="number of tar files (default: 4)",
+    )
     add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
-    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help="length of clips in s (default: 1-15)")
+    add(
+        "--seconds",
+        type=seconds,
+        default=(1.0, 15.0),
+        metavar="1-15",
+        help="length of clips in s (default: 1-15)",
+    )
     add("--wordings", choices=TEMPLATES, default="train", help=wordings)
-    add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="rate of all clips (default: varied)")
-    add("--format", choices=sorted({name for name, _ in ENCODINGS}), help="format of all clips (default: varied)")
+    add(
+        "--sample_rate",
+        type=whole_number(8000, 48000),
+        metavar="HZ",
+        help="rate of all clips (default: varied)",
+    )
+    add(
+        "--format",
+        choices=sorted({name for name, _ in ENCODINGS}),
+        help="format of all clips (default: varied)",
+    )
     options = parser.parse_args(arguments)
     directory: Path = options.directory
     if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} exists and isn't an empty folder: pass a new folder, or empty it")
+        raise UserError(
+            f"{directory} exists and isn't an empty folder: pass a new folder, or empty it"
+        )
     write_sounds(options)
-    print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} shard(s): {directory}")
+    print(
+        f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} shard(s): {directory}"
+    )
     print_settings(str(directory / "sounds-*.tar"), str(directory / "tokenizer"), None)
 
 

@@ -1,7 +1,9 @@
-"""Classes of synthetic sounds: their names in captions, and the quantity that captions may describe.
+"""Classes of synthetic sounds: their names in captions, and the quantity that captions may
+describe.
 
-To add a class, add a line to the table and a signal of the same name to `signals`. Held-out wordings are new templates and
-nouns that combine words of the training wordings, because a model trained from scratch can't understand unseen words.
+To add a class, add a line to the table and a signal of the same name to `signals`. Held-out
+wordings are new templates and nouns that combine words of the training wordings, because a model
+trained from scratch can't understand unseen words.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ Wordings = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Scale:
-    """An audible quantity, drawn log-uniformly from [low, high). Each third of the range has its own words."""
+    """An audible quantity, drawn log-uniformly from [low, high). Each third of the range has its
+    own words."""
 
     low: float
     high: float
@@ -24,16 +27,24 @@ class Scale:
     def draw(self, rng: random.Random) -> tuple[float, str]:
         """Return a value and a word for it."""
         position = rng.random()
-        return self.low * (self.high / self.low) ** position, rng.choice(self.words[int(3 * position)])
+        return self.low * (self.high / self.low) ** position, rng.choice(
+            self.words[int(3 * position)]
+        )
 
 
 SCALES = {
     "pitch": Scale(
-        110, 1760, (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched"))
+        110,
+        1760,
+        (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched")),
     ),  # Hz
-    "tempo": Scale(1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid"))),  # events per second
+    "tempo": Scale(
+        1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid"))
+    ),  # events per second
 }
-LOUDNESS = Scale(0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong")))  # peak amplitude
+LOUDNESS = Scale(
+    0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong"))
+)  # peak amplitude
 
 TEMPLATES = {
     "train": (
@@ -62,8 +73,11 @@ class Kind:
     nouns: dict[str, tuple[str, ...]]
     scale: Scale | None
 
-    def caption(self, wordings: Wordings, rng: random.Random, qualities: tuple[str, str], seconds: float) -> str:
-        """Return a caption. It includes each of the words for loudness and for pitch or tempo at random."""
+    def caption(
+        self, wordings: Wordings, rng: random.Random, qualities: tuple[str, str], seconds: float
+    ) -> str:
+        """Return a caption. It includes each of the words for loudness and for pitch or tempo at
+        random."""
         words = [word for word in qualities if word and rng.random() < 0.7]
         rng.shuffle(words)
         sound = with_article(" ".join([*words, rng.choice(self.nouns[wordings])]))
@@ -102,5 +116,6 @@ def with_article(sound: str) -> str:
 
 
 def class_names(wordings: str) -> dict[str, list[str]]:
-    """Return each class's names with articles, in the format of `clap.evaluation.zero_shot.classes`."""
+    """Return each class's names with articles, in the format of
+    `clap.evaluation.zero_shot.classes`."""
     return {kind.label: [with_article(noun) for noun in kind.nouns[wordings]] for kind in KINDS}

@@ -44,23 +44,33 @@ def write(path: Path, text: str | bytes) -> Path:
 def given(**changes: Any) -> Namespace:
     """Return options of `input_parser`."""
     names = ("nodes", "gpus", "gpus_per_node", "batch_per_gpu", "model", "peak_tflops")
-    return Namespace(**{**dict.fromkeys(names), "context_length": 77, "rate": "measured", **changes})
+    return Namespace(
+        **{**dict.fromkeys(names), "context_length": 77, "rate": "measured", **changes}
+    )
 
 
 def run(nodes: int, rate: float | None, **changes: Any) -> Run:
     """Return a run, by default of HTSAT-tiny on 4 GPUs per node."""
-    fields = {"source": "here", "state": "completed", "model": "htsat_tiny_roberta_base", "batch_per_gpu": 8}
+    fields = {
+        "source": "here",
+        "state": "completed",
+        "model": "htsat_tiny_roberta_base",
+        "batch_per_gpu": 8,
+    }
     fields |= {"gpus": 4 * nodes} | changes
     return Run(nodes=nodes, samples_per_s_per_gpu=rate, **fields)
 
 
 def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
-    """Write a run directory with this summary (without None values) and these lines of metrics, the last one truncated."""
+    """Write a run directory with this summary (without None values) and these lines of metrics, the
+    last one truncated."""
     folder.mkdir(exist_ok=True)
     (folder / "summary.json").write_text(
         json.dumps({name: value for name, value in summary.items() if value is not None})
     )
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "timed", "st')
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "timed", "st'
+    )
     return folder
 
 

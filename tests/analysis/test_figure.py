@@ -27,7 +27,9 @@ def test_formats_and_the_page_that_takes_pictures_in_and_text_as_text(tmp_path: 
     assert text.count('src="data:image/png;base64,iVBOR') == text.count("src=") == 1
 
 
-def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="matplotlib"):
         Picture()

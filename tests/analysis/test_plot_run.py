@@ -11,12 +11,21 @@ from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import record
 
-COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes": 1, "device_name": "a CPU"}
+COMMON = {
+    "state": "completed",
+    "preset": "micro",
+    "world_size": 2,
+    "num_nodes": 1,
+    "device_name": "a CPU",
+}
 
 
 def benchmark(folder: Path, **changes: Any) -> Path:
     phases = ["warmup", *["timed"] * 4]
-    steps = [{"step": n, "phase": phase, "window": n // 4, "time_s": n / 10} for n, phase in enumerate(phases, 1)]
+    steps = [
+        {"step": n, "phase": phase, "window": n // 4, "time_s": n / 10}
+        for n, phase in enumerate(phases, 1)
+    ]
     summary = COMMON | {
         "precision": "bf16", "micro_batch_per_gpu": 4, "context_length": 16, "schema": 3, "step_time_s": {"median": 0.4},
         "samples_per_s_per_gpu": {"mean": 10.0, "low": 9.0, "high": 11.0, "windows": [9.0, 11.0, 10.1]},
@@ -31,7 +40,11 @@ def training(folder: Path, **changes: Any) -> Path:
          "gradient_norm": 1.0, "logit_scale": 14.0}
         for step in range(1, 51)
     ]  # fmt: skip
-    evaluated = {"zero_shot_top1": 0.5, "retrieval_audio_to_text_r1": 0.1, "chance": {"zero_shot_top1": 0.25}}
+    evaluated = {
+        "zero_shot_top1": 0.5,
+        "retrieval_audio_to_text_r1": 0.1,
+        "chance": {"zero_shot_top1": 0.25},
+    }
     lines.insert(25, {"phase": "evaluation", "step": 25, **evaluated})
     lines.insert(26, {"phase": "checkpoint", "checkpoint": [1.0, 2.0]})
     summary = COMMON | {"command": "train", "samples": 400, "precision": "fp32", "global_batch": 8}
@@ -64,9 +77,15 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     assert [len(line.get_xydata()) for line in rate.lines] == [50]
     assert speed.lines[0].get_xydata()[5].tolist() == [6, 20.0]
     assert norm.get_yscale() == "log"
-    drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines if line.get_linestyle() == "-"}
+    drawn = {
+        line.get_label(): line.get_xydata().tolist()
+        for line in evaluation.lines
+        if line.get_linestyle() == "-"
+    }
     assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text r1": [[25, 0.1]]}
-    assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
+    assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [
+        0.25
+    ]  # chance
     assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
 
 
@@ -77,25 +96,39 @@ def test_pictures_of_runs_state_which_ones_and_how_they_ended(tmp_path: Path) ->
     assert first.startswith("first: micro on 2 × a CPU")
     assert "terminated" in first
     assert second.startswith("second: htsat_tiny on 4 × a CPU")
-    assert "timeout" in draw_benchmark(benchmark(tmp_path / "run", state="timeout")).figure.get_suptitle()
+    assert (
+        "timeout"
+        in draw_benchmark(benchmark(tmp_path / "run", state="timeout")).figure.get_suptitle()
+    )
 
 
-def test_the_command_draws_curves_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot_scaling.main(["--curves", str(training(tmp_path / "run")), "--output", str(tmp_path / "run.png")])
+def test_the_command_draws_curves_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot_scaling.main(
+        ["--curves", str(training(tmp_path / "run")), "--output", str(tmp_path / "run.png")]
+    )
     assert (tmp_path / "run.png").stat().st_size > 10_000
     assert "run.png" in capsys.readouterr().out
 
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     picture = draw_breakdown([Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)])
-    bars = [[(bar.get_x(), bar.get_width()) for bar in part] for part in picture.panels[0].containers]
+    bars = [
+        [(bar.get_x(), bar.get_width()) for bar in part] for part in picture.panels[0].containers
+    ]
     assert bars == [[(0, 100)] * 3, [(100, 200), (100, 400), (100, 800)]]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert named == {"backward 88.9%", "forward 11.1%"}
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    killed = {"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"}
+    killed = {
+        "step_time_s": None,
+        "samples_per_s_per_gpu": None,
+        "micro_batch_per_gpu": None,
+        "state": "failed",
+    }
     for folders, message in (
         ([benchmark(tmp_path / "killed", **killed)], "no timed windows.*'failed'"),
         ([benchmark(tmp_path / "untrained", command="train")], "no training steps"),

@@ -24,7 +24,9 @@ def curves(*runs: Run) -> dict[str, list[Scale]]:
 
 
 def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")])
+    write_csv(
+        tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")]
+    )
     found = read_curves(given(inputs=[tmp_path / "t.csv"]))
     picture = draw(found)
     efficiency, throughput = picture.panels
@@ -38,16 +40,24 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     spread = [bar[1][1] - bar[0][1] for bar in throughput.containers[0].lines[2][0].get_segments()]
     assert spread == pytest.approx([2 * 8 * gpus for gpus in (4, 8, 16)])
     bars = efficiency.containers[0].lines[2][0].get_segments()
-    assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
+    assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx(
+        [100.0, 97.14, 92.86], abs=0.01
+    )
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert named == ["ideal (linear)", f"micro, 92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"]
+    assert named == [
+        "ideal (linear)",
+        f"micro, 92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU",
+    ]
 
 
 def test_published_tables_are_drawn_with_source_band_and_measured_scales() -> None:
     picture = draw(curves(*read_table_runs(TINY), *read_table_runs(BASE)))
     efficiency, throughput = picture.panels
-    assert picture.figure.get_suptitle() == "LAION's published runs, GH200, amp_bf16, weak scaling, 4–512 GPUs"
+    assert (
+        picture.figure.get_suptitle()
+        == "LAION's published runs, GH200, amp_bf16, weak scaling, 4–512 GPUs"
+    )
     counts = [2**power for power in range(2, 10)]
     assert sorted(efficiency.get_xticks()) == counts
     labeled = set(throughput.get_xticks())
@@ -56,13 +66,18 @@ def test_published_tables_are_drawn_with_source_band_and_measured_scales() -> No
     band = efficiency.collections[0].get_paths()[0].get_extents()
     series = series_of(scaling_table(read_table_runs(TINY)))
     assert (band.x0, band.x1) == (4, 512)
-    assert (band.y0, band.y1) == pytest.approx((series.bands([128])[128][0], series.bands([1])[1][1]))
+    assert (band.y0, band.y1) == pytest.approx(
+        (series.bands([128])[128][0], series.bands([1])[1][1])
+    )
 
 
 def test_an_axis_names_all_units_and_starts_at_0_or_50_percent() -> None:
     on_cpu = run(1, 3.0, gpus=2, device="Intel(R) Xeon(R) Processor")
     slow = [run(nodes, 600.0 / nodes, device="NVIDIA H100") for nodes in (1, 4)]
-    (efficiency, throughput), (lone, _) = draw(curves(on_cpu, *slow)).panels, draw(curves(on_cpu)).panels
+    (efficiency, throughput), (lone, _) = (
+        draw(curves(on_cpu, *slow)).panels,
+        draw(curves(on_cpu)).panels,
+    )
     assert [efficiency.get_ylim()[0], lone.get_ylim()[0], throughput.get_xlim()[0]] == [0, 50, 0]
     assert [efficiency.get_xlabel(), lone.get_xlabel()] == ["ranks or GPUs", "ranks"]
 
@@ -71,7 +86,10 @@ def test_a_series_of_one_scale_has_a_rate_and_no_efficiency() -> None:
     pair = [run(nodes, 600.0, variant="pair") for nodes in (1, 2)]
     picture = draw(curves(run(1, 300.0, variant="lone"), *pair))
     efficiency, throughput = picture.panels
-    assert [line.lines[0].get_xydata().tolist() for line in efficiency.containers] == [[], [[4, 100], [8, 100]]]
+    assert [line.lines[0].get_xydata().tolist() for line in efficiency.containers] == [
+        [],
+        [[4, 100], [8, 100]],
+    ]
     assert [line.lines[0].get_xydata().tolist() for line in throughput.containers] == [
         [[4, 1200]],
         [[4, 2400], [8, 4800]],
@@ -96,7 +114,9 @@ def test_rates_below_one_have_ticks_that_differ() -> None:
     assert len({*labels}) == len(labels)
 
 
-def test_picture_whose_path_is_a_folder_is_refused_and_missing_folders_are_made(tmp_path: Path) -> None:
+def test_picture_whose_path_is_a_folder_is_refused_and_missing_folders_are_made(
+    tmp_path: Path,
+) -> None:
     picture = draw(curves(run(1, 0.3, gpus=2)))
     with pytest.raises(UserError, match="folder"):
         picture.save(tmp_path)
@@ -113,7 +133,11 @@ def test_an_ideal_is_the_smallest_scales_also_if_more_nodes_have_fewer_gpus() ->
 def test_a_legend_has_what_distinguishes_series() -> None:
     names = ("gradient_sync=deepspeed", "compile=off")
     first_nodes = {"gradient_sync=deepspeed": 1, "compile=off": 2}
-    runs = [run(2**place, 600.0, variant=name) for name in names for place in range(first_nodes[name], 10)]
+    runs = [
+        run(2**place, 600.0, variant=name)
+        for name in names
+        for place in range(first_nodes[name], 10)
+    ]
     picture = draw(curves(*runs))
     picture.figure.draw_without_rendering()
     (legend,) = picture.figure.legends
@@ -123,10 +147,17 @@ def test_a_legend_has_what_distinguishes_series() -> None:
     assert ["relative to 2 nodes" in label for label in labels] == [False, True, False]
 
 
-def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_runs_beside_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_csv(tmp_path / "table.csv", MICRO)
     command(
-        monkeypatch, plot_scaling.main, DATA / "record_2ranks", tmp_path / "table.csv", "--output", tmp_path / "s.svg"
+        monkeypatch,
+        plot_scaling.main,
+        DATA / "record_2ranks",
+        tmp_path / "table.csv",
+        "--output",
+        tmp_path / "s.svg",
     )
     assert {path.suffix for path in tmp_path.glob("s.*")} == {".pdf", ".svg"}
     assert "micro" in (tmp_path / "s.svg").read_text()
@@ -135,9 +166,17 @@ def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytes
 def test_a_projections_figure_holds_measurements_line_and_band() -> None:
     series = series_of(scaling_table(read_table_runs(TINY)))
     (efficiency,) = draw_projection([series]).panels
-    lines = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
+    lines = {
+        line.get_linestyle(): line.get_xydata()
+        for line in efficiency.lines
+        if len(line.get_xydata()) > 2
+    }
     assert lines["None"][-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
-    assert all(line.get_markerfacecolor() == "none" for line in efficiency.lines if line.get_marker() == "o")
+    assert all(
+        line.get_markerfacecolor() == "none"
+        for line in efficiency.lines
+        if line.get_marker() == "o"
+    )
     labels = [line.get_label() for line in efficiency.lines if not line.get_label().startswith("_")]
     assert [label.rpartition(", ")[2].partition(" ")[0] for label in labels] == [
         "ideal",
@@ -145,11 +184,20 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
         "fitted",
         "projected:",
     ]
-    assert (lines["-"][-1][0], lines["--"][0][0]) == (512, 512)  # extrapolation starts at the last measurement
+    assert (lines["-"][-1][0], lines["--"][0][0]) == (
+        512,
+        512,
+    )  # extrapolation starts at the last measurement
     assert [lines["--"][0][1], lines["--"][-1][1]] == pytest.approx(series.percents([128, 512]))
-    band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
+    band = (
+        next(each for each in efficiency.collections if each.get_alpha())
+        .get_paths()[0]
+        .get_extents()
+    )
     assert (band.x0, band.x1) == (512, 2048)
-    assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
+    assert (band.y0, band.y1) == pytest.approx(
+        (series.bands([512])[512][0], series.bands([128])[128][1])
+    )
 
 
 def test_a_projection_without_a_band_names_none_and_a_baseline_of_two_nodes() -> None:

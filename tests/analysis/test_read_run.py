@@ -39,7 +39,12 @@ def summed_up(record: Path, **changes: Any) -> Path:
 
 def test_every_field_of_a_real_record_arrives(record: Path) -> None:
     run = read_record(summed_up(record, **CHANGES))
-    assert (run.state, run.model, run.nodes, run.gpus) == ("completed", "clap_htsat_tiny_roberta_base", 1, 2)
+    assert (run.state, run.model, run.nodes, run.gpus) == (
+        "completed",
+        "clap_htsat_tiny_roberta_base",
+        1,
+        2,
+    )
     assert (run.batch_per_gpu, run.context_length, run.finished[:4]) == (4, 77, "2026")
     assert (run.rate, run.windows) == (1.5, (1.0, 2.0))
     assert (run.breakdown_s, run.achieved_tflops, run.notes) == (SUMMARY["breakdown_s"], 0.25, "")
@@ -53,10 +58,18 @@ def test_every_field_of_a_real_record_arrives(record: Path) -> None:
 
 
 def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
-    runs = [read_record(summed_up(record, schema=schema, samples_per_s_per_gpu=RATES)) for schema in (3, 3, 4)]
-    assert [run.model for run in runs] == ["clap_htsat_tiny_roberta_base"] * 2 + ["htsat_tiny_roberta_base"]
+    runs = [
+        read_record(summed_up(record, schema=schema, samples_per_s_per_gpu=RATES))
+        for schema in (3, 3, 4)
+    ]
+    assert [run.model for run in runs] == ["clap_htsat_tiny_roberta_base"] * 2 + [
+        "htsat_tiny_roberta_base"
+    ]
     assert [row.repeats for row in scaling_table(runs)] == [2, 1]
-    assert read_record(summed_up(record, preset="htsat_base_roberta_base")).model == "htsat_base_roberta_base"
+    assert (
+        read_record(summed_up(record, preset="htsat_base_roberta_base")).model
+        == "htsat_base_roberta_base"
+    )
 
 
 OLD_SUMMARY = {"slow_ranks": [{"rank": 1, "lag_s": 0.5}], "text_tokens": 7} | {
@@ -74,16 +87,28 @@ def test_records_of_older_schemas_are_read_by_todays_names(record: Path) -> None
     text = (record / "metrics.jsonl").read_text()
     steps = read_steps(record, "timed")
     write(record / "metrics.jsonl", text.replace('"window",', '"timed",'))
-    assert len(steps) == len(read_steps(record, "timed")) == sum(step["phase"] == "window" for step in STEPS)
+    assert (
+        len(steps)
+        == len(read_steps(record, "timed"))
+        == sum(step["phase"] == "window" for step in STEPS)
+    )
 
 
 def test_a_run_that_ended_early_tells_what_it_had_measured(record: Path) -> None:
     write(record / "summary.json", json.dumps({"state": "running", "samples_per_s_per_gpu": RATES}))
     run = read_record(record)
     assert (run.state, run.gpus, run.rate) == ("running", 2, 1.5)
-    write(record / "summary.json", json.dumps({"state": "out_of_memory", "error": "CUDA out of memory"}))
+    write(
+        record / "summary.json",
+        json.dumps({"state": "out_of_memory", "error": "CUDA out of memory"}),
+    )
     run = read_record(record)
-    assert (run.state, run.error, run.rate, run.batch_per_gpu) == ("out_of_memory", "CUDA out of memory", None, 4)
+    assert (run.state, run.error, run.rate, run.batch_per_gpu) == (
+        "out_of_memory",
+        "CUDA out of memory",
+        None,
+        4,
+    )
     assert run.notes == "no complete window was measured"
 
 
@@ -120,7 +145,10 @@ def test_a_run_killed_without_a_report_is_not_shown_as_running(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples_per_s_per_gpu": {"mean": float("inf"), "low": 1, "high": 2}}, "samples_per_s_per_gpu is inf"),
+        (
+            {"samples_per_s_per_gpu": {"mean": float("inf"), "low": 1, "high": 2}},
+            "samples_per_s_per_gpu is inf",
+        ),
         ({"breakdown_s": [1]}, r"schema\.py"),
         ({"num_nodes": 1.5}, "nodes is 1.5; expected a whole number"),
         (None, "not valid JSON"),
@@ -138,7 +166,10 @@ def test_a_record_that_is_not_of_its_schema_is_refused(
 
 def test_a_summary_names_no_file_but_a_history(record: Path) -> None:
     line = json.dumps({"phase": "timed", "step": 7, "loss": float("nan")})
-    for name, expected in (("history.jsonl", 1), ("private.jsonl", len(read_steps(record, "timed")))):
+    for name, expected in (
+        ("history.jsonl", 1),
+        ("private.jsonl", len(read_steps(record, "timed"))),
+    ):
         write(record.parent / name, line)
         assert len(read_steps(record, "timed", history=str(record.parent / name))) == expected
 
@@ -167,16 +198,31 @@ def test_a_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: st
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("environment", "device_names", 1.5), ("environment", "versions", True), ("summary", "stragglers", [1])],
+    [
+        ("environment", "device_names", 1.5),
+        ("environment", "versions", True),
+        ("summary", "stragglers", [1]),
+    ],
 )
-def test_the_field_of_a_wrong_type_is_named(record: Path, name: str, field: str, value: Any) -> None:
+def test_the_field_of_a_wrong_type_is_named(
+    record: Path, name: str, field: str, value: Any
+) -> None:
     write(record / f"{name}.json", json.dumps({field: value}))
     with pytest.raises(UserError, match=rf"{name}\.{field}.* expected"):
         read_record(record)
 
 
 def test_only_numbers_of_a_step_are_used(record: Path) -> None:
-    lines = [{"phase": "train", "step": 1, "loss": "x", "lr": 1e308, "chance": {"a": [1], "b": 0.5}, "time_s": 2.0}]
+    lines = [
+        {
+            "phase": "train",
+            "step": 1,
+            "loss": "x",
+            "lr": 1e308,
+            "chance": {"a": [1], "b": 0.5},
+            "time_s": 2.0,
+        }
+    ]
     lines += [{"phase": "train", "step": [1]}]
     write(record / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     assert read_steps(record, "train") == [{"step": 1, "chance": {"b": 0.5}, "time_s": 2.0}]

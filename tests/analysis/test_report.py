@@ -14,7 +14,8 @@ from clap_ds.config.paths import VERSION
 from tests.analysis.samples import DATA, TINY, command, record
 
 SUMMARY, ENVIRONMENT = (
-    json.loads((DATA / f"record_2ranks/{name}.json").read_text()) for name in ("summary", "environment")
+    json.loads((DATA / f"record_2ranks/{name}.json").read_text())
+    for name in ("summary", "environment")
 )
 
 
@@ -36,7 +37,11 @@ def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -
     ]  # fmt: skip
     assert f"by version {VERSION}" in text
     shown = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
-    assert {re.sub(r"-\d+", "", name) for name in shown} == {"scaling.png", "breakdown.png", "projection.png"}
+    assert {re.sub(r"-\d+", "", name) for name in shown} == {
+        "scaling.png",
+        "breakdown.png",
+        "projection.png",
+    }
     assert sorted(shown) == sorted(path.name for path in folder.glob("*.png"))
     references = re.findall(r'\b(?:src|href)="(.*?)"', text)
     assert len(references) == len(shown)
@@ -46,28 +51,51 @@ def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -
 
 def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
     text = (folder / "report.html").read_text()
-    lines = [re.findall("<td.*?>(.*?)</td>", line, re.DOTALL) for line in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)]
+    lines = [
+        re.findall("<td.*?>(.*?)</td>", line, re.DOTALL)
+        for line in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)
+    ]
     for row in csv.DictReader(TINY.open()):
         start = [row["nodes"], row["gpus"], "1", row["samples_per_s_per_gpu"]]
         found = next(line for line in lines if line[:4] == start)  # in the efficiency table
         assert found[5] == row["scaling_efficiency_percent"]
     shown = {cell for line in lines for cell in line}
     assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
-    assert "87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU." in text[: text.index(">Efficiency<")]
+    assert (
+        "87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU." in text[: text.index(">Efficiency<")]
+    )
     runs = (folder / "report.md").read_text().partition("## Runs")[2]
     versions = ENVIRONMENT["versions"]
-    for part in (versions["torch"], versions["deepspeed"], " ".join(ENVIRONMENT["command"]), " 544.6 | published |"):
+    for part in (
+        versions["torch"],
+        versions["deepspeed"],
+        " ".join(ENVIRONMENT["command"]),
+        " 544.6 | published |",
+    ):
         assert part in runs
 
 
 def test_tables_of_cpu_ranks_have_no_gpus(folder: Path) -> None:
-    steps = (folder / "report.md").read_text().partition("## Where a step's time goes")[2].partition("## Projection")[0]
+    steps = (
+        (folder / "report.md")
+        .read_text()
+        .partition("## Where a step's time goes")[2]
+        .partition("## Projection")[0]
+    )
     headers = re.findall(r"### (.+)\n\n\| nodes \| +(\w+) \|", steps)
-    assert {("Xeon" in title, unit) for title, unit in headers} == {(True, "ranks"), (False, "GPUs")}
+    assert {("Xeon" in title, unit) for title, unit in headers} == {
+        (True, "ranks"),
+        (False, "GPUs"),
+    }
 
 
-def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {key: SUMMARY[key] for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")}
+def test_a_failed_run_alone_still_makes_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {
+        key: SUMMARY[key]
+        for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")
+    }
     failed = record(tmp_path / "run", [], **kept, state="out_of_memory", error="too <big>")
     command(monkeypatch, report.main, failed, "--output", tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
@@ -104,9 +132,13 @@ def test_no_text_of_a_record_is_markup(tmp_path: Path, monkeypatch: pytest.Monke
     body = text.partition("<body>")[2]
     allowed = set("h1 h2 h3 h4 p em strong code img ul li table thead tbody tr th td".split())  # noqa: SIM905
     assert {*re.findall(r"<(\w+)", body)} <= allowed
-    assert all(source.startswith('src="data:image/png') for source in re.findall(r'src="[^"]*', body))
+    assert all(
+        source.startswith('src="data:image/png') for source in re.findall(r'src="[^"]*', body)
+    )
     assert not re.search("<h[1-6]>Fake|<strong>b<|href|\x1b", text)
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "Fake heading" in markdown
-    assert not re.search(r"\x1b|^# Fake|<img|<script|(?<!!\[)\]\(|\*\*b\*\*", markdown, re.MULTILINE)
+    assert not re.search(
+        r"\x1b|^# Fake|<img|<script|(?<!!\[)\]\(|\*\*b\*\*", markdown, re.MULTILINE
+    )
     assert markdown.count("`") == 2

@@ -22,10 +22,22 @@ ENGINE = "world_size ................... {}\n"
 
 def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     log = write(tmp_path / "bare.log", running_log([1.0] * 20, batch=64))
-    for options in (given(nodes=2, gpus_per_node=4), given(gpus=8, gpus_per_node=4), given(gpus=8, nodes=2)):
+    for options in (
+        given(nodes=2, gpus_per_node=4),
+        given(gpus=8, gpus_per_node=4),
+        given(gpus=8, nodes=2),
+    ):
         (run,) = read_runs([log], options)
-        assert (run.nodes, run.gpus, run.rate, run.deepspeed_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
-    write(log, "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n" + log.read_text())
+        assert (run.nodes, run.gpus, run.rate, run.deepspeed_samples_per_s_per_gpu) == (
+            2,
+            8,
+            8.0,
+            8.0,
+        )
+    write(
+        log,
+        "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n" + log.read_text(),
+    )
     told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", peak_tflops=10.0)
     (run,) = read_runs([log], told)
     assert (run.model, run.batch_per_gpu, run.micro_batch) == ("htsat_tiny_roberta_base", 8, 4)
@@ -35,9 +47,13 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     assert run.mfu_model_percent == pytest.approx(100 * 8 * gflops / 1000 / 10, rel=0.01)
     assert run.context_length == 77
     assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
-    (run,) = read_runs([write(tmp_path / "l.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
+    (run,) = read_runs(
+        [write(tmp_path / "l.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4)
+    )
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
-    (run,) = read_runs([write(tmp_path / "gpu2.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
+    (run,) = read_runs(
+        [write(tmp_path / "gpu2.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4)
+    )
     assert (run.gpus, "log's name" in run.notes) == (16, False)
 
 
@@ -66,7 +82,9 @@ def test_a_log_without_a_launchers_lines_may_have_its_scale_in_its_name(
 
 @pytest.mark.parametrize("prefix", ["", "node1: "])
 def test_this_projects_log_states_its_scale(tmp_path: Path, prefix: str) -> None:
-    copy = write(tmp_path / "moved.log", f"{prefix}ranks: 16, nodes: 4\n" + running_log([1.0] * 20, batch=64))
+    copy = write(
+        tmp_path / "moved.log", f"{prefix}ranks: 16, nodes: 4\n" + running_log([1.0] * 20, batch=64)
+    )
     (run,) = read_runs([copy], given())
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
 
@@ -78,7 +96,8 @@ TITLED: Any = {
 
 
 @pytest.mark.parametrize(
-    "before", ["", "node1: ", "step 2/40  loss 1.5", "[2026-11-28] MaxMemAllocated=0.3GB", "\x1b[32m"]
+    "before",
+    ["", "node1: ", "step 2/40  loss 1.5", "[2026-11-28] MaxMemAllocated=0.3GB", "\x1b[32m"],
 )
 @pytest.mark.parametrize(
     "changes",
@@ -92,11 +111,14 @@ TITLED: Any = {
 def test_this_projects_titles_state_model_batch_and_tokens(
     tmp_path: Path, before: str, changes: dict[str, Any]
 ) -> None:
-    """A benchmark prints its title before the first step and above its results, which begin no new start."""
+    """A benchmark prints its title before the first step and above its results, which begin no new
+    start."""
     summary = TITLED | changes
     title = before + run_title(summary) + "\n"
     steps = running_log([1.0] * 20, batch=64)
-    (run,) = read_runs([write(tmp_path / "x.log", title + steps + title)], given(model="htsat_base_roberta_base"))
+    (run,) = read_runs(
+        [write(tmp_path / "x.log", title + steps + title)], given(model="htsat_base_roberta_base")
+    )
     batch = 4 * summary["gradient_accumulation_steps"]
     assert (run.gpus, run.nodes, run.rate) == (8, summary["num_nodes"], 8.0)
     assert (run.batch_per_gpu, run.micro_batch, run.context_length) == (batch, 4, 64)
@@ -155,7 +177,9 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
         place = sweep / "runs" / f"n{nodes:03}"
         place.mkdir(parents=True)
         record(place, [], state="failed", num_nodes=nodes, world_size=nodes)
-        write(place / "other.log", running_log([1.0] * 20))  # belongs to the run, so it is no separate input
+        write(
+            place / "other.log", running_log([1.0] * 20)
+        )  # belongs to the run, so it is no separate input
     (sweep / "runs" / ".inductor-1000").mkdir()
     write(sweep / "runs" / ".inductor-1000" / "autotuning.log", running_log([1.0] * 20))
     (sweep / "latest").symlink_to(sweep / "runs" / "n002")
@@ -167,7 +191,9 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
     assert [(run.gpus, run.state, run.notes) for run in runs] == [
         (gpus, "failed", "no complete window was measured") for gpus in (2, 4)
     ]
-    for warning, reason in zip(capsys.readouterr().err.splitlines(), ("jobs.out", "gone"), strict=True):
+    for warning, reason in zip(
+        capsys.readouterr().err.splitlines(), ("jobs.out", "gone"), strict=True
+    ):
         assert warning.startswith("warning: ")
         assert reason in warning
 
@@ -175,7 +201,12 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
 def write_record(folder: Path, rate: float, second: int) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     rates = {"mean": rate, "windows": [rate - 1, rate + 1], "window_s": [2.0, 2.0]}
-    summary = {"samples_per_s_per_gpu": rates, "num_nodes": 1, "world_size": 4, "state": "completed"}
+    summary = {
+        "samples_per_s_per_gpu": rates,
+        "num_nodes": 1,
+        "world_size": 4,
+        "state": "completed",
+    }
     return record(folder, [], **summary, finished=f"2026-11-20T19:21:{second:02}+00:00")
 
 
@@ -206,7 +237,9 @@ def test_copies_of_a_log_count_once_and_its_repeats_each(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["unfinished record", "log with other line ends", "table"])
-def test_copies_without_an_end_of_logs_with_other_line_ends_and_of_tables_count_once(tmp_path: Path, kind: str) -> None:
+def test_copies_without_an_end_of_logs_with_other_line_ends_and_of_tables_count_once(
+    tmp_path: Path, kind: str
+) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path, line_end in zip(paths, ("\n", "\r\n"), strict=True):
         path.mkdir()
@@ -231,10 +264,20 @@ def test_copies_of_failed_runs_and_of_table_rows_stay(tmp_path: Path) -> None:
 
 
 def test_the_command_works_as_a_script_without_torch(tmp_path: Path) -> None:
-    words = [sys.executable, "-X", "importtime", "analysis/scaling.py", LOG, "--model", "HTSAT-tiny-Roberta-base"]
+    words = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "analysis/scaling.py",
+        LOG,
+        "--model",
+        "HTSAT-tiny-Roberta-base",
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +1 \| +9154.0 \|"
     assert re.search(shown, done.stdout, re.DOTALL)
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    imported = {
+        line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()
+    }
     assert "clap_ds" in imported
     assert not imported & {"torch", "deepspeed", "matplotlib"}

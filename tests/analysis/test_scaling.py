@@ -1,4 +1,5 @@
-"""Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures, gaps."""
+"""Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures,
+gaps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,22 +21,36 @@ def test_failed_and_partial_runs_are_in_the_table_and_count_only_where_nothing_c
     partial = run(1, 50.0, state="timeout")
     base, row = scaling_table([run(1, 100.0), partial, failed])
     assert (base.rate, base.repeats, base.state) == (100.0, 1, "1 completed, 1 timeout")
-    assert (row.state, row.rate, row.scaling_efficiency_percent, row.repeats) == ("out_of_memory", None, None, 0)
+    assert (row.state, row.rate, row.scaling_efficiency_percent, row.repeats) == (
+        "out_of_memory",
+        None,
+        None,
+        0,
+    )
     assert row.notes == "out_of_memory: CUDA out of memory, tried 2 GiB"
     (row,) = scaling_table([partial])
     assert (row.rate, row.state) == (50.0, "timeout")
 
 
-def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written(tmp_path: Path) -> None:
-    weak = [run(nodes, rate, batch_per_gpu=64) for nodes, rate in ((1, 100.0), (2, 95.0), (4, 90.0))]
-    strong = [run(nodes, rate, batch_per_gpu=64 // nodes) for nodes, rate in ((1, 100.0), (2, 80.0), (4, 60.0))]
+def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written(
+    tmp_path: Path,
+) -> None:
+    weak = [
+        run(nodes, rate, batch_per_gpu=64) for nodes, rate in ((1, 100.0), (2, 95.0), (4, 90.0))
+    ]
+    strong = [
+        run(nodes, rate, batch_per_gpu=64 // nodes)
+        for nodes, rate in ((1, 100.0), (2, 80.0), (4, 60.0))
+    ]
     of_weak = [("weak", 4, 100.0, 1.0), ("weak", 8, 95.0, 1.9), ("weak", 16, 90.0, 3.6)]
     of_strong = [("strong", 4, 100.0, 1.0), ("strong", 8, 80.0, 1.6), ("strong", 16, 60.0, 2.4)]
     for runs, found in ((weak, of_weak), (strong, of_strong)):
         written = scaling_table(runs)
         write_csv(tmp_path / "t.csv", written)
         for rows in (written, scaling_table(read_table_runs(tmp_path / "t.csv"))):
-            shown = [(row.scaling, row.gpus, row.scaling_efficiency_percent, row.speedup) for row in rows]
+            shown = [
+                (row.scaling, row.gpus, row.scaling_efficiency_percent, row.speedup) for row in rows
+            ]
             assert shown == [(*told, pytest.approx(speedup)) for *told, speedup in found]
     mixed = scaling_table([*weak, run(1, 50.0, batch_per_gpu=32)])
     names = [("batch per GPU 64", "weak")] * 3 + [("batch per GPU 32", "weak")]
@@ -50,14 +65,21 @@ def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
 
     runs = [run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), run(2, 90.0), run(4, 72.0)]
     rates = [row.speedup for row in scaling_table(runs)]
-    assert rates == pytest.approx([1.0, 4 * 100 / 110, 8 * 90 / 110, 16 * 72 / 110])  # by GPUs, whatever their nodes
+    assert rates == pytest.approx(
+        [1.0, 4 * 100 / 110, 8 * 90 / 110, 16 * 72 / 110]
+    )  # by GPUs, whatever their nodes
     assert percents(runs) == pytest.approx([100, 100 / 1.1, 90 / 1.1, 72 / 1.1])
     assert percents([run(1, None, state="failed"), *runs[2:]]) == [None, 100.0, pytest.approx(80.0)]
 
 
 def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() -> None:
-    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, **PARTS), run(1, 623.7, memory_peak_gib=3.0, **PARTS)])
-    assert (row.mfu_published_percent, row.memory_peak_gib) == (pytest.approx(21.04, abs=0.005), 3.0)
+    (row,) = scaling_table(
+        [run(1, 623.7, peak_tflops=989.0, **PARTS), run(1, 623.7, memory_peak_gib=3.0, **PARTS)]
+    )
+    assert (row.mfu_published_percent, row.memory_peak_gib) == (
+        pytest.approx(21.04, abs=0.005),
+        3.0,
+    )
     assert row.exposed_communication_percent == pytest.approx(30.0)
     assert scaling_table([run(1, 623.7)])[0].mfu_published_percent is None
 
@@ -70,8 +92,11 @@ def test_efficiency_above_all_is_doubted() -> None:
         assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
 
-def configured(nodes: int, rate: float = 90.0, environment: Any = None, batch: int = 8, **settings: Any) -> Run:
-    """Return a run with these settings (double underscores for dots) and others that must not matter."""
+def configured(
+    nodes: int, rate: float = 90.0, environment: Any = None, batch: int = 8, **settings: Any
+) -> Run:
+    """Return a run with these settings (double underscores for dots) and others that must not
+    matter."""
     config: dict[str, Any] = {
         "clap": {"seed": rate, "output": {"label": f"{nodes}"}, "checkpoint": {"folder": f"{rate}"}}
     }
@@ -86,7 +111,11 @@ def configured(nodes: int, rate: float = 90.0, environment: Any = None, batch: i
 
 def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_path: Path) -> None:
     synced = ((90.0, "deepspeed"), (91.0, "deepspeed"), (99.0, "overlap"))
-    sweep = [configured(nodes, rate, clap__gradient_sync=sync) for nodes in (1, 2) for rate, sync in synced]
+    sweep = [
+        configured(nodes, rate, clap__gradient_sync=sync)
+        for nodes in (1, 2)
+        for rate, sync in synced
+    ]
     found = [(row.variant, row.gpus, row.repeats) for row in scaling_table(sweep)]
     names = [("gradient_sync=deepspeed", 2), ("gradient_sync=overlap", 1)]
     assert found == [(name, gpus, repeats) for name, repeats in names for gpus in (4, 8)]
@@ -117,7 +146,8 @@ def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_p
     ],
 )  # fmt: skip
 def test_what_makes_runs_differ(first: Any, second: Any, names: list[str]) -> None:
-    """Series differ in configuration, code and hardware, not in seeds, labels, paths and hosts, at all scales."""
+    """Series differ in configuration, code and hardware, not in seeds, labels, paths and hosts, at
+    all scales."""
     for nodes in (1, 2):
         rows = scaling_table([configured(1, 90.0, **first), configured(nodes, 91.0, **second)])
         assert {row.variant for row in rows} == set(names or [""])
@@ -125,7 +155,12 @@ def test_what_makes_runs_differ(first: Any, second: Any, names: list[str]) -> No
 
 def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
     base = run(1, 100.0, device="H100", precision="bf16", context_length=77)
-    others: list[Any] = [{"model": "micro"}, {"device": "A100"}, {"precision": "fp32"}, {"context_length": 514}]
+    others: list[Any] = [
+        {"model": "micro"},
+        {"device": "A100"},
+        {"precision": "fp32"},
+        {"context_length": 514},
+    ]
     rows = scaling_table([base, *(replace(base, nodes=2, gpus=8, **change) for change in others)])
     assert len({row.series for row in rows}) == 5
     assert {row.scaling_efficiency_percent for row in rows} == {100}
@@ -143,9 +178,15 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
     scales = ((2, 1.0), (4, 1.05), (8, 1.25))
     logs = [engine_log(tmp_path / f"n{nodes}.log", nodes, step_s) for nodes, step_s in scales]
     options = ["--gpus_per_node", 4]
-    command(monkeypatch, scaling.main, *logs, *options, "--rate", "engine", "--csv", tmp_path / "t.csv")
+    command(
+        monkeypatch, scaling.main, *logs, *options, "--rate", "engine", "--csv", tmp_path / "t.csv"
+    )
     rows = read_table_runs(tmp_path / "t.csv")
-    assert [(row.nodes, row.gpus, row.baseline_nodes) for row in rows] == [(2, 8, 2), (4, 16, 2), (8, 32, 2)]
+    assert [(row.nodes, row.gpus, row.baseline_nodes) for row in rows] == [
+        (2, 8, 2),
+        (4, 16, 2),
+        (8, 32, 2),
+    ]
     assert [row.rate for row in rows] == pytest.approx([16, 16 / 1.05, 12.8])
     assert [row.scaling_efficiency_percent for row in rows] == pytest.approx([100, 100 / 1.05, 80])
     assert [row.speedup for row in rows] == pytest.approx([1, 2 / 1.05, 3.2])
@@ -156,19 +197,40 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
 def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: Path) -> None:
     folders = []
     for nodes, measured, engine in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
-        summary = {"samples_per_s_per_gpu": {"mean": measured}, "state": "completed", "achieved_tflops": 45.0}
-        summary |= {"num_nodes": nodes, "world_size": 4 * nodes, "deepspeed_samples_per_s": 4 * nodes * engine}
+        summary = {
+            "samples_per_s_per_gpu": {"mean": measured},
+            "state": "completed",
+            "achieved_tflops": 45.0,
+        }
+        summary |= {
+            "num_nodes": nodes,
+            "world_size": 4 * nodes,
+            "deepspeed_samples_per_s": 4 * nodes * engine,
+        }
         folders.append(record(tmp_path / f"n{nodes}", [], **summary))
-    both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "deepspeed"))
-    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in both] == [(100, 45), (90, 45)]
-    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in alone] == [(100, None), (75, None)]
+    both, alone = (
+        scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "deepspeed")
+    )
+    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in both] == [
+        (100, 45),
+        (90, 45),
+    ]
+    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in alone] == [
+        (100, None),
+        (75, None),
+    ]
 
 
 def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_measured() -> None:
     measured = ((1, 100.0, 110.0), (2, 90.0, 88.0))
-    runs = [run(n, rate, deepspeed_samples_per_s_per_gpu=engine, achieved_tflops=41.5) for n, rate, engine in measured]
+    runs = [
+        run(n, rate, deepspeed_samples_per_s_per_gpu=engine, achieved_tflops=41.5)
+        for n, rate, engine in measured
+    ]
     out = render(scaling_table(runs)).splitlines()
-    header, _, first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out[2:6])
+    header, _, first, second = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in out[2:6]
+    )
     assert dict(zip(header, first, strict=True)) == {
         "nodes": "1", "GPUs": "4", "runs": "1", "samples/s/GPU ±": "100.0", "samples/s": "400.0", "efficiency % ±": "100.0",
         "speed-up": "1.00", "DeepSpeed's": "110.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
@@ -207,6 +269,8 @@ def test_rates_that_spread_by_more_than_half_are_doubted() -> None:
 
 
 def test_notes_are_numbered() -> None:
-    text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]))
+    text = render(
+        scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")])
+    )
     for part in ("completed [2] [1] |", "completed [3] [2] [1] |", "\n\n[2] a\n\n[3] b\n"):
         assert part in text

@@ -6,18 +6,52 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis.runs import read_runs
-from clap_ds.analysis.table import COLUMNS, FORMER_COLUMNS, Row, markdown_table, read_table_runs, write_csv
+from clap_ds.analysis.table import (
+    COLUMNS,
+    FORMER_COLUMNS,
+    Row,
+    markdown_table,
+    read_table_runs,
+    write_csv,
+)
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, given, write
 
 HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
 
-def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp_path: Path) -> None:
+def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(
+    tmp_path: Path,
+) -> None:
     rows = [
-        Row(1, 4, 623.7, 2494.8, 21.0, 100.0, 3.2154321, 0.0, "2σ over 3 repeats", 3, 1, 1.0, model="micro", state="x"),
+        Row(
+            1,
+            4,
+            623.7,
+            2494.8,
+            21.0,
+            100.0,
+            3.2154321,
+            0.0,
+            "2σ over 3 repeats",
+            3,
+            1,
+            1.0,
+            model="micro",
+            state="x",
+        ),
         Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
-        Row(4, 16, 0.05321, 0.85136, forward_s=0.25, data_wait_s=0.0, model="micro", context_length=77, state="x"),
+        Row(
+            4,
+            16,
+            0.05321,
+            0.85136,
+            forward_s=0.25,
+            data_wait_s=0.0,
+            model="micro",
+            context_length=77,
+            state="x",
+        ),
     ]
     write_csv(tmp_path / "t.csv", rows)
     for row, found in zip(rows, read_table_runs(tmp_path / "t.csv"), strict=True):
@@ -44,14 +78,28 @@ def test_a_table_with_former_names_is_read(tmp_path: Path) -> None:
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
         (HEADER + "1,4,1,234.5,4938,3,100\n", "row 1: more cells than the header"),
-        ("nodes,gpus,samples_per_s_per_gpu\n1,4,600,7\n2,8,580,7\n", "row 1: more cells than the header"),
-        ("nodes,gpus,samples_per_s_per_gpu\n1,4,600\n2,8,1,580\n", "row 2: more cells than the header"),
-        ("nodes;gpus;samples_per_s_per_gpu\n1;4;623.7\n", "row 1 .*decimal commas.*: samples_per_s_per_gpu is '623.7'"),
-        ("nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu\n1,4,600,7\n", "samples_per_s_per_gpu appears twice"),
+        (
+            "nodes,gpus,samples_per_s_per_gpu\n1,4,600,7\n2,8,580,7\n",
+            "row 1: more cells than the header",
+        ),
+        (
+            "nodes,gpus,samples_per_s_per_gpu\n1,4,600\n2,8,1,580\n",
+            "row 2: more cells than the header",
+        ),
+        (
+            "nodes;gpus;samples_per_s_per_gpu\n1;4;623.7\n",
+            "row 1 .*decimal commas.*: samples_per_s_per_gpu is '623.7'",
+        ),
+        (
+            "nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu\n1,4,600,7\n",
+            "samples_per_s_per_gpu appears twice",
+        ),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
 )
-def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_a_bad_table_is_refused_by_line_and_column(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
     path = write(tmp_path / "bad.csv", text)
     with pytest.raises(UserError, match=rf"bad\.csv.*{message}"):
         read_table_runs(path)
@@ -65,7 +113,13 @@ def test_table_that_is_missing_is_named_so(tmp_path: Path) -> None:
 def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
     text = "\ufeff" + HEADER.replace(",", ";") + "1;4;623,75;2495;21;100\n2;8;;;;\n"
     first, second = read_table_runs(write(tmp_path / "t.csv", text))
-    assert (first.nodes, first.rate, first.samples_per_s, second.gpus, second.rate) == (1, 623.75, 2495.0, 8, None)
+    assert (first.nodes, first.rate, first.samples_per_s, second.gpus, second.rate) == (
+        1,
+        623.75,
+        2495.0,
+        8,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +142,9 @@ def test_a_table_as_spreadsheets_write_it_is_read(tmp_path: Path, text: str, enc
 
 
 def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
-    agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n"))
+    agreeing, contradicting = read_table_runs(
+        write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
+    )
     assert (agreeing.rate, contradicting.rate) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 10.0)
     assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
@@ -107,8 +163,15 @@ def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:
 
 
 def test_formulas_in_a_table_are_text_and_come_back(tmp_path: Path) -> None:
-    row = Row(1, 4, 5.0, model="=1+1", device="@SUM(A1)", variant="-2+3", notes="'quoted", speedup=1e-7)
+    row = Row(
+        1, 4, 5.0, model="=1+1", device="@SUM(A1)", variant="-2+3", notes="'quoted", speedup=1e-7
+    )
     write_csv(tmp_path / "t.csv", [row])
     assert not re.search(r"(^|,)[=@+-]", (tmp_path / "t.csv").read_text(), re.MULTILINE)
     (run,) = read_table_runs(tmp_path / "t.csv")
-    assert (run.device, run.variant, run.notes, run.speedup) == ("@SUM(A1)", "-2+3", "'quoted", 1e-7)
+    assert (run.device, run.variant, run.notes, run.speedup) == (
+        "@SUM(A1)",
+        "-2+3",
+        "'quoted",
+        1e-7,
+    )

@@ -9,12 +9,20 @@ from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command, record
 
 
-def trained(folder: Path, gpus: int, times: dict[int, float], step_s: float = 2.0, **evaluated: float) -> None:
+def trained(
+    folder: Path, gpus: int, times: dict[int, float], step_s: float = 2.0, **evaluated: float
+) -> None:
     lines = [
         {"phase": "evaluation", "step": step, "samples": 8 * gpus * step, "train_s": step * step_s, "score": value, **evaluated}
         for step, value in times.items()
     ]  # fmt: skip
-    summary = {"command": "train", "state": "completed", "preset": "micro", "world_size": gpus, "num_nodes": 1}
+    summary = {
+        "command": "train",
+        "state": "completed",
+        "preset": "micro",
+        "world_size": gpus,
+        "num_nodes": 1,
+    }
     record(folder, lines, **summary, micro_batch_per_gpu=8)
 
 

@@ -1,4 +1,5 @@
-"""Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print interval, and withstand damage."""
+"""Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print
+interval, and withstand damage."""
 
 import os
 import re
@@ -19,7 +20,8 @@ TWO_RANKS = DATA / "deepspeed_2ranks.log"
 
 
 def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path: Path) -> None:
-    """Every tenth step takes four times as long; the mean is 0.13 s. 64 samples per node of four GPUs."""
+    """Every tenth step takes four times as long; the mean is 0.13 s. 64 samples per node of four
+    GPUs."""
     for nodes, num_steps in ((1, 200), (2, 500), (4, 3000)):
         times = [0.4 if n % 10 == 9 else 0.1 for n in range(num_steps)]
         for every in (1, 5, 20):
@@ -29,7 +31,9 @@ def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path
 
 
 def test_a_rate_agrees_with_deepspeeds_own_rates_of_steps() -> None:
-    current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())]
+    current = [
+        float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())
+    ]
     run = read_log(TWO_RANKS)
     assert run.rate == pytest.approx(30 / sum(2 / rate for rate in current[-30:]), rel=1e-3)
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
@@ -52,33 +56,50 @@ def test_a_rate_agrees_with_deepspeeds_own_rates_of_steps() -> None:
 )  # fmt: skip
 def test_what_other_lines_say(tmp_path: Path, lines: str, field: str, value: object) -> None:
     steps = running_log([1.0] * 20)
-    run = read_log(write(tmp_path / "x.log", steps + lines if field == "state" else f"{lines}\n{steps}"))
+    run = read_log(
+        write(tmp_path / "x.log", steps + lines if field == "state" else f"{lines}\n{steps}")
+    )
     assert getattr(run, field) == value
 
 
 @pytest.mark.parametrize("form", ["open_clip", "LAION-CLAP"])
 def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form: str) -> None:
-    """Two epochs of 1,000 steps of 8 × 616 samples, with lines after steps 1, 101, 201 …; every tenth step takes 1 s longer."""
+    """Two epochs of 1,000 steps of 8 × 616 samples, with lines after steps 1, 101, 201 …; every
+    tenth step takes 1 s longer."""
     parameters = "".join(
         f"2026-11-20,12:00:00 | INFO |   {line}\n"
-        for line in ("batch_size: 616", "world_size: 8", "accum_freq: 1", "model: CLAP-HTSAT-tiny-Roberta-base")
+        for line in (
+            "batch_size: 616",
+            "world_size: 8",
+            "accum_freq: 1",
+            "model: CLAP-HTSAT-tiny-Roberta-base",
+        )
     )
     batch, since, text = 8 * 616, [], parameters
     for step in range(2000):
         since.append(2.0 if step % 10 == 9 else 1.0)
         done = step % 1000 + 1
         if step % 1000 % 100 == 0 or done == 1000:
-            loss, rate = ("Loss: 5.1 (5.1) ", "") if form == "LAION-CLAP" else ("", f", {batch:#g}/s, {616:#g}/s/gpu")
-            text += (
-                f"x | INFO | Train Epoch: {step // 1000} [{done * batch:>6}/{1000 * batch} ({done / 10:.0f}%)] {loss}"
+            loss, rate = (
+                ("Loss: 5.1 (5.1) ", "")
+                if form == "LAION-CLAP"
+                else ("", f", {batch:#g}/s, {616:#g}/s/gpu")
             )
-            text += f"Data (t): 0.01 Batch (t): {fmean(since):.3f}{rate} LR: 3e-4 Logit Scale: 14.286\n"
+            text += f"x | INFO | Train Epoch: {step // 1000} [{done * batch:>6}/{1000 * batch} ({done / 10:.0f}%)] {loss}"
+            text += (
+                f"Data (t): 0.01 Batch (t): {fmean(since):.3f}{rate} LR: 3e-4 Logit Scale: 14.286\n"
+            )
             since = []
     (run,) = read_runs([write(tmp_path / "train.log", text)], given(gpus=8, nodes=2))
     assert (run.nodes, run.gpus, run.batch_per_gpu) == (2, 8, 616)
     assert run.model == "clap_htsat_tiny_roberta_base"
-    assert (run.rate, run.deepspeed_samples_per_s_per_gpu) == (pytest.approx(616 / 1.1, rel=1e-3), None)
-    (run,) = read_runs([write(tmp_path / "cut.log", text[len(parameters) :])], given(gpus=8, nodes=2))
+    assert (run.rate, run.deepspeed_samples_per_s_per_gpu) == (
+        pytest.approx(616 / 1.1, rel=1e-3),
+        None,
+    )
+    (run,) = read_runs(
+        [write(tmp_path / "cut.log", text[len(parameters) :])], given(gpus=8, nodes=2)
+    )
     assert run.rate is None
     assert "--batch_per_gpu" in run.notes
     (run,) = read_runs([tmp_path / "cut.log"], given(gpus=8, nodes=2, batch_per_gpu=616))
@@ -97,13 +118,19 @@ def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
     numbers = r"\[fast\] it (?P<step>\d+) \| gpus (?P<gpus>\d+) \| (?P<rate>[\d.]+) samples/s"
     monkeypatch.setitem(DIALECTS, "another", Dialect("[fast] it ", re.compile(numbers)))
     # 10 steps at 100 samples/s and 30 at 300 take equal times, whatever the batch is.
-    lines = ("[fast] it {} | gpus 8 | {} samples/s\n".format(*each) for each in ((20, 50), (30, 100), (60, 300)))
+    lines = (
+        "[fast] it {} | gpus 8 | {} samples/s\n".format(*each)
+        for each in ((20, 50), (30, 100), (60, 300))
+    )
     (run,) = read_runs([write(tmp_path / "f.log", "".join(lines))], given(nodes=1))
     assert (run.rate, run.gpus) == (pytest.approx(200 / 8), 8)
 
 
-def open_clip_log(epochs: list[list[float]], batch: int, clips: int, every: int, head: str = "") -> str:
-    """Return open_clip's lines of epochs with these times of batches, printed after batches 1, 1 + `every` … and the last."""
+def open_clip_log(
+    epochs: list[list[float]], batch: int, clips: int, every: int, head: str = ""
+) -> str:
+    """Return open_clip's lines of epochs with these times of batches, printed after batches 1, 1 +
+    `every` … and the last."""
     text = head
     for epoch, times in enumerate(epochs):
         since: list[float] = []
@@ -111,7 +138,9 @@ def open_clip_log(epochs: list[list[float]], batch: int, clips: int, every: int,
             since.append(time)
             if done % every == 1 or done == len(times):
                 place = f"[{done * batch:>6}/{clips} ({100 * done // len(times)}%)]"
-                text += f"2025-09-24,08:03:57 | INFO | Train Epoch: {epoch} {place} Data (t): 1.951 "
+                text += (
+                    f"2025-09-24,08:03:57 | INFO | Train Epoch: {epoch} {place} Data (t): 1.951 "
+                )
                 text += f"Batch (t): {fmean(since):.3f}, {batch / time:#g}/s, {batch / time:#g}/s/gpu LR: 0.000003 \n"
                 since = []
     return text
@@ -121,7 +150,9 @@ ONE_GPU = "x | INFO |   batch_size: {}\nx | INFO |   world_size: 1\n"
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 500])
-def test_epochs_that_drop_an_incomplete_batch_count_what_they_trained(tmp_path: Path, dropped: int) -> None:
+def test_epochs_that_drop_an_incomplete_batch_count_what_they_trained(
+    tmp_path: Path, dropped: int
+) -> None:
     epochs = [[10.0, *[1.0] * 39]] * 4
     text = open_clip_log(epochs, 616, 40 * 616 + dropped, 10, ONE_GPU.format(616))
     run = read_log(write(tmp_path / "x.log", text))
@@ -142,20 +173,31 @@ def test_lines_of_da_clip_give_the_rate_that_they_state(tmp_path: Path) -> None:
 def test_warm_up_of_a_resumed_run_is_not_counted(tmp_path: Path, program: str) -> None:
     """Steps of 64 samples and 2 s, of which the first ten take 9 s each."""
     times = [9.0] * 10 + [2.0] * 90
-    text = open_clip_log([times], 64, 64 * 100, 10, ONE_GPU.format(64)).replace("Epoch: 0", "Epoch: 3")
+    text = open_clip_log([times], 64, 64 * 100, 10, ONE_GPU.format(64)).replace(
+        "Epoch: 0", "Epoch: 3"
+    )
     if program != "open_clip":
         line, text = PROGRESS[program]
         for since, done in pairwise([0, 1, *range(10, 101, 10)]):
             mean_s = fmean(times[since:done])
             step = 5000 + done
-            numbers = {"samples": 64 * step, "batch": 64, "mean_ms": 1000 * mean_s, "tps": round(64 * 8192 / mean_s)}
+            numbers = {
+                "samples": 64 * step,
+                "batch": 64,
+                "mean_ms": 1000 * mean_s,
+                "tps": round(64 * 8192 / mean_s),
+            }
             text += line.format(step=step, **numbers) + "\n"
     (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
     assert (run.rate or 0.0) * run.gpus == pytest.approx(32, rel=1e-3)
 
 
-@pytest.mark.parametrize("whole", ["dist_world_size=8\n", "using world size: 8, data-parallel-size: 4\n"])
-def test_data_parallel_size_in_deepspeeds_dump_is_not_the_number_of_gpus(tmp_path: Path, whole: str) -> None:
+@pytest.mark.parametrize(
+    "whole", ["dist_world_size=8\n", "using world size: 8, data-parallel-size: 4\n"]
+)
+def test_data_parallel_size_in_deepspeeds_dump_is_not_the_number_of_gpus(
+    tmp_path: Path, whole: str
+) -> None:
     dump = "train_micro_batch_size_per_gpu  4\ngradient_accumulation_steps .. 2\nworld_size ................... 4\n"
     text = whole + "".join(f"[config.py:1003:print]   {line}\n" for line in dump.splitlines())
     run = read_log(write(tmp_path / "x.log", text + running_log([1.0] * 20, batch=32)))
@@ -168,7 +210,10 @@ def test_data_parallel_size_in_deepspeeds_dump_is_not_the_number_of_gpus(tmp_pat
 def test_configuration_that_composer_prints_is_a_new_start_with_its_scale(tmp_path: Path) -> None:
     text = ""
     for rate in (100.0, 800.0):
-        text += "Config:\nnum_gpus_per_node: 8\nnum_nodes: 2\n" + f"\t Train throughput/samples_per_sec: {rate}\n" * 40
+        text += (
+            "Config:\nnum_gpus_per_node: 8\nnum_nodes: 2\n"
+            + f"\t Train throughput/samples_per_sec: {rate}\n" * 40
+        )
     run = read_log(write(tmp_path / "x.log", text))
     assert (run.nodes, run.gpus, run.rate) == (2, 16, pytest.approx(50))
 
@@ -176,7 +221,9 @@ def test_configuration_that_composer_prints_is_a_new_start_with_its_scale(tmp_pa
 def test_open_clips_lines_of_2021_are_read(tmp_path: Path) -> None:
     text = open_clip_log([[0.5] * 40], 64, 64 * 40, 10, ONE_GPU.format(64))
     text = re.sub(
-        r"] Data \(t\): (\S+) Batch \(t\): (\S+),.*", r"]\tLoss: 6.1\tData (t) \1\tBatch (t) \2\tLR: 0.1", text
+        r"] Data \(t\): (\S+) Batch \(t\): (\S+),.*",
+        r"]\tLoss: 6.1\tData (t) \1\tBatch (t) \2\tLR: 0.1",
+        text,
     )
     assert read_log(write(tmp_path / "x.log", text)).rate == pytest.approx(128)
 
@@ -234,7 +281,8 @@ PROGRESS = {
 
 @pytest.mark.parametrize("program", PROGRESS)
 def test_lines_of_other_programs_give_the_rate_of_their_steps(tmp_path: Path, program: str) -> None:
-    """Lines as public logs have them, of 400 steps of 64 samples. The first ten take 9 s each, later ones 2 or 3."""
+    """Lines as public logs have them, of 400 steps of 64 samples. The first ten take 9 s each,
+    later ones 2 or 3."""
     line, text = PROGRESS[program][0] + "\n", PROGRESS[program][1]
     times = [9.0] * 10 + [2.0, 3.0] * 195
     for step in range(10, 401, 10):
@@ -248,7 +296,10 @@ def test_lines_of_other_programs_give_the_rate_of_their_steps(tmp_path: Path, pr
             "mean_ms": 1000 * mean_s,
             "rate": 64 / mean_s,
         }
-        numbers |= {"average": 64 * (step - 2) / (total_s - 18), "tps": round(64 * 8192 / 8 / mean_s)}
+        numbers |= {
+            "average": 64 * (step - 2) / (total_s - 18),
+            "tps": round(64 * 8192 / 8 / mean_s),
+        }
         clock = f"{total_s // 3600}:{total_s // 60 % 60:02}:{total_s % 60:02}"
         text += line.format(**numbers, clock=clock)
     (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=8, batch_per_gpu=8))
@@ -258,7 +309,9 @@ def test_lines_of_other_programs_give_the_rate_of_their_steps(tmp_path: Path, pr
 
 
 @pytest.mark.parametrize("quote", ["", "'"])
-def test_a_hugging_face_summary_is_the_rate_of_the_last_whole_run(tmp_path: Path, quote: str) -> None:
+def test_a_hugging_face_summary_is_the_rate_of_the_last_whole_run(
+    tmp_path: Path, quote: str
+) -> None:
     text = (
         "  Instantaneous batch size per device = 8\n  Gradient Accumulation steps = 4\n"
         + "{{'loss': 1.7, 'epoch': 0.03}}\n"
@@ -272,35 +325,56 @@ def test_a_hugging_face_summary_is_the_rate_of_the_last_whole_run(tmp_path: Path
 
 def test_lightnings_epochs_add_up(tmp_path: Path) -> None:
     bar = "Epoch {}: 100%|██| {}/100 [{:02}:{:02}<00:00,  2.06it/s]\r"
-    lines = [bar.format(epoch, step, 2 * step // 60, 2 * step % 60) for epoch in range(3) for step in (0, 25, 100)]
-    (run,) = read_runs([write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6))
+    lines = [
+        bar.format(epoch, step, 2 * step // 60, 2 * step % 60)
+        for epoch in range(3)
+        for step in (0, 25, 100)
+    ]
+    (run,) = read_runs(
+        [write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6)
+    )
     assert run.rate == pytest.approx(3)
 
 
 def test_a_progress_bar_that_starts_again_within_its_epoch_is_a_new_start(tmp_path: Path) -> None:
     bar = "Epoch 0:  47%|██| {}/9999 [{}<00:00,  2.06it/s]\r"
-    lines = [bar.format(step, f"{4 * step // 60:02}:{4 * step % 60:02}") for step in range(100, 501, 100)]
-    lines += [bar.format(500 + step, f"{2 * step // 60:02}:{2 * step % 60:02}") for step in range(0, 401, 10)]
-    (run,) = read_runs([write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6))
+    lines = [
+        bar.format(step, f"{4 * step // 60:02}:{4 * step % 60:02}") for step in range(100, 501, 100)
+    ]
+    lines += [
+        bar.format(500 + step, f"{2 * step // 60:02}:{2 * step % 60:02}")
+        for step in range(0, 401, 10)
+    ]
+    (run,) = read_runs(
+        [write(tmp_path / "x.log", "".join(lines))], given(nodes=1, gpus=1, batch_per_gpu=6)
+    )
     assert run.rate == pytest.approx(3)
 
 
 def test_a_batch_that_grows_counts_the_samples_of_each_line(tmp_path: Path) -> None:
     """Of Megatron-LM's lines, 100 steps of 64 samples and 100 of 128 take 1 s each."""
     line = PROGRESS["Megatron-LM"][0] + "\n"
-    numbers = [(step, 64 * step + 64 * max(step - 100, 0), 128 if step > 100 else 64) for step in range(10, 201, 10)]
+    numbers = [
+        (step, 64 * step + 64 * max(step - 100, 0), 128 if step > 100 else 64)
+        for step in range(10, 201, 10)
+    ]
     text = "".join(
-        line.format(step=step, samples=samples, batch=batch, mean_ms=1000) for step, samples, batch in numbers
+        line.format(step=step, samples=samples, batch=batch, mean_ms=1000)
+        for step, samples, batch in numbers
     )
     (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
     assert run.rate == pytest.approx((90 * 64 + 100 * 128) / 190, rel=0.02)
 
 
-def test_a_log_with_the_lines_of_two_programs_gives_the_rate_with_the_wait_for_data(tmp_path: Path) -> None:
+def test_a_log_with_the_lines_of_two_programs_gives_the_rate_with_the_wait_for_data(
+    tmp_path: Path,
+) -> None:
     line = PROGRESS["Megatron-DeepSpeed"][0] + "\n"
     text = ""
     for step in range(1, 101):
-        text += throughput_line(step, 80.0) + line.format(step=step, samples=64 * step, batch=64, mean_ms=1000)
+        text += throughput_line(step, 80.0) + line.format(
+            step=step, samples=64 * step, batch=64, mean_ms=1000
+        )
     (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
     assert (run.rate, run.deepspeed_samples_per_s_per_gpu) == (pytest.approx(64), pytest.approx(80))
     assert "timer" not in run.notes
@@ -310,7 +384,9 @@ def test_a_log_with_the_lines_of_two_programs_gives_the_rate_with_the_wait_for_d
 
 
 def test_what_a_torchtitan_log_lacks_is_named(tmp_path: Path) -> None:
-    text = "".join(PROGRESS["torchtitan"][0].format(step=step, tps=10_050) + "\n" for step in range(1, 40))
+    text = "".join(
+        PROGRESS["torchtitan"][0].format(step=step, tps=10_050) + "\n" for step in range(1, 40)
+    )
     (run,) = read_runs([write(tmp_path / "x.log", text)], given(nodes=1, gpus=1))
     assert run.rate is None
     assert "sequence length" in run.notes
@@ -335,16 +411,26 @@ def test_after_a_restart_only_the_last_start_counts(tmp_path: Path) -> None:
     assert run.rate == pytest.approx(32)
     assert (run.gpus, run.state) == (1, "unknown")
     # also where steps don't begin anew
-    run = read_log(write(tmp_path / "r.log", running_log([1.0] * 12) + header + running_log([2.0] * 30, every=10)))
+    run = read_log(
+        write(
+            tmp_path / "r.log", running_log([1.0] * 12) + header + running_log([2.0] * 30, every=10)
+        )
+    )
     assert run.rate == pytest.approx(32)
 
 
 def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
     good = running_log([1.0] * 16).splitlines(keepends=True)
     bad = [throughput_line(17, value) for value in (0.0, float("-inf"), float("nan"), -5.0)]
-    torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,").replace("=16,", "=18,")
+    torn = (
+        good[-1]
+        .replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,")
+        .replace("=16,", "=18,")
+    )
     late = throughput_line(15, 60.0)
-    text = "".join([*(f"0: {line}1: {line}" for line in good), *bad, torn, late])  # printed by two ranks
+    text = "".join(
+        [*(f"0: {line}1: {line}" for line in good), *bad, torn, late]
+    )  # printed by two ranks
     run = read_log(write(tmp_path / "odd.log", text))
     assert run.rate == pytest.approx(64)
 
@@ -359,23 +445,33 @@ def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> N
         (None, "can't be read"),
     ],
 )
-def test_a_file_without_a_rate_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_file_without_a_rate_is_refused_with_the_reason(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     log = tmp_path if content is None else write(tmp_path / "bad.log", content)
     with pytest.raises(UserError, match=rf"{log.name}: .*{message}"):
         read_log(log)
 
 
-def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_a_failed_one_its_state(tmp_path: Path) -> None:
+def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_a_failed_one_its_state(
+    tmp_path: Path,
+) -> None:
     short = LAUNCHER.format(1, 4) + running_log([1.0, 1.0, 2.0, 4.0], batch=12)
     run = read_log(write(tmp_path / "short.log", short))
     assert run.rate == pytest.approx(12 / 3 / 4)
     assert "too short" in run.notes
-    run = read_log(write(tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"))
+    run = read_log(
+        write(
+            tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"
+        )
+    )
     assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)
 
 
 def test_a_line_without_end_is_cut_and_a_file_of_one_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.log", b"\0" * 3 * LONGEST_LINE + b"\n" + running_log([0.1] * 30).encode())
+    path = write(
+        tmp_path / "run.log", b"\0" * 3 * LONGEST_LINE + b"\n" + running_log([0.1] * 30).encode()
+    )
     assert read_log(path, given_batch=16).rate
     assert max(map(len, read_log_lines(path))) == LONGEST_LINE
     write(path, "")
@@ -385,7 +481,13 @@ def test_a_line_without_end_is_cut_and_a_file_of_one_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "line", ["gradient_accumulation_steps 0", "world_size ... 0", "ranks: 0, nodes: 0", "num_gpus_per_node: 0"]
+    "line",
+    [
+        "gradient_accumulation_steps 0",
+        "world_size ... 0",
+        "ranks: 0, nodes: 0",
+        "num_gpus_per_node: 0",
+    ],
 )
 def test_a_count_of_zero_is_not_stated(tmp_path: Path, line: str) -> None:
     log = LAUNCHER.format(1, 4) + f"{line}\n" + running_log([0.1] * 30)

@@ -1,4 +1,5 @@
-"""Laws on data that follows them, bands on many kinds of simulated sweeps, and the published tables."""
+"""Laws on data that follows them, bands on many kinds of simulated sweeps, and the published
+tables."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from clap_ds.config.errors import UserError
 from tests.analysis import samples
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-TINY, BASE = (series_of(scaling_table(read_table_runs(path))) for path in (samples.TINY, samples.BASE))
+TINY, BASE = (
+    series_of(scaling_table(read_table_runs(path))) for path in (samples.TINY, samples.BASE)
+)
 KINDS = {
     "flat": lambda n: 0 * n,
     "logarithm": lambda n: 0.02 * np.log2(n),
@@ -60,12 +63,14 @@ def of_law(law: str, **changes: Any) -> Series:
 
 def sweep_of(kind: str, node_counts: Sequence[int], errors: Any = 0.0) -> Series:
     times = (1 + KINDS[kind](np.array(node_counts, float))) * (1 + errors)
-    return Series("", tuple((nodes, 600 / time) for nodes, time in zip(node_counts, times, strict=True)))
+    return Series(
+        "", tuple((nodes, 600 / time) for nodes, time in zip(node_counts, times, strict=True))
+    )
 
 
 def simulate_bands(kind: str) -> tuple[list[bool], list[float]]:
-    """Return whether bands at two and four times the largest scale hold the law's efficiency, and how wide they are, for
-    sweeps of few and many scales, with more and less noise."""
+    """Return whether bands at two and four times the largest scale hold the law's efficiency, and
+    how wide they are, for sweeps of few and many scales, with more and less noise."""
     generator = np.random.default_rng(list(KINDS).index(kind))
     is_held = []
     widths = []
@@ -88,7 +93,8 @@ def test_bands_hold_as_many_of_the_laws_efficiencies_as_the_output_says() -> Non
     simulated = {kind: simulate_bands(kind) for kind in KINDS}
     shares = {kind: 100 * np.mean(is_held) for kind, (is_held, _) in simulated.items()}
     stated = re.search(
-        r"with (\d+) kinds of growth the band covered (\d+)% on average and (\d+)% for the worst", ABOUT_BAND
+        r"with (\d+) kinds of growth the band covered (\d+)% on average and (\d+)% for the worst",
+        ABOUT_BAND,
     )
     assert stated
     worst = min(shares, key=lambda kind: shares[kind])
@@ -104,11 +110,15 @@ def test_projection_of_any_law_lies_in_its_band(kind: str) -> None:
     for node_counts in SWEEPS:
         series = sweep_of(kind, node_counts)
         counts = series.node_counts
-        for percent, (low, high) in zip(series.percents(counts), series.bands(counts).values(), strict=True):
+        for percent, (low, high) in zip(
+            series.percents(counts), series.bands(counts).values(), strict=True
+        ):
             assert low < percent < high
 
 
-@pytest.mark.parametrize(("law", "grown"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)])
+@pytest.mark.parametrize(
+    ("law", "grown"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)]
+)
 def test_fit_recovers_what_made_the_data(law: str, grown: float) -> None:
     """For 512 nodes, log n is 6.2383, 2·(√n - 1) is 43.2548, and n - 1 is 511."""
     made = of_law(law)
@@ -119,7 +129,9 @@ def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
     pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.first(5).hold_outs()]
     assert pairs == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
     (_, one), (_, two), (_, four) = TINY.rates[:3]
-    root = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)  # a + b·√n through two points, by hand
+    root = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (
+        2**0.5 - 1
+    )  # a + b·√n through two points, by hand
     error = abs(100 / root / one - 100 * four / one)
     ((small, nodes, actual),) = TINY.first(3).hold_outs()
     assert abs(small.percent_by(USUAL, nodes) - actual) == pytest.approx(error, abs=1e-6)
@@ -144,7 +156,9 @@ def of_runs(rates: dict[int, float], **changes: Any) -> Series:
         ({1: 600.0, 2: 630.0, 4: 625.0}, {}, "efficiency above 100% on 2 nodes, 8 GPUs"),
     ],
 )  # fmt: skip
-def test_what_nothing_can_be_projected_from_is_refused(rates: dict[int, float], changes: Any, said: str) -> None:
+def test_what_nothing_can_be_projected_from_is_refused(
+    rates: dict[int, float], changes: Any, said: str
+) -> None:
     assert of_runs({1: 10.0, 2: 9.0}, by_nodes=lambda n: {"gpus": 8 * n}).gpus_per_node == 8
     assert of_runs({1: 600.0, 2: 500.0, 4: 590.0, 8: 500.0})  # misses by 9.4 points
     with pytest.raises(UserError, match=said):

@@ -30,11 +30,18 @@ def _bench(config: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
     arguments, seen = [BENCH, "--deepspeed_config", str(config)], environment()
     if not launcher:
         return run(arguments, env=seen)
-    (compiler := config.parent / "g++").write_text('#!/bin/sh\nexec c++ "$@" -O0 -g0\n')  # half a minute less
+    (compiler := config.parent / "g++").write_text(
+        '#!/bin/sh\nexec c++ "$@" -O0 -g0\n'
+    )  # half a minute less
     compiler.chmod(0o755)
     seen["CXX"] = str(compiler)
     return subprocess.run(
-        [*launcher, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=seen
+        [*launcher, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=seen,
     )
 
 
@@ -50,18 +57,34 @@ def _summary(config: Path) -> dict[str, Any]:
 def test_torchrun_leaves_the_steps_that_it_prints(write_run: WriteRun) -> None:
     protocol = {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 3}
     config = write_run(log_level="info", steps_per_print=1, clap={"bench": protocol})
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
     result = _bench(config, sys.executable, *torchrun)
     assert result.returncode == 0, result.stderr
     assert "samples/s" in result.stdout
     summary, directory = _summary(config), _run_directory(config)
     assert (summary["state"], summary["world_size"], summary["global_batch"]) == ("completed", 2, 8)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    phases = [(1, "warmup"), *((n, "timed") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
+    phases = [
+        (1, "warmup"),
+        *((n, "timed") for n in range(2, 6)),
+        *((n, "breakdown") for n in range(7, 10)),
+    ]
     assert [(line["step"], line["phase"]) for line in lines] == phases
-    assert summary["samples_per_s"] == pytest.approx(32 / sum(line["window_s"] for line in lines[1:5:2]))
+    assert summary["samples_per_s"] == pytest.approx(
+        32 / sum(line["window_s"] for line in lines[1:5:2])
+    )
     parts = summary["breakdown_s"].values()
-    assert all(f"{1000 * part_s:,.1f} ms  {100 * part_s / sum(parts):5.1f}%" in result.stdout for part_s in parts)
+    assert all(
+        f"{1000 * part_s:,.1f} ms  {100 * part_s / sum(parts):5.1f}%" in result.stdout
+        for part_s in parts
+    )
     (run,) = read_runs([write(config.parent / "terminal.log", result.stdout)], given(rate="engine"))
     assert (run.model, run.gpus, run.batch_per_gpu, run.context_length) == ("micro", 2, 4, 16)
     tflop = summary["achieved_tflops"] / summary["samples_per_s_per_gpu"]["mean"]
@@ -70,22 +93,38 @@ def test_torchrun_leaves_the_steps_that_it_prints(write_run: WriteRun) -> None:
 
 
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
-    """The packaged configuration with a smaller model: its optimizer, all-reduce, timers, monitor and profiler."""
+    """The packaged configuration with a smaller model: its optimizer, all-reduce, timers, monitor
+    and profiler."""
     run = json.loads((ROOT / "ds_configs/htsat_tiny_deepspeed.json").read_text())
-    run |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1}
+    run |= {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 1,
+    }
     run["clap"]["model"]["preset"], run["clap"]["context_length"] = "micro", 16
-    run["clap"]["bench"] = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
+    run["clap"]["bench"] = {
+        "warmup_steps": 1,
+        "windows": 2,
+        "steps_per_window": 1,
+        "breakdown_steps": 1,
+    }
     run["clap"] |= {"output": {"dir": str(tmp_path / "runs")}, "hardware": {"peak_tflops": 3.0}}
     optimizer = "FusedAdam"
-    if " " in torch.__file__:  # torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there
+    if (
+        " " in torch.__file__
+    ):  # torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there
         optimizer, run["clap"]["optimizer_implementation"] = "FlatAdamW", "torch"
-    (config := tmp_path / "run.json").write_text(json.dumps(run | {"comms_logger": {"enabled": True}}))
+    (config := tmp_path / "run.json").write_text(
+        json.dumps(run | {"comms_logger": {"enabled": True}})
+    )
     result = _bench(config, *deepspeed_launcher())
     assert result.returncode == 0, result.stdout + result.stderr
     directory, summary = _run_directory(config), _summary(config)
     log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
     assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
-    assert f"published convention: profiled {published_flops(load_preset('micro')) / 1e9:.2f}" in log
+    assert (
+        f"published convention: profiled {published_flops(load_preset('micro')) / 1e9:.2f}" in log
+    )
     for text in (result.stdout, log):
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
         assert text.count("time (ms) | fwd: ") == 5  # every step
@@ -116,13 +155,16 @@ runpy.run_path("{BENCH}", run_name="__main__")
 """
 
 
-def test_the_benchmark_of_a_gpu_is_refused_where_there_is_none_before_it_allocates(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_gpu_is_refused_where_there_is_none_before_it_allocates(
+    tmp_path: Path,
+) -> None:
     content = json.loads((ROOT / "ds_configs" / "htsat_tiny.json").read_text())
     content["clap"]["output"] = {"dir": str(tmp_path / "runs")}
     (tmp_path / "run.json").write_text(json.dumps(content))
     without_gpu = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
     done = run(
-        ["-c", LIMITED, "--deepspeed_config", tmp_path / "run.json"], env={**without_gpu, "CUDA_VISIBLE_DEVICES": ""}
+        ["-c", LIMITED, "--deepspeed_config", tmp_path / "run.json"],
+        env={**without_gpu, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert (done.returncode, done.stderr.count("error:")) == (2, 1), done.stderr
     assert "no GPU: 1 CPU rank (CUDA_VISIBLE_DEVICES" in done.stdout

@@ -36,18 +36,27 @@ def _measured(folder: str) -> dict[str, Any]:
     rank, now, cpu = dist.get_rank(), [100.0], torch.device("cpu")
     timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
     timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
-    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0, tput_timer=timer, train_batch_size=lambda: 16)
+    deepspeed: Any = SimpleNamespace(
+        skipped_steps=3, global_samples=0, tput_timer=timer, train_batch_size=lambda: 16
+    )
     deepspeed.train_micro_batch_size_per_gpu = lambda: 4
     deepspeed.monitor = SimpleNamespace(enabled=False, write_events=lambda events: None)
-    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu, config={})
+    engine: Any = SimpleNamespace(
+        steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu, config={}
+    )
     engine.timer = StepTimer(cpu)
     pieces: Any = SimpleNamespace(throughput=lambda: None, state=dict, statistics=dict)
     loader = BatchSource(pieces, cpu, copy_ahead=False)
-    ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=1, host=f"node{rank}")
+    ranks: Any = SimpleNamespace(
+        is_main_process=rank == 0, world_size=2, local_world_size=1, host=f"node{rank}"
+    )
     with (
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
-        mock.patch("clap_ds.engine.throughput.energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
+        mock.patch(
+            "clap_ds.engine.throughput.energy_joules",
+            side_effect=lambda _: (100 + 50 * rank) * now[0],
+        ),
         mock.patch.object(report, "print_summary"),
         mock.patch.object(report, "Progress"),
         mock.patch.object(loader, "report_throughput") as report_throughput,
@@ -55,7 +64,12 @@ def _measured(folder: str) -> dict[str, Any]:
         record = RunDirectory(Path(folder))
         if rank == 0:
             record.update_summary(
-                device_name="H200", preset="micro", world_size=2, num_nodes=2, precision="bf16", context_length=16
+                device_name="H200",
+                preset="micro",
+                world_size=2,
+                num_nodes=2,
+                precision="bf16",
+                context_length=16,
             )
         scalars = Scalars(engine, Path(folder))
         found = report.BenchReport(record, engine, loader, scalars, ranks, 34)  # type: ignore[arg-type]
@@ -77,37 +91,60 @@ def _measured(folder: str) -> dict[str, Any]:
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     summary = two_ranks.run(_measured, str(tmp_path))[0]
-    rate = summary["samples_per_s_per_gpu"]  # 240 samples in three windows of 13.5 times as many seconds
+    rate = summary[
+        "samples_per_s_per_gpu"
+    ]  # 240 samples in three windows of 13.5 times as many seconds
     assert (rate["mean"], rate["min"], rate["max"]) == pytest.approx((80 / 19.5,) * 3)
     assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
     assert rate["window_s"] == pytest.approx([19.5] * 3)
     assert (summary["micro_batch_per_gpu"], summary["global_batch"]) == (4, 16)
     assert summary["samples_per_s"] == pytest.approx(2 * 80 / 19.5)
     assert summary["deepspeed_samples_per_s"] == 7 + 34
-    assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})
+    assert summary["step_time_s"] == pytest.approx(
+        {"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5}
+    )
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
-    assert summary["joules_per_sample"] == pytest.approx((39 * 100 + 58.5 * 150) / 480)  # after the warm-up
+    assert summary["joules_per_sample"] == pytest.approx(
+        (39 * 100 + 58.5 * 150) / 480
+    )  # after the warm-up
     # Rank 0's 8 samples of a step, whose data wait of 0.1 s is left out, in the last window.
-    assert summary["reported_rates"] == pytest.approx([8 / (long(step) - 0.1) for step in range(23, 33)])
+    assert summary["reported_rates"] == pytest.approx(
+        [8 / (long(step) - 0.1) for step in range(23, 33)]
+    )
     assert (summary["skipped_steps"], summary["breakdown_s"]["forward"]) == (3, 0.5)
     assert summary["mfu_model_percent"] == pytest.approx(100 * 80 / 19.5 * 3e9 / 2e12)
-    assert summary["stragglers_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them
-    assert [warning.split(" of ")[0].split(" cost ")[0] for warning in summary["warnings"]] == ["stragglers", "MFU"]
+    assert summary["stragglers_cost_samples_per_s"] == pytest.approx(
+        480 / 39
+    )  # twice as fast without them
+    assert [warning.split(" of ")[0].split(" cost ")[0] for warning in summary["warnings"]] == [
+        "stragglers",
+        "MFU",
+    ]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["phases_s"]) for line in lines[32:]] == [(33, PHASES), (34, PHASES)]
     lines = lines[:32]
     assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
-        (step, "warmup" if step < 3 else "timed", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
+        (step, "warmup" if step < 3 else "timed", None if step < 3 else (step + 7) // 10)
+        for step in range(1, 33)
     ]
     assert [line["window_s"] for line in lines] == pytest.approx([1.5] * 2 + [19.5] * 30)
     assert [line["window_data_wait_s"] for line in lines] == pytest.approx([0.2] * 2 + [2.0] * 30)
-    assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
-    assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
-    assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks
+    assert [line["time_s"] for line in lines] == pytest.approx(
+        [long(step) for step in range(1, 33)]
+    )
+    assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx(
+        [1.5 * long(n) for n in range(1, 33)]
+    )
+    assert [line["loss"] for line in lines] == [
+        step + 5 for step in range(1, 33)
+    ]  # the mean of both ranks
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    written = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    written = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
     windows = [lines[start : start + 10] for start in range(2, 32, 10)]
     samples = [16 * window[-1]["step"] for window in windows]
     expected = {
@@ -116,7 +153,8 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
         "bench/memory_bytes": [window[0]["memory_bytes"] for window in windows],
     }
     assert written == {
-        tag: [*zip(samples, map(pytest.approx, values), strict=True)] for tag, values in expected.items()
+        tag: [*zip(samples, map(pytest.approx, values), strict=True)]
+        for tag, values in expected.items()
     }
 
 

@@ -19,10 +19,13 @@ LOCAL_BACKWARD_S = 8.0
 
 
 class _Engine:
-    """Passes take `SECONDS`, three times that on rank 1, and on both 100, 1, 8 and 2 times in turn."""
+    """Passes take `SECONDS`, three times that on rank 1, and on both 100, 1, 8 and 2 times in
+    turn."""
 
     def __init__(self) -> None:
-        self.deepspeed = SimpleNamespace(tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True)))
+        self.deepspeed = SimpleNamespace(
+            tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True))
+        )
         self.deepspeed.zero_grad = lambda: None
         self.sync, self.is_off, self.passes, self.now_s = self, False, 0, 100.0
         self.device = torch.device("cpu")
@@ -37,7 +40,9 @@ class _Engine:
     def accumulate(self, loader: Any) -> None:
         assert not self.deepspeed.tput_timer.config.enabled
         factor = (100, 1, 8, 2)[self.passes // 2]
-        for phase, seconds in SECONDS.items() if not self.is_off else [("backward", LOCAL_BACKWARD_S)]:
+        for phase, seconds in (
+            SECONDS.items() if not self.is_off else [("backward", LOCAL_BACKWARD_S)]
+        ):
             with self.timer(phase):
                 self.now_s += seconds * factor * (3 if dist.get_rank() else 1)
         self.passes += 1
@@ -56,13 +61,20 @@ def _breakdown(num_steps: int) -> dict[str, float] | None:
     return median_step(steps)
 
 
-def test_what_a_local_backward_takes_less_is_exposed(one_rank: RankPool, two_ranks: RankPool) -> None:
+def test_what_a_local_backward_takes_less_is_exposed(
+    one_rank: RankPool, two_ranks: RankPool
+) -> None:
     typical = 2 * 2  # median of three steps, after the first, times the mean over ranks
     expected = {phase: typical * seconds for phase, seconds in SECONDS.items()}
-    expected |= {"backward": typical * LOCAL_BACKWARD_S, "exposed_communication": typical * (32 - LOCAL_BACKWARD_S)}
+    expected |= {
+        "backward": typical * LOCAL_BACKWARD_S,
+        "exposed_communication": typical * (32 - LOCAL_BACKWARD_S),
+    }
     assert two_ranks.run(_breakdown, 3) == [pytest.approx(expected)] * 2
     (alone,) = one_rank.run(_breakdown, 3)
-    assert alone == pytest.approx({phase: 2 * s for phase, s in SECONDS.items()} | {"exposed_communication": 0.0})
+    assert alone == pytest.approx(
+        {phase: 2 * s for phase, s in SECONDS.items()} | {"exposed_communication": 0.0}
+    )
     assert two_ranks.run(_breakdown, 0) == [None] * 2
 
 

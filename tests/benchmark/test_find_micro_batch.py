@@ -19,14 +19,18 @@ from tests.training.reference_steps import engine_of
 @pytest.mark.parametrize("memory", [8, 15, 16, 620, 5000])
 def test_the_largest_multiple_of_8_that_fits(start: int, memory: int) -> None:
     tried: list[int] = []
-    assert largest_multiple(lambda size: (tried.append(size), size <= memory)[1], start) == memory // 8 * 8
+    assert (
+        largest_multiple(lambda size: (tried.append(size), size <= memory)[1], start)
+        == memory // 8 * 8
+    )
     assert len(tried) == len(set(tried)) <= 22
     with pytest.raises(ValueError, match="of 8 doesn't fit"):
         largest_multiple(lambda size: False, start)
 
 
 def _found(fits: int) -> tuple[int, int, int]:
-    """Find the micro-batch where batches of more than `fits` clips (on rank 1: two fewer) exhaust the memory."""
+    """Find the micro-batch where batches of more than `fits` clips (on rank 1: two fewer) exhaust
+    the memory."""
 
     def run_eager(_: Any, batch: Batch) -> None:
         if len(batch) > fits - 2 * dist.get_rank():
@@ -42,7 +46,11 @@ def _found(fits: int) -> tuple[int, int, int]:
         patch.setattr(module, "require_gpu", lambda device: None)
         find_micro_batch(engine, run)
     assert before == [float(each.sum()) for each in engine.model.running_statistics()]
-    return run.micro_batch, engine.deepspeed.train_micro_batch_size_per_gpu(), engine.deepspeed.train_batch_size()
+    return (
+        run.micro_batch,
+        engine.deepspeed.train_micro_batch_size_per_gpu(),
+        engine.deepspeed.train_batch_size(),
+    )
 
 
 def test_every_rank_has_the_micro_batch_that_fits_all(two_ranks: RankPool) -> None:

@@ -1,4 +1,5 @@
-"""FLOPs of a benchmark: captions of all ranks count, and the profiled step uses torch's operations."""
+"""FLOPs of a benchmark: captions of all ranks count, and the profiled step uses torch's
+operations."""
 
 import contextlib
 import io
@@ -26,8 +27,9 @@ LENGTHS = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
 
 
 def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
-    """Profile a run with Triton kernels and a compiled front end; if `packed`, without the published convention's operations.
-    Returns findings, output, mean caption length and graphs of a later step."""
+    """Profile a run with Triton kernels and a compiled front end; if `packed`, without the
+    published convention's operations. Returns findings, output, mean caption length and graphs of a
+    later step."""
     torch.compiler.reset()
     rank, calls = dist.get_rank(), list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
@@ -62,9 +64,14 @@ def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
 
 
 @pytest.mark.parametrize("text", ["padded", "packed"])
-def test_profiled_figures_stand_beside_the_published_convention(two_ranks: RankPool, tmp_path: Path, text: str) -> None:
+def test_profiled_figures_stand_beside_the_published_convention(
+    two_ranks: RankPool, tmp_path: Path, text: str
+) -> None:
     (found, said, mean, graphs), _ = two_ranks.run(_profiled, str(tmp_path), text)
-    assert f"profiled {found['deepspeed_gflops']:.2f}, closed form {found['deepspeed_gflops']:.2f}" in said
+    assert (
+        f"profiled {found['deepspeed_gflops']:.2f}, closed form {found['deepspeed_gflops']:.2f}"
+        in said
+    )
     if text == "padded":
         assert found["deepspeed_gflops"] == pytest.approx(found["model_gflops"], rel=1e-9)
     published = published_flops(settings("fp32", 2).clap.preset()) / 1e9

@@ -24,11 +24,19 @@ def test_a_host_is_described_even_if_it_cannot_measure(
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     monkeypatch.setattr(preflight_rank, "OTHERS_WRITE_S", 0)
     monkeypatch.setattr(preflight_rank, "initialize", lambda ranks, **_: 1 / 0)
-    monkeypatch.setattr(sys, "argv", ["x", "--job_folder", str(tmp_path), "8.0", "torch,webdatasset"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--job_folder", str(tmp_path), "8.0", "torch,webdatasset"]
+    )
     with pytest.raises(ZeroDivisionError):
         preflight_rank.main(Ranks(1, 2, 0, 1))
     found = json.loads((tmp_path / "rank-1.json").read_text())
-    assert found["gpus"] == ({"GPU-1aa": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"} if gpus else {})
+    assert found["gpus"] == (
+        {"GPU-1aa": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"} if gpus else {}
+    )
     assert found["faults"] == [] if gpus else ["no GPU is visible despite SLURM_GPUS_ON_NODE=1"]
     software = found["software"]
-    assert (software["commit"], software["torch"], software["webdatasset"]) == (commit(), torch.__version__, None)
+    assert (software["commit"], software["torch"], software["webdatasset"]) == (
+        commit(),
+        torch.__version__,
+        None,
+    )

@@ -1,4 +1,5 @@
-"""Baselines at a small size: the same function on all sides, SpecAugment as published, and ratios."""
+"""Baselines at a small size: the same function on all sides, SpecAugment as published, and
+ratios."""
 
 import json
 import os
@@ -24,7 +25,10 @@ SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
 @pytest.fixture(autouse=True)
 def on_cpu() -> Iterator[None]:
     """Clean up the process group that the command creates."""
-    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"), mock.patch.dict(vars(groups), _WORLD_GROUP=None):
+    with (
+        mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"),
+        mock.patch.dict(vars(groups), _WORLD_GROUP=None),
+    ):
         yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -40,13 +44,20 @@ def compared(folder: Path, *options: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_loops_have_the_benchmarks_heads_and_are_timed_with_spec_augment_and_without(tmp_path: Path) -> None:
+def test_loops_have_the_benchmarks_heads_and_are_timed_with_spec_augment_and_without(
+    tmp_path: Path,
+) -> None:
     sizes = load_preset("micro").model_dump(exclude={"name"})
-    sizes["text"] |= {"pooling": "mean", "projection": {"hidden_dim": 24, "activation": "gelu", "bias": False}}
+    sizes["text"] |= {
+        "pooling": "mean",
+        "projection": {"hidden_dim": 24, "activation": "gelu", "bias": False},
+    }
     sizes["audio"]["projection"]["activation"] = "gelu"
     preset = tmp_path / "mean.json"
     preset.write_text(json.dumps(sizes))
-    found = compared(tmp_path, "--preset", str(preset), "--caption_lengths", "3", "9", "--against", "loops")
+    found = compared(
+        tmp_path, "--preset", str(preset), "--caption_lengths", "3", "9", "--against", "loops"
+    )
     kinds = [(row["precision"], row["spec_augment"]) for row in found]
     assert kinds == [("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)]
     masked, plain = ({side["side"]: side["loss"] for side in row["sides"]} for row in found[2:])
@@ -57,7 +68,16 @@ def test_loops_have_the_benchmarks_heads_and_are_timed_with_spec_augment_and_wit
 
 def test_transformers_towers_compute_the_same_loss(tmp_path: Path) -> None:
     found = compared(
-        tmp_path, "--preset", "micro", "--text", "packed", "--caption_lengths", "3", "9", "--against", "transformers"
+        tmp_path,
+        "--preset",
+        "micro",
+        "--text",
+        "packed",
+        "--caption_lengths",
+        "3",
+        "9",
+        "--against",
+        "transformers",
     )
     assert [len(row["sides"]) for row in found] == [3, 2]
     assert found[1]["loss_difference"] < 1e-5
@@ -67,9 +87,14 @@ def test_transformers_towers_compute_the_same_loss(tmp_path: Path) -> None:
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = baselines.to_transformers
-    monkeypatch.setattr(baselines, "to_transformers", lambda state: {k: v * 1.5 for k, v in honest(state).items()})
+    monkeypatch.setattr(
+        baselines, "to_transformers", lambda state: {k: v * 1.5 for k, v in honest(state).items()}
+    )
     assert (
-        compare_baselines.main([*SMALL, "--preset", "micro", "--precision", "fp32", "--against", "transformers"]) == 1
+        compare_baselines.main(
+            [*SMALL, "--preset", "micro", "--precision", "fp32", "--against", "transformers"]
+        )
+        == 1
     )
 
 
@@ -92,7 +117,9 @@ def test_the_loop_masks_the_stripes_that_it_draws() -> None:
 
 
 @pytest.mark.parametrize(("kind", "padded_length"), [("transformers", 7), ("open_clip", 12)])
-def test_shorter_captions_are_padded_as_the_program_pads_them(kind: str, padded_length: int) -> None:
+def test_shorter_captions_are_padded_as_the_program_pads_them(
+    kind: str, padded_length: int
+) -> None:
     config = load_preset("micro")
     weights = baselines.to_transformers(ClapModel(config).state_dict())
     side = baselines.Side(config, weights, kind, "none", torch.device("cpu"), spec_augment=False)

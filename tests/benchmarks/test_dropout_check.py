@@ -1,4 +1,5 @@
-"""The dropout check accepts both layers' dropout and detects wrong ones, on CPUs, with Triton's interpreter."""
+"""The dropout check accepts both layers' dropout and detects wrong ones, on CPUs, with Triton's
+interpreter."""
 
 import os
 import subprocess
@@ -19,7 +20,11 @@ BACKEND = "aot_eager_decomp_partition"
 
 def wrong_rows() -> list[str]:
     torch._dynamo.reset()
-    return [row["name"] for row in dropout_check.check_dropout(torch.device("cpu"), BACKEND) if row["wrong"]]
+    return [
+        row["name"]
+        for row in dropout_check.check_dropout(torch.device("cpu"), BACKEND)
+        if row["wrong"]
+    ]
 
 
 def draw_constant_seed(*_: Any, device: torch.device, **__: Any) -> Tensor:
@@ -59,10 +64,13 @@ def test_a_constant_seed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("elements_alone")
 @pytest.mark.parametrize(
-    ("wrong_dropout", "property_"), [(store_other_mask, "both passes"), (double_share, "zeros: 0.2")]
+    ("wrong_dropout", "property_"),
+    [(store_other_mask, "both passes"), (double_share, "zeros: 0.2")],
 )
 def test_other_masks_backward_and_another_share_are_detected(
-    monkeypatch: pytest.MonkeyPatch, wrong_dropout: Callable[[Tensor, float], Tensor], property_: str
+    monkeypatch: pytest.MonkeyPatch,
+    wrong_dropout: Callable[[Tensor, float], Tensor],
+    property_: str,
 ) -> None:
     monkeypatch.setattr(dropout_check, "hash_dropout", wrong_dropout)
     (name,) = wrong_rows()
@@ -81,5 +89,7 @@ print("constant:", len(wrong_rows()))
 @pytest.mark.end_to_end
 def test_text_attention_kernels_dropout_is_right_and_its_constant_seed_is_detected() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run([sys.executable, "-c", TRITON], cwd=ROOT, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", TRITON], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert ended.stdout.splitlines() == ["right: []", "constant: 6"], ended.stdout + ended.stderr

@@ -27,7 +27,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # restored afterwards
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"])
+    monkeypatch.setattr(
+        gpu_check, "nvidia_smi", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"]
+    )
     monkeypatch.setattr(gpu_check, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(gpu_check, "SHORT", f"{gpu_check.SHORT} {MICRO}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -36,12 +38,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_steps_that_fail_or_find_no_time_are_rows_like_any_other(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = {"good": "open('{folder}/kept', 'w'); open('{folder}/a.tar', 'w')", "bad": "raise ValueError('a|b')"}
+def test_steps_that_fail_or_find_no_time_are_rows_like_any_other(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = {
+        "good": "open('{folder}/kept', 'w'); open('{folder}/a.tar', 'w')",
+        "bad": "raise ValueError('a|b')",
+    }
     steps = {name: Check(60, command=f"-c {shlex.quote(code)}") for name, code in codes.items()}
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
     assert gpu_check.main(["1", "--output", str(here / "out")]) == 1
-    rows = json.loads((here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text())
+    rows = json.loads(
+        (here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text()
+    )
     assert [(row["step"], row["state"], row["note"]) for row in rows] == [
         ("good", "completed", ""),
         ("bad", "exit code 1", "ValueError: a/b"),
@@ -63,10 +72,15 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    ("end", "position"), [("hang", 1), *((end, position) for end in ENDS for position in range(3) if end != "hang")]
+    ("end", "position"),
+    [("hang", 1), *((end, position) for end in ENDS for position in range(3) if end != "hang")],
 )
 def test_whatever_ran_before_a_step_that_ends_badly_is_kept_and_printed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], end: str, position: int
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    end: str,
+    position: int,
 ) -> None:
     code, state = ENDS[end]
     write = "print('{folder} has rows', flush=True); open('{folder}/rows.md', 'w').write('row')"
@@ -74,11 +88,17 @@ def test_whatever_ran_before_a_step_that_ends_badly_is_kept_and_printed(
     good = f"{write}; {cache}"
     codes = [good, good, good]
     codes[position] = f"{good}; {code.replace('{pid}', str(os.getpid()))}"
-    steps = {f"step{i}": Check(60, command=f"-c {shlex.quote(each)}") for i, each in enumerate(codes)}
+    steps = {
+        f"step{i}": Check(60, command=f"-c {shlex.quote(each)}") for i, each in enumerate(codes)
+    }
     if end == "hang":
         steps[f"step{position}"] = steps[f"step{position}"]._replace(most_s=5)
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
-    monkeypatch.setattr(gpu_check, "exit_on_sigterm", lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
+    monkeypatch.setattr(
+        gpu_check,
+        "exit_on_sigterm",
+        lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)),
+    )
     caches = here / "cache" / "clap_ds" / "gpu_check"
     (caches / "triton").mkdir(parents=True)
     before = signal.getsignal(signal.SIGTERM)
@@ -94,7 +114,9 @@ def test_whatever_ran_before_a_step_that_ends_badly_is_kept_and_printed(
     states = ["completed"] * len(started)
     states[position] = state
     printed = capfd.readouterr().out
-    rows = json.loads((here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text())
+    rows = json.loads(
+        (here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text()
+    )
     assert [row["state"] for row in rows] == states
     table = (here / "out" / "call1.md").read_text()
     restored = here / "restored"
@@ -172,21 +194,33 @@ assert "tensorboard" not in sys.modules
 
 @pytest.mark.end_to_end
 def test_all_modules_of_the_calls_import_with_the_packages_that_a_gpu_machine_has() -> None:
-    """Those are torch, torchaudio, transformers, what they require, and the Makefile's `CHECKED`."""
-    ended = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    """Those are torch, torchaudio, transformers, what they require, and the Makefile's
+    `CHECKED`."""
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.end_to_end
 def test_profile_and_its_shares_on_a_stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiled = {name: CALLS[2][name]._replace(most_s=200) for name in ("compile_off", "profile_eager", "efficiencies")}
+    profiled = {
+        name: CALLS[2][name]._replace(most_s=200)
+        for name in ("compile_off", "profile_eager", "efficiencies")
+    }
     monkeypatch.setattr(gpu_check, "CALLS", {1: profiled})
     assert gpu_check.main(["1", "--output", str(here / "out")]) == 0
     with tarfile.open(here / "out" / "call1_compile_off.tar.xz") as archive:
-        archived = {Path(name).name for name in archive.getnames() if fnmatch(name, "call1/compile_off/run-*")}
+        archived = {
+            Path(name).name
+            for name in archive.getnames()
+            if fnmatch(name, "call1/compile_off/run-*")
+        }
     assert {*RECORD_FILES, "rank0.log"} <= archived
     archives = ["call1_efficiencies.tar.xz", "call1_profile_eager.tar.xz"]
     assert {"call1.md", "efficiencies.json", *archives} <= {*os.listdir(here / "out")}
     classes = json.loads((here / "out" / "efficiencies.json").read_text())["classes"]
     assert {"thin product", "element-wise", "narrow norm", "optimizer"} <= classes.keys()
-    assert all(0 < each["efficiency"] < 1 for each in classes.values())  # a CPU relative to an H100's data sheet
+    assert all(
+        0 < each["efficiency"] < 1 for each in classes.values()
+    )  # a CPU relative to an H100's data sheet

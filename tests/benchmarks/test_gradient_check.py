@@ -1,4 +1,5 @@
-"""The gradient check accepts right gradients and detects a wrong one, with a micro model of Triton kernels."""
+"""The gradient check accepts right gradients and detects a wrong one, with a micro model of Triton
+kernels."""
 
 import json
 import os
@@ -22,7 +23,8 @@ NAME = "text.roberta.encoder.layer.0.output.dense.bias"
 
 
 def wrong(*assignments: str) -> list[str]:
-    """Return the gradients reported for a micro model whose compiled gradient of `NAME` is off by 10%."""
+    """Return the gradients reported for a micro model whose compiled gradient of `NAME` is off by
+    10%."""
     calls, plain = [0], gradient_check.gradients
 
     def off(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -30,10 +32,15 @@ def wrong(*assignments: str) -> list[str]:
         found = plain(*arguments)
         return found | ({NAME: 1.1 * found[NAME]} if calls[0] % 3 == 0 else {})
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(gradient_check, "gradients", off):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(gradient_check, "gradients", off),
+    ):
         path = Path(folder) / "run.json"
         path.write_text(json.dumps(changed(Path("htsat_tiny"), [*MICRO.split(), *assignments])))
-        *_, rows = gradient_check.compare(load_run(path, 1), torch.device("cpu"), 6, backend="aot_eager")
+        *_, rows = gradient_check.compare(
+            load_run(path, 1), torch.device("cpu"), 6, backend="aot_eager"
+        )
     margins = [f"{row['name']} {row['share']:.2f}" for row in rows[:2]]
     print("shares of the bound:", *margins)
     return [row["name"] for row in rows if row["wrong"]]
@@ -48,8 +55,12 @@ print("wrong:", *wrong(*(f"clap.model.{part}_impl=triton" for part in ("attentio
 
 
 @pytest.mark.end_to_end
-def test_a_model_of_triton_kernels_has_the_gradients_of_torchs_operations_but_one_that_is_off() -> None:
+def test_a_model_of_triton_kernels_has_the_gradients_of_torchs_operations_but_one_that_is_off() -> (
+    None
+):
     """Triton's interpreter runs the kernels in compiled graphs."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run([sys.executable, "-c", TRITON], cwd=ROOT, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", TRITON], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert ended.stdout.splitlines()[-1:] == [f"wrong: {NAME}"], ended.stdout + ended.stderr

@@ -37,7 +37,9 @@ def test_rows_before_a_case_that_ends_the_command_are_kept_and_printed(
         raise SystemExit(143)
 
     case = Case("linear", "16", F.linear, F.linear, [(6, 8, 16), (32, 16)], (1.0, 2.0), (1.0, 2.0))
-    monkeypatch.setattr(kernel_times, "text_cases", lambda _: [case, case._replace(kernel="ends", ours=end)])
+    monkeypatch.setattr(
+        kernel_times, "text_cases", lambda _: [case, case._replace(kernel="ends", ours=end)]
+    )
     for name in ("attention_cases", "mlp_cases"):
         monkeypatch.setattr(kernel_times, name, lambda *_: [])
     monkeypatch.setattr(kernel_times, "median_ms", lambda function: float(function() is not None))
@@ -53,7 +55,9 @@ def test_rows_before_a_case_that_ends_the_command_are_kept_and_printed(
 
 
 @pytest.mark.parametrize("cases", [attention_cases, mlp_cases])
-def test_flops_are_those_of_torchs_operations(cases: Callable[[AudioConfig, int], Iterator[Case]]) -> None:
+def test_flops_are_those_of_torchs_operations(
+    cases: Callable[[AudioConfig, int], Iterator[Case]],
+) -> None:
     case = next(cases(load_preset("htsat_tiny_roberta_base").audio, 1))
     inputs = [torch.ones(shape) for shape in case.shapes]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -32,7 +32,9 @@ sys.exit(kind == "memory")
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}})
+    )
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(tune, "BENCH", [sys.executable, str(tmp_path / "stand_in.py")])
     return lambda *options: tune.main(
@@ -47,7 +49,12 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> None:
     options = ["--vary", "clap.compile=off,step", "--vary", "train_micro_batch_size_per_gpu=8,16"]
     assert run(*options, "--set", "clap.bench.windows=3") == 0
-    assert [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)] == [108.0, 116.0, 158.0, 166.0]
+    assert [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)] == [
+        108.0,
+        116.0,
+        158.0,
+        166.0,
+    ]
     written = json.loads((tmp_path / "out" / "03" / "config.json").read_text())
     assert (written["clap"]["compile"], written["train_micro_batch_size_per_gpu"]) == ("step", 8)
     assert (written["clap"]["bench"]["windows"], written["clap"]["bench"]["warmup_steps"]) == (3, 5)
@@ -68,4 +75,6 @@ def test_failed_runs_are_rows_with_their_reason(run: Callable[..., int], tmp_pat
 
 def test_run_over_its_time_limit_is_a_row(run: Callable[..., int], tmp_path: Path) -> None:
     assert run("--vary", "clap.compile=slow", "--limit_s", "1") == 1
-    assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [("stopped after 1 s", "no output")]
+    assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
+        ("stopped after 1 s", "no output")
+    ]

@@ -17,11 +17,18 @@ from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import ROOT, micro_run
 
-RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.supervisor"
+RANKS = (
+    r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.supervisor"
+)
 """Matches the command line of everything a job starts."""
 STEPS = 80
-TRAINING: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"max_samples": 16 * STEPS, "log_every_steps": 1}}
-ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
+TRAINING: dict[str, Any] = {
+    "model": {"preset": "micro"},
+    "train": {"max_samples": 16 * STEPS, "log_every_steps": 1},
+}
+ENDLESS = {
+    "bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}
+}
 
 
 @pytest.fixture(scope="session")
@@ -42,11 +49,14 @@ class Submitted:
     folder: Path
 
     def wait(self, timeout: float = 300, confirm_s: float = 30) -> dict[str, str]:
-        """Wait until it ends and return its fields. It stays COMPLETING if a node can't be reached to confirm the end."""
+        """Wait until it ends and return its fields. It stays COMPLETING if a node can't be reached
+        to confirm the end."""
         state = lambda: self.cluster.job(self.number)["JobState"]  # noqa: E731
         self.cluster.wait_until(lambda: state() in OVER, timeout, f"the end of job {self.number}")
         with contextlib.suppress(AssertionError):
-            self.cluster.wait_until(lambda: state() != "COMPLETING", confirm_s, "nodes to confirm the end")
+            self.cluster.wait_until(
+                lambda: state() != "COMPLETING", confirm_s, "nodes to confirm the end"
+            )
         return self.cluster.job(self.number)
 
     def ends(self, state: str, exit_code: int) -> None:
@@ -74,7 +84,8 @@ class Submitted:
         return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
     def wait_for_steps(self, runs: int = 1) -> None:
-        """Wait until the run, or a restart, has made some steps, which the hang limit depends on."""
+        """Wait until the run, or a restart, has made some steps, which the hang limit depends
+        on."""
         over = lambda: self.cluster.job(self.number)["JobState"] in OVER - {"COMPLETING"}  # noqa: E731
         files = lambda: self.folder.glob("runs/*/metrics.jsonl")  # noqa: E731
         stepped = lambda: sum(path.read_bytes().count(b"\n") >= 3 for path in files()) >= runs  # noqa: E731
@@ -96,7 +107,12 @@ class Submitted:
 def site_file(folder: Path, **changes: Any) -> str:
     """Return a site for the test cluster that writes runs to the test's folder."""
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"}
-    site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "requeues": 0}
+    site = {
+        "gpus_per_node": 2,
+        "python": sys.executable,
+        "run_root": str(folder / "runs"),
+        "requeues": 0,
+    }
     site |= {"environment": variables}
     (folder / "cluster.json").write_text(json.dumps({**site, **changes}))
     return str(folder / "cluster.json")
@@ -109,8 +125,9 @@ Submit = Callable[..., Submitted]
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
     """Submit the script of a micro run: `submit(nodes, launcher, sbatch=(…), site={…}, clap={…})`.
 
-    Each job has its own folder. `variables`: environment of the submitting shell; `site`: changes of the profile; `asks`: other
-    fields of the `Request`. The network is slow, so that ranks wait for it and leave processors to other tests.
+    Each job has its own folder. `variables`: environment of the submitting shell; `site`: changes
+    of the profile; `asks`: other fields of the `Request`. The network is slow, so that ranks wait
+    for it and leave processors to other tests.
     """
     cluster.wait_until_idle()
 
@@ -131,7 +148,9 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]
         words = ["sbatch", "--parsable", "--gpus-per-node=2", *sbatch, str(folder / "job.sbatch")]
-        return Submitted(cluster, cluster.run("ctl", *given, *words, folder=ROOT).stdout.strip(), folder)
+        return Submitted(
+            cluster, cluster.run("ctl", *given, *words, folder=ROOT).stdout.strip(), folder
+        )
 
     with cluster.slow_network("8mbit"):
         yield start

@@ -1,8 +1,10 @@
-"""A real SLURM cluster on one machine: a controller and nodes, each a set of Linux namespaces with its own network.
+"""A real SLURM cluster on one machine: a controller and nodes, each a set of Linux namespaces with
+its own network.
 
-A host is an `unshare`d process that sleeps as pid 1 of its own pid namespace; killing it ends all its processes. A bridge in
-the controller's network namespace connects the nodes. It has no uplink, so the machine's own interfaces, /etc, /run and ports
-are not touched. Needs root and the programs in `tests.needs.CLUSTER`.
+A host is an `unshare`d process that sleeps as pid 1 of its own pid namespace; killing it ends all
+its processes. A bridge in the controller's network namespace connects the nodes. It has no uplink,
+so the machine's own interfaces, /etc, /run and ports are not touched. Needs root and the programs
+in `tests.needs.CLUSTER`.
 """
 
 import contextlib
@@ -30,18 +32,25 @@ OVER = {
 
 
 class SlurmCluster:
-    """Hosts `node1` … `nodeN` and `ctl`, started on construction. Unique paths keep clusters and leftovers apart."""
+    """Hosts `node1` … `nodeN` and `ctl`, started on construction. Unique paths keep clusters and
+    leftovers apart."""
 
     def __init__(self, num_nodes: int) -> None:
         self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster per machine: SLURM's cgroups are named after nodes only
+        fcntl.flock(
+            self._lock, fcntl.LOCK_EX
+        )  # one cluster per machine: SLURM's cgroups are named after nodes only
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)  # left by a killed test run, whose hosts are gone
+            shutil.rmtree(
+                left, ignore_errors=True
+            )  # left by a killed test run, whose hosts are gone
         self._remove_cgroups()
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.folder.chmod(0o755)
-        self._addresses = {"ctl": f"{_SUBNET}.254"} | {host: f"{_SUBNET}.{i}" for i, host in enumerate(self.nodes, 1)}
+        self._addresses = {"ctl": f"{_SUBNET}.254"} | {
+            host: f"{_SUBNET}.{i}" for i, host in enumerate(self.nodes, 1)
+        }
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._init: dict[str, int] = {}
         try:
@@ -63,7 +72,11 @@ class SlurmCluster:
             holder.kill()
             holder.wait()
         with contextlib.suppress(AssertionError):
-            self.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._init.values()), 5, "hosts")
+            self.wait_until(
+                lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._init.values()),
+                5,
+                "hosts",
+            )
         self._remove_cgroups()
         self._holders, self._init = {}, {}
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -78,14 +91,33 @@ class SlurmCluster:
     # --- use
 
     def run(
-        self, host: str, *arguments: str, check: bool = True, folder: Path | None = None, timeout: float = 120
+        self,
+        host: str,
+        *arguments: str,
+        check: bool = True,
+        folder: Path | None = None,
+        timeout: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host."""
-        enter = ["nsenter", "-t", str(self._init[host]), "-n", "-u", "-m", "-p", f"--wd={folder or self.folder}", "--"]
+        enter = [
+            "nsenter",
+            "-t",
+            str(self._init[host]),
+            "-n",
+            "-u",
+            "-m",
+            "-p",
+            f"--wd={folder or self.folder}",
+            "--",
+        ]
         command = [*enter, "env", f"SLURM_CONF={self.folder}/slurm.conf", *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+        )
         if check and result.returncode:
-            raise AssertionError(f"{host}: {' '.join(arguments)}: {result.returncode}\n{result.stdout}{result.stderr}")
+            raise AssertionError(
+                f"{host}: {' '.join(arguments)}: {result.returncode}\n{result.stdout}{result.stderr}"
+            )
         return result
 
     def job(self, number: str) -> dict[str, str]:
@@ -95,8 +127,14 @@ class SlurmCluster:
 
     def processes(self, pattern: str) -> dict[str, list[str]]:
         """Return matching command lines by node, without nodes that have none."""
-        lines = {host: self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout for host in self._addresses}
-        found = {host: re.findall(f"^.*(?:{pattern}).*$", text, re.MULTILINE) for host, text in lines.items()}
+        lines = {
+            host: self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout
+            for host in self._addresses
+        }
+        found = {
+            host: re.findall(f"^.*(?:{pattern}).*$", text, re.MULTILINE)
+            for host, text in lines.items()
+        }
         return {host: matching for host, matching in found.items() if matching}
 
     def left_behind(self, pattern: str) -> dict[str, list[str]]:
@@ -110,11 +148,14 @@ class SlurmCluster:
         self.run("ctl", "ip", "link", "set", f"v-{host}", "down")
 
     def connect(self, host: str) -> None:
-        """Reconnect a node and resume it in SLURM, which ignores what is left there of jobs that ended seconds ago."""
+        """Reconnect a node and resume it in SLURM, which ignores what is left there of jobs that
+        ended seconds ago."""
         self.run(host, "pkill", "-KILL", "-f", "slurmstepd|clap_ds/", check=False)
         self.run("ctl", "ip", "link", "set", f"v-{host}", "up")
         for state in ("State=DOWN", "State=RESUME"):
-            self.run("ctl", "scontrol", "update", f"NodeName={host}", state, "Reason=cut", check=False)
+            self.run(
+                "ctl", "scontrol", "update", f"NodeName={host}", state, "Reason=cut", check=False
+            )
 
     @contextlib.contextmanager
     def slow_network(self, rate: str) -> Iterator[None]:
@@ -141,7 +182,9 @@ class SlurmCluster:
         self.wait_until(self._all_idle, 60, "nodes to become idle")
 
     def _all_idle(self) -> bool:
-        states = self.run("ctl", "sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", check=False).stdout.split()
+        states = self.run(
+            "ctl", "sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", check=False
+        ).stdout.split()
         return states == ["idle"] * len(self.nodes)
 
     # --- start
@@ -154,19 +197,27 @@ class SlurmCluster:
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
         for key in ("user", "host"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "ssh" / key)], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "ssh" / key)],
+                check=True,
+            )
         shutil.copy(folder / "ssh" / "user.pub", folder / "ssh" / "authorized_keys")
         for number in range(GPUS):
             # SLURM counts and assigns this null-like character device as a GPU.
             os.mknod(folder / "dev" / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         sshd = f"HostKey {folder}/ssh/host;AuthorizedKeysFile {folder}/ssh/authorized_keys;StrictModes no;UsePAM no;"
-        sshd += "PermitRootLogin prohibit-password;PasswordAuthentication no;UseDNS no;MaxStartups 100"
+        sshd += (
+            "PermitRootLogin prohibit-password;PasswordAuthentication no;UseDNS no;MaxStartups 100"
+        )
         ssh = f"IdentityFile {folder}/ssh/user;StrictHostKeyChecking no;UserKnownHostsFile /dev/null;LogLevel ERROR"
         texts = {
-            "hosts": ";".join(["127.0.0.1 localhost", *(f"{at} {host}" for host, at in self._addresses.items())]),
+            "hosts": ";".join(
+                ["127.0.0.1 localhost", *(f"{at} {host}" for host, at in self._addresses.items())]
+            ),
             "slurm.conf": self._slurm_conf(),
             "gres.conf": f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]",
-            "cgroup.conf": "CgroupAutomount=no" + (";CgroupPlugin=cgroup/v1" if CGROUPS.is_dir() else ""),
+            "cgroup.conf": "CgroupAutomount=no"
+            + (";CgroupPlugin=cgroup/v1" if CGROUPS.is_dir() else ""),
             "sshd_config": sshd,
             "ssh_config": f"Host *;{ssh}",
         }
@@ -190,12 +241,15 @@ class SlurmCluster:
             JobRequeue=1 GresTypes=gpu SlurmdParameters=config_overrides"""
         nodes = [f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN"]
         nodes += [f"NodeName={host} NodeAddr={address}" for host, address in hosts]
-        partitions = ["PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"]
+        partitions = [
+            "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
+        ]
         partitions += ["PartitionName=short Nodes=ALL MaxTime=5 State=UP OverSubscribe=NO"]
         return ";".join([*settings.split(), *nodes, *partitions])
 
     def _start_host(self, host: str) -> None:
-        """Start a host: namespaces with a name, private run-time folders, and a link to the controller's bridge."""
+        """Start a host: namespaces with a name, private run-time folders, and a link to the
+        controller's bridge."""
         ready = self.folder / f"ready-{host}"
         script = (
             'set -e; hostname "$1"; mount -t proc proc /proc; mount -t tmpfs tmpfs /run; mkdir -p /run/sshd /run/lock;'
@@ -213,10 +267,16 @@ class SlurmCluster:
             )  # fmt: skip
         self.wait_until(ready.exists, 60, f"namespaces of {host}")
         holder = self._holders[host].pid
-        self._init[host] = int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
+        self._init[host] = int(
+            Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0]
+        )
         address = self._addresses[host]
         if host == "ctl":
-            for words in ("link add br0 type bridge", f"addr add {address}/24 dev br0", "link set br0 up"):
+            for words in (
+                "link add br0 type bridge",
+                f"addr add {address}/24 dev br0",
+                "link set br0 up",
+            ):
                 self.run("ctl", "ip", *words.split())
             return
         pair = f"link add v-{host} netns {self._init['ctl']} type veth peer name eth0 netns {self._init[host]}"

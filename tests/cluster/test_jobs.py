@@ -43,13 +43,24 @@ def test_jobs_share_nodes_keep_their_secrets_and_leave_nothing(
     cluster.run("ctl", "scancel", *(job.number for job in jobs))
     for job in jobs:
         assert job.wait()["JobState"] == "CANCELLED"
-        assert [summary["state"] for summary in job.summaries] == [job.record["state"]] == ["terminated"]
+        assert (
+            [summary["state"] for summary in job.summaries]
+            == [job.record["state"]]
+            == ["terminated"]
+        )
     assert cluster.left_behind(RANKS) == {}
     # SLURM stores a job's environment; this project must not.
-    assert subprocess.run(["grep", "-rl", SECRET, str(tmp_path)], capture_output=True, text=True).stdout == ""
+    assert (
+        subprocess.run(
+            ["grep", "-rl", SECRET, str(tmp_path)], capture_output=True, text=True
+        ).stdout
+        == ""
+    )
 
 
-def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, cluster: SlurmCluster) -> None:
+def test_training_saves_at_its_time_and_is_queued_until_done(
+    submit: Submit, cluster: SlurmCluster
+) -> None:
     """The job requeues itself first, then SLURM requeues it, as after a preemption."""
     job = submit(2, asks={"train": True, "auto_requeue": True}, clap=TRAINING)
     job.wait_for_steps()
@@ -71,19 +82,35 @@ def test_sweep_as_an_array(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
 
     def sweep(*words: str) -> str:
-        return cluster.run("ctl", sys.executable, str(ROOT / "launch" / "sweep.py"), *words, folder=tmp_path).stdout
+        return cluster.run(
+            "ctl", sys.executable, str(ROOT / "launch" / "sweep.py"), *words, folder=tmp_path
+        ).stdout
 
-    run = ["--cluster", site_file(tmp_path), "--config", "tiny.json", "--folder", "lr", "--gpus_per_node", "2"]
-    assert "submitted n001-lr_0.002: job " in sweep(*run, "--array", "--vary", "optimizer.params.lr=1e-3,2e-3")
+    run = [
+        "--cluster",
+        site_file(tmp_path),
+        "--config",
+        "tiny.json",
+        "--folder",
+        "lr",
+        "--gpus_per_node",
+        "2",
+    ]
+    assert "submitted n001-lr_0.002: job " in sweep(
+        *run, "--array", "--vary", "optimizer.params.lr=1e-3,2e-3"
+    )
     cluster.wait_until(lambda: "2 completed" in sweep("status", "lr"), 240, "both jobs' ends")
     assert "resubmitting 0 of 2 jobs" in sweep("resume", "lr")
     runs = [
-        json.loads(path.read_text())["clap"]["output"]["run_name"] for path in tmp_path.glob("lr/runs/*/config.json")
+        json.loads(path.read_text())["clap"]["output"]["run_name"]
+        for path in tmp_path.glob("lr/runs/*/config.json")
     ]
     assert sorted(runs) == ["n001-lr_0.001", "n001-lr_0.002"]
 
 
-def test_a_killed_sweep_finds_the_job_that_it_submitted(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_killed_sweep_finds_the_job_that_it_submitted(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sbatch").write_text(
@@ -95,7 +122,16 @@ def test_a_killed_sweep_finds_the_job_that_it_submitted(cluster: SlurmCluster, t
         program = ["env", f"PATH={path}", sys.executable, str(ROOT / "launch" / "sweep.py")]
         return cluster.run("ctl", *program, *words, folder=tmp_path, check=False).stdout
 
-    run = ["--cluster", site_file(tmp_path), "--config", "tiny.json", "--folder", "s", "--gpus_per_node", "2"]
+    run = [
+        "--cluster",
+        site_file(tmp_path),
+        "--config",
+        "tiny.json",
+        "--folder",
+        "s",
+        "--gpus_per_node",
+        "2",
+    ]
     sweep(*run, "--nodes", "1", "2", path=f"{tmp_path}/bin:{os.environ['PATH']}")
     queued = cluster.run("ctl", "squeue", "-h", "-o", "%i").stdout.split()
     assert len(queued) == 1
@@ -104,8 +140,12 @@ def test_a_killed_sweep_finds_the_job_that_it_submitted(cluster: SlurmCluster, t
     cluster.run("ctl", "scancel", "--user=root")
 
 
-def test_a_lock_of_another_host_is_stale_once_slurm_says_so(cluster: SlurmCluster, tmp_path: Path) -> None:
-    program = f"from clap_ds.run_records.lock import *; FolderLock(Path({str(tmp_path)!r})).acquire()"
+def test_a_lock_of_another_host_is_stale_once_slurm_says_so(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    program = (
+        f"from clap_ds.run_records.lock import *; FolderLock(Path({str(tmp_path)!r})).acquire()"
+    )
     acquire = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
     wrapped = ["sbatch", "--parsable", "--array=3", "--nodelist=node1", "--output=/dev/null"]
     number = cluster.run("ctl", *wrapped, f"--wrap={shlex.join(acquire)}; sleep 600").stdout.strip()
@@ -125,9 +165,15 @@ def test_a_lock_of_another_host_is_stale_once_slurm_says_so(cluster: SlurmCluste
 def _type_line(
     cluster: SlurmCluster, folder: Path, launcher: str, nodes: int, of_hosts: str, without: str
 ) -> tuple[int, str]:
-    """Run the page's commands with a smaller model in salloc's shell on the login node; return exit code and output.
-    `of_hosts` is a `sed` expression for the hostfile, and `without` is left out of deepspeed's line."""
-    page = (ROOT / "docs" / "clusters.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
+    """Run the page's commands with a smaller model in salloc's shell on the login node; return exit
+    code and output. `of_hosts` is a `sed` expression for the hostfile, and `without` is left out of
+    deepspeed's line."""
+    page = (
+        (ROOT / "docs" / "clusters.md")
+        .read_text()
+        .partition("## DeepSpeed's own line")[2]
+        .partition("\n## ")[0]
+    )
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
     (hostfile,) = (line for line in lines if line.startswith("clap-ds hostfile"))
     starts = (line for line in lines if line.startswith("deepspeed"))
@@ -136,9 +182,22 @@ def _type_line(
     (folder / "ds_configs").mkdir()
     (folder / "ds_configs" / "htsat_tiny.json").write_text(json.dumps(micro_run()))
     (folder / "clap_ds").symlink_to(ROOT / "clap_ds")
-    (folder / "start.sh").write_text(f"{hostfile} && sed -i '{of_hosts}' H\n{start.replace(without, '')}\n")
-    path, cpu = f"{Path(sys.executable).parent}:{os.environ['PATH']}", ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1")
-    allocate = ["env", f"PATH={path}", f"PYTHONPATH={ROOT}", *cpu, "salloc", "--quiet", f"--nodes={nodes}"]
+    (folder / "start.sh").write_text(
+        f"{hostfile} && sed -i '{of_hosts}' H\n{start.replace(without, '')}\n"
+    )
+    path, cpu = (
+        f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"),
+    )
+    allocate = [
+        "env",
+        f"PATH={path}",
+        f"PYTHONPATH={ROOT}",
+        *cpu,
+        "salloc",
+        "--quiet",
+        f"--nodes={nodes}",
+    ]
     words = [*allocate, "--ntasks-per-node=2", "--gpus-per-node=2", "bash", "start.sh"]
     done = cluster.run("ctl", *words, folder=folder, timeout=240, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -153,9 +212,16 @@ def _type_line(
     ],
 )
 def test_deepspeeds_own_line(
-    cluster: SlurmCluster, tmp_path: Path, launcher: str, nodes: int, of_hosts: str, without: str, expected: str
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    launcher: str,
+    nodes: int,
+    of_hosts: str,
+    without: str,
+    expected: str,
 ) -> None:
-    """Only the hostfile's hosts compute, even if they are fewer than the allocation's; else an error says what to type."""
+    """Only the hostfile's hosts compute, even if they are fewer than the allocation's; else an
+    error says what to type."""
     code, shown = _type_line(cluster, tmp_path, launcher, nodes, of_hosts, without)
     if expected.startswith("error: "):
         assert code != 0
@@ -175,13 +241,20 @@ def test_options_of_sbatch_reach_slurm(cluster: SlurmCluster, tmp_path: Path) ->
     sweep = str(tmp_path / "sweep")
 
     def call(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-        return cluster.run("ctl", sys.executable, f"launch/{script}.py", *options, check=False, folder=ROOT)
+        return cluster.run(
+            "ctl", sys.executable, f"launch/{script}.py", *options, check=False, folder=ROOT
+        )
 
     def queue() -> list[str]:
         return sorted(cluster.run("ctl", "squeue", "-hro", "%P %l %E").stdout.splitlines())
 
     first = call("submit", *run, "-p", "short", "-t", "5", "--parsable").stdout.strip()
     after = f"--dependency=afterok:{first}"
-    assert call("sweep", *run, "--folder", sweep, "--array", "--vary", "clap.seed=1,2", after).returncode == 0
+    assert (
+        call(
+            "sweep", *run, "--folder", sweep, "--array", "--vary", "clap.seed=1,2", after
+        ).returncode
+        == 0
+    )
     assert queue() == ["gpu 15:00 " + f"afterok:{first}(unfulfilled)"] * 2 + ["short 5:00 (null)"]
     cluster.run("ctl", "scancel", "--user=root")

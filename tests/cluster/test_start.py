@@ -1,4 +1,5 @@
-"""Hosts that can't take part in a run, on a real cluster: no name resolution, a step that SLURM refuses."""
+"""Hosts that can't take part in a run, on a real cluster: no name resolution, a step that SLURM
+refuses."""
 
 import contextlib
 import sys
@@ -25,13 +26,30 @@ def replaced(cluster: SlurmCluster, host: str, path: Path, replacement: Path) ->
 
 
 def _preflight(cluster: SlurmCluster, folder: Path, *allocation: str) -> tuple[int, str]:
-    words = ["env", f"PYTHONPATH={ROOT}", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1", "salloc", "--quiet", *allocation]
-    words += [sys.executable, str(ROOT / "launch" / "preflight.py"), "--cluster", site_file(folder), "--megabytes", "1"]
+    words = [
+        "env",
+        f"PYTHONPATH={ROOT}",
+        "DS_ACCELERATOR=cpu",
+        "OMP_NUM_THREADS=1",
+        "salloc",
+        "--quiet",
+        *allocation,
+    ]
+    words += [
+        sys.executable,
+        str(ROOT / "launch" / "preflight.py"),
+        "--cluster",
+        site_file(folder),
+        "--megabytes",
+        "1",
+    ]
     done = cluster.run("ctl", *words, folder=folder, timeout=240, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_host_that_cannot_resolve_names_is_left_out(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_host_that_cannot_resolve_names_is_left_out(
+    submit: Submit, cluster: SlurmCluster, tmp_path: Path
+) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.99.0.2 node2\n")
     with replaced(cluster, "node2", Path("/etc/hosts"), tmp_path / "hosts"):
         code, shown = _preflight(cluster, tmp_path, "--nodelist=node[1-2]", "--ntasks-per-node=2")
@@ -48,7 +66,9 @@ def test_host_that_cannot_resolve_names_is_left_out(submit: Submit, cluster: Slu
 
 
 @pytest.mark.parametrize("tasks", [(), ("--ntasks-per-node=1",)])
-def test_step_that_slurm_refuses_blames_no_host(cluster: SlurmCluster, tmp_path: Path, tasks: tuple[str, ...]) -> None:
+def test_step_that_slurm_refuses_blames_no_host(
+    cluster: SlurmCluster, tmp_path: Path, tasks: tuple[str, ...]
+) -> None:
     cluster.wait_until_idle()
     code, shown = _preflight(cluster, tmp_path, "--nodes=2", *tasks)
     print(shown)

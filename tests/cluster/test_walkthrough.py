@@ -35,8 +35,8 @@ def _commands() -> list[tuple[str, list[str]]]:
 
 
 def _pattern(line: str) -> str:
-    """Convert a line to a regular expression: `…` matches anything, a number any number, spaces any space, and GPUs CPU
-    ranks."""
+    """Convert a line to a regular expression: `…` matches anything, a number any number, spaces any
+    space, and GPUs CPU ranks."""
     parts = (
         r"\s+".join(map(re.escape, part.split(" "))).replace("GPU", "(?:GPU|rank)")
         for part in re.sub(" +", " ", line.strip()).split("…")
@@ -47,7 +47,9 @@ def _pattern(line: str) -> str:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "my work" / "clap-ds"
-    left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "build", "*.egg-info", "__pycache__")
+    left_out = shutil.ignore_patterns(
+        ".*", "runs", "wheelhouse", "build", "*.egg-info", "__pycache__"
+    )
     shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
     (folder / "ds_configs" / "htsat_tiny.json").write_text(json.dumps(micro_run()))
     return folder
@@ -67,10 +69,17 @@ def test_every_line_as_typed(cluster: SlurmCluster, checkout: Path) -> None:
         assert done.returncode == 0, f"$ {command}\n{shown}"
         lines = iter(shown.splitlines())
         for line in expected:
-            assert any(re.fullmatch(rf"\s*{_pattern(line)}\s*", each) for each in lines), f"{line!r} isn't in:\n{shown}"
+            assert any(re.fullmatch(rf"\s*{_pattern(line)}\s*", each) for each in lines), (
+                f"{line!r} isn't in:\n{shown}"
+            )
         if command.startswith("cp "):
-            shutil.copy(site_file(checkout.parent, run_root="runs"), checkout / "launch" / "clusters" / "mine.json")
+            shutil.copy(
+                site_file(checkout.parent, run_root="runs"),
+                checkout / "launch" / "clusters" / "mine.json",
+            )
         # The page continues after the jobs have ended.
-        cluster.wait_until(lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), 240, "an empty queue")
+        cluster.wait_until(
+            lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), 240, "an empty queue"
+        )
     (picture,) = checkout.glob("*.png")
     assert picture.stat().st_size > 10_000

@@ -104,11 +104,22 @@ VALUES: list[tuple[str, Any, str]] = [
     ("torch_autocast.enabled", True, "as bf16.enabled is true"),
 ]
 """Fields, values that they don't take, and what the message says."""
-JSON_VALUES = {"boolean": True, "number": 2.5, "string": "x", "null": None, "array": [[]], "object": {"x": 1}}
+JSON_VALUES = {
+    "boolean": True,
+    "number": 2.5,
+    "string": "x",
+    "null": None,
+    "array": [[]],
+    "object": {"x": 1},
+}
 
 
-@pytest.mark.parametrize(("field", "value", "word"), [*((name, True, near) for name, near in NAMES.items()), *VALUES])
-def test_mistake_in_a_section_is_refused_with_its_path(field: str, value: Any, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "word"), [*((name, True, near) for name, near in NAMES.items()), *VALUES]
+)
+def test_mistake_in_a_section_is_refused_with_its_path(
+    field: str, value: Any, word: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.json"
     run = micro_run(scheduler=COSINE, zero_optimization={"stage": 0, "max_live_parameters": 1})
     path.write_text(json.dumps(with_field(run, field, value)))
@@ -122,12 +133,36 @@ def test_mistake_in_a_section_is_refused_with_its_path(field: str, value: Any, w
 @pytest.mark.parametrize(
     "changes",
     [
-        {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8, "leaf_module": {"classes": "x"}}},
-        {"checkpoint": {"tag_validation": "Warn", "writer": {"type": "fast", "io_buffer_size": 64e6}}},
-        {"communication_data_type": "FP32", "log_level": "INFO", "gradient_clipping": 1, "steps_per_print": None},
+        {
+            "zero_optimization": {
+                "stage": 0,
+                "reduce_bucket_size": 5e8,
+                "leaf_module": {"classes": "x"},
+            }
+        },
+        {
+            "checkpoint": {
+                "tag_validation": "Warn",
+                "writer": {"type": "fast", "io_buffer_size": 64e6},
+            }
+        },
+        {
+            "communication_data_type": "FP32",
+            "log_level": "INFO",
+            "gradient_clipping": 1,
+            "steps_per_print": None,
+        },
         {"data_types": {"keep_in_fp32_modules": ["norm"], "grad_accum_dtype": None}},
-        {"optimizer": {"type": "AdAmW", "params": {"lr": 0, "torch_adam": True, "betas": [0, 0.9]}}},
-        {"optimizer": {"type": "SGD"}, "scheduler": {"type": "StepLR", "params": {"step_size": 1e3}}},
+        {
+            "optimizer": {
+                "type": "AdAmW",
+                "params": {"lr": 0, "torch_adam": True, "betas": [0, 0.9]},
+            }
+        },
+        {
+            "optimizer": {"type": "SGD"},
+            "scheduler": {"type": "StepLR", "params": {"step_size": 1e3}},
+        },
         {"scheduler": {**ONE_CYCLE, "params": {"cycle_min_lr": [0.1, 0.1], "cycle_max_lr": 1}}},
         {"scheduler": {}},
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}},
@@ -141,7 +176,11 @@ def test_fields_that_exclude_each_other_are_refused(write_run: WriteRun) -> None
     with pytest.raises(UserError, match=r"fp16\.enabled: expected false"):
         load_run(write_run(bf16={"enabled": True}, fp16={"enabled": True}))
     with pytest.raises(UserError, match=r"torch_autocast\.enabled: expected false"):
-        load_run(write_run(bf16={"enabled": False}, fp16={"enabled": True}, torch_autocast={"enabled": True}))
+        load_run(
+            write_run(
+                bf16={"enabled": False}, fp16={"enabled": True}, torch_autocast={"enabled": True}
+            )
+        )
     with pytest.raises(UserError, match=r"bf16\.bf16_optimizer_states: expected false"):
         load_run(write_run(bf16={"enabled": True, "bf16_optimizer_states": True}))
     with pytest.raises(UserError, match="elasticity: not supported: DeepSpeed has removed it"):
@@ -169,28 +208,42 @@ def reject(model: Any, field: str, value: Any) -> bool:
     try:
         model.model_validate(with_field({}, field, value))
     except ValidationError as error:
-        return all(".".join(map(str, details["loc"])).startswith(field) for details in error.errors())
+        return all(
+            ".".join(map(str, details["loc"])).startswith(field) for details in error.errors()
+        )
     return False
 
 
 def test_every_field_rejects_typos_and_other_types_and_takes_its_default() -> None:
     model = make_deepspeed_model(None, None)
-    leaves = [*find_leaves("", {name: field for name, field in FIELDS.items() if "batch" not in name})]
-    leaves = [leaf for leaf in leaves if leaf[0] != "gradient_accumulation_steps"]  # `BatchSizes` checks these
+    leaves = [
+        *find_leaves("", {name: field for name, field in FIELDS.items() if "batch" not in name})
+    ]
+    leaves = [
+        leaf for leaf in leaves if leaf[0] != "gradient_accumulation_steps"
+    ]  # `BatchSizes` checks these
     assert len(leaves) > 150
     for name, field in leaves:
-        wrong = {kind: value for kind, value in JSON_VALUES.items() if kind not in list_types(field)}
+        wrong = {
+            kind: value for kind, value in JSON_VALUES.items() if kind not in list_types(field)
+        }
         assert [kind for kind, value in wrong.items() if not reject(model, name, value)] == [], name
         assert reject(model, name[:-1], field.get("default")), name
         if "default" in field:
             model.model_validate(with_field({}, name, field["default"]))
 
 
-@pytest.mark.parametrize(("section", "kind"), [(section, kind) for section in PARAMS for kind in PARAMS[section]])
+@pytest.mark.parametrize(
+    ("section", "kind"), [(section, kind) for section in PARAMS for kind in PARAMS[section]]
+)
 def test_every_param_rejects_other_types_and_takes_its_default(section: str, kind: str) -> None:
     params = PARAMS[section][kind]
     required = {"number": 0.5, "integer": 5, "array": [3]}
-    values = {name: required[field.get("type", "number")] for name, field in params.items() if field.get("required")}
+    values = {
+        name: required[field.get("type", "number")]
+        for name, field in params.items()
+        if field.get("required")
+    }
     chosen = {"optimizer": None, "scheduler": None, section: kind}
     model: Any = make_deepspeed_model(**chosen)
     whole = {section: {"type": kind, "params": values}}

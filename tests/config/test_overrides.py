@@ -29,11 +29,19 @@ def test_fields_by_dotted_names() -> None:
 
 
 def test_assignments_are_part_of_the_run(write_run: Callable[..., Path]) -> None:
-    changes = ["clap.bench.windows=3", "optimizer.params.lr=1e-5", "clap.output.run_name=other", "clap.seed=1"]
+    changes = [
+        "clap.bench.windows=3",
+        "optimizer.params.lr=1e-5",
+        "clap.output.run_name=other",
+        "clap.seed=1",
+    ]
     file = write_run()
     run = load_run(file, 1, changes)
     resolved = run.resolved()
-    assert (resolved["clap"]["bench"]["windows"], resolved["optimizer"]["params"]["lr"]) == (3, 1e-5)
+    assert (resolved["clap"]["bench"]["windows"], resolved["optimizer"]["params"]["lr"]) == (
+        3,
+        1e-5,
+    )
     assert run.run_name == "other"
     assert run.checkpoint_folder != load_run(file, 1, changes[:-1]).checkpoint_folder
 
@@ -41,11 +49,17 @@ def test_assignments_are_part_of_the_run(write_run: Callable[..., Path]) -> None
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("clap.bench.widows=3", "--set clap.bench.widows: no such field; did you mean 'clap.bench.windows'"),
+        (
+            "clap.bench.widows=3",
+            "--set clap.bench.widows: no such field; did you mean 'clap.bench.windows'",
+        ),
         ("clap.bench.windows=many", '--set clap.bench.windows: .*found "many"'),
         ("clap.bench=3", "--set clap.bench: "),
         ('clap.bench={"widows": 3}', "--set clap.bench.widows: "),
-        ("gradient_clippin=1", "--set gradient_clippin: no such field; did you mean 'gradient_clipping'"),
+        (
+            "gradient_clippin=1",
+            "--set gradient_clippin: no such field; did you mean 'gradient_clipping'",
+        ),
         ("optimizer.params.rl=1", "--set optimizer.params.rl: "),
         ("clap.seed.x=1", "--set clap.seed.x: clap.seed is 0, not an object"),
         ("clap.bench.windows", "--set .*expected NAME=VALUE"),
@@ -62,9 +76,13 @@ def test_a_wrong_assignment_is_named_and_not_the_file(
         load_run(file, 1, ["clap.bench.windows=3"])
 
 
-@pytest.mark.parametrize("command", ["bench", "train", "flops", "plan --gpu h100-sxm", "evaluate nothing"])
+@pytest.mark.parametrize(
+    "command", ["bench", "train", "flops", "plan --gpu h100-sxm", "evaluate nothing"]
+)
 def test_commands_take_assignments(command: str, write_run: Callable[..., Path]) -> None:
     words = [*command.split(), "--config", str(write_run()), "--set", "clap.bench.widows=3"]
-    done = subprocess.run([sys.executable, "-m", "clap_ds", *words], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "clap_ds", *words], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: --set clap.bench.widows: no such field")

@@ -40,7 +40,9 @@ def test_a_file_or_else_the_packaged_one_of_that_name(elsewhere: Path) -> None:
         find_config(Path("htsat_tiny.jsn"))
 
 
-def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_kept_where_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "clap_ds/triton").mkdir(parents=True)
     (tmp_path / "clap_ds/triton").chmod(0o777)
@@ -52,7 +54,9 @@ def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monke
 
 
 def test_commit_is_the_checkouts_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    head = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
     assert str(commit()).partition("+")[0] == head.stdout.strip()
     monkeypatch.setattr(paths, "CHECKOUT", elsewhere / "copy")  # inside another repository
     (elsewhere / "copy").mkdir()
@@ -92,7 +96,11 @@ def test_digest_of_code_depends_on_files_and_not_on_the_kind_of_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = []
-    for name, launch, text in (("checkout", "", "a = 1\n"), ("wheel", "b = 1\n", "a = 1\n"), ("other", "", "a = 2\n")):
+    for name, launch, text in (
+        ("checkout", "", "a = 1\n"),
+        ("wheel", "b = 1\n", "a = 1\n"),
+        ("other", "", "a = 2\n"),
+    ):
         package = tmp_path / name
         (package / "launch").mkdir(parents=True)
         (package / "launch" / "b.py").write_text(launch)

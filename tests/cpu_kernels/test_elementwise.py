@@ -12,7 +12,8 @@ from tests.kernels import each_implementation
 pytestmark = each_implementation
 
 SHAPES = [(1, 16), (3, 5, 192), (33, 384), (1001, 96), (131, 768), (9, 4096)]
-"""Shapes for every kernel: rows that fit in registers or not, one or several threads, odd numbers of rows."""
+"""Shapes for every kernel: rows that fit in registers or not, one or several threads, odd numbers
+of rows."""
 
 
 def parameters(channels: int) -> tuple[Tensor, Tensor]:
@@ -47,5 +48,9 @@ def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alik
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(gradient, y)
     assert native_dropout(x, 0.0) is x
-    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [16, 96, 4096]
+    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [
+        16,
+        96,
+        4096,
+    ]
     assert native_dropout(torch.full((64,), float("nan"), dtype=torch.bfloat16), 0.5).isnan().all()

@@ -1,4 +1,5 @@
-"""Test compiling, caching and opening the library of CPU kernels with a trivial source, on any processor."""
+"""Test compiling, caching and opening the library of CPU kernels with a trivial source, on any
+processor."""
 
 import os
 import re
@@ -25,7 +26,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(SOURCE)
     monkeypatch.setattr(jit_build, "SOURCES", tmp_path)
     monkeypatch.setattr(jit_build, "FLAGS", ("-O0", "-shared", "-fPIC"))
-    monkeypatch.setattr(jit_build, "IMPLEMENTATIONS", {"any": jit_build.Implementation(frozenset(), ())})
+    monkeypatch.setattr(
+        jit_build, "IMPLEMENTATIONS", {"any": jit_build.Implementation(frozenset(), ())}
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     return path
@@ -46,7 +49,10 @@ def problem() -> str:
 
 
 def test_compiled_once_while_others_wait_and_again_for_other_sources(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
     calls = tmp_path / "compiler.calls"
@@ -66,7 +72,9 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources(
 
 
 @pytest.mark.parametrize("name", jit_build.IMPLEMENTATIONS)
-def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_kernels_compile_whether_or_not_they_can_run_here(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Once per machine, because the result is stored in the runs' cache."""
     monkeypatch.delenv("CXX", raising=False)
     flags = *jit_build.FLAGS, *jit_build.IMPLEMENTATIONS[name].flags

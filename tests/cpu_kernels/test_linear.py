@@ -21,19 +21,27 @@ SHAPES = [
 """Rows, inputs and outputs."""
 
 
-def by_torch(x: Tensor, *parameters: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def by_torch(
+    x: Tensor, *parameters: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     layers = zip(parameters[::2], parameters[1::2], strict=True)
     y = torch.cat([F.linear(x, weight, bias) for weight, bias in layers], dim=-1)
     return (y if residual is None else y + residual), x * 1.0
 
 
-def mlp_by_torch(x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    return by_torch(F.gelu(F.linear(x, weight1, bias1)), *others[:2], residual=(*others, None)[2])[0], x * 1.0
+def mlp_by_torch(
+    x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor]:
+    return by_torch(F.gelu(F.linear(x, weight1, bias1)), *others[:2], residual=(*others, None)[2])[
+        0
+    ], x * 1.0
 
 
 def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
     """Return an input and two layers' weights and biases, all 64 wide."""
-    layers = [[numbers(64, 64, seed=seed, scale=scale), numbers(64, seed=seed + 1)] for seed in (1, 3)]
+    layers = [
+        [numbers(64, 64, seed=seed, scale=scale), numbers(64, seed=seed + 1)] for seed in (1, 3)
+    ]
     return [numbers(rows, 64, seed=0), *layers[0], *layers[1]]
 
 
@@ -44,7 +52,10 @@ def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) ->
     x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     first = [x, weight, numbers(outputs, seed=2)]
     added = [numbers(rows, outputs, seed=3)] * residual
-    pair = [lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0]) for f in (native_linears, by_torch)]
+    pair = [
+        lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0])
+        for f in (native_linears, by_torch)
+    ]
     passed = [numbers(rows, inputs, seed=7)] * (not residual)
     assert_within_roundings(*pair, [*first, *added], numbers(rows, outputs, seed=4), *passed)
     second = [numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
@@ -72,13 +83,16 @@ def test_gelu_and_its_slope_everywhere() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
 def test_frozen_inputs_in_any_combination(kind: str) -> None:
-    """The others' gradients are unchanged; hooks receive them, and a second backward pass accumulates."""
+    """The others' gradients are unchanged; hooks receive them, and a second backward pass
+    accumulates."""
     tensors = five()[: 3 if kind == "linear" else 5]
     ours, reference = (native_mlp, mlp_by_torch) if kind == "mlp" else (native_linears, by_torch)
     upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
     _, *wanted = results(reference, [x.float() for x in tensors], upstream)
     for trained in [*itertools.product((False, True), repeat=len(tensors))][1:]:
-        leaves = [x.clone().requires_grad_(needed) for x, needed in zip(tensors, trained, strict=True)]
+        leaves = [
+            x.clone().requires_grad_(needed) for x, needed in zip(tensors, trained, strict=True)
+        ]
         learning = [leaf for leaf in leaves if leaf.requires_grad]
         seen: list[Tensor] = []
         for leaf in learning:

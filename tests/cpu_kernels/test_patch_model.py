@@ -1,4 +1,5 @@
-"""Test converted towers against torch in fp32 (no less exact than torch's bf16), and that nothing else changes."""
+"""Test converted towers against torch in fp32 (no less exact than torch's bf16), and that nothing
+else changes."""
 
 import copy
 import functools
@@ -35,7 +36,9 @@ def as_used(model: nn.Module) -> nn.Module:
         for name, parameter in model.named_parameters():
             torch.manual_seed(len(name))
             noise = torch.randn(parameter.shape)
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + noise / 4)
+            parameter.copy_(
+                noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + noise / 4
+            )
     return model.train()
 
 
@@ -58,12 +61,18 @@ def native(model: nn.Module) -> Any:
 
 def mels() -> tuple[Tensor]:
     audio = DEMO.audio
-    return (torch.randn(3, audio.num_frames, audio.mel_bins, generator=torch.Generator().manual_seed(0)) * 10 - 20,)
+    return (
+        torch.randn(3, audio.num_frames, audio.mel_bins, generator=torch.Generator().manual_seed(0))
+        * 10
+        - 20,
+    )
 
 
 def captions(form: str = "padded") -> tuple[Any, ...]:
     mask = (torch.arange(24) < torch.tensor([24, 3, 17, 1])[:, None]).long()
-    ids = torch.randint(5, DEMO.text.vocab_size, (4, 24), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        5, DEMO.text.vocab_size, (4, 24), generator=torch.Generator().manual_seed(1)
+    )
     if form == "full":
         return ids, None
     if form == "padded":
@@ -78,7 +87,11 @@ def results(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     output = model(*inputs)
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     (output.float() * probe).sum().backward()
-    found = {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad.float()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return found | {"output": output.detach().float()}
 
 
@@ -87,12 +100,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def kinds(model: nn.Module) -> dict[str, int]:
-    return Counter(type(module).__name__ for module in model.modules() if isinstance(module, NATIVE))
+    return Counter(
+        type(module).__name__ for module in model.modules() if isinstance(module, NATIVE)
+    )
 
 
 def assert_within_roundings(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> None:
-    """Compare a tower in bf16 with torch's operations in fp32. Some gradients are small differences of large sums, and have 23
-    roundings of their size as error, with torch's operations as with ours. Most have 3 to 5."""
+    """Compare a tower in bf16 with torch's operations in fp32. Some gradients are small differences
+    of large sums, and have 23 roundings of their size as error, with torch's operations as with
+    ours. Most have 3 to 5."""
     exact = results(build(), inputs)
     ours = results(native(build()), inputs)
     assert ours.keys() == exact.keys()
@@ -103,7 +119,11 @@ def assert_within_roundings(build: Callable[[], nn.Module], inputs: tuple[Any, .
 
 def test_audio_tower() -> None:
     assert_within_roundings(audio_tower, mels())
-    assert kinds(native(audio_tower())) == {"NativePatchEmbed": 1, "NativeSwinBlock": 4, "NativePatchMerging": 1}
+    assert kinds(native(audio_tower())) == {
+        "NativePatchEmbed": 1,
+        "NativeSwinBlock": 4,
+        "NativePatchMerging": 1,
+    }
 
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
@@ -124,7 +144,8 @@ def test_front_end_is_the_same_and_has_gradients() -> None:
 
 
 def test_parameters_hooks_and_copies_stay() -> None:
-    """Hooks on blocks and layers run once per forward pass, whether added before or after the conversion."""
+    """Hooks on blocks and layers run once per forward pass, whether added before or after the
+    conversion."""
     model = ClapModel(DEMO, text_dropout=0.0, attention="matmul")
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     seen: list[str] = []
@@ -161,9 +182,15 @@ def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
 
 
 def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels selected by name, unsupported sizes, and everything if kernels can't run or are disabled."""
+    """Kernels selected by name, unsupported sizes, and everything if kernels can't run or are
+    disabled."""
     assert "NativeSwinBlock" not in kinds(native(audio_tower("sdpa")))
-    micro = {"NativeLogMel": 1, "NativePatchEmbed": 1, "NativeSwinBlock": 1, "NativePatchMerging": 1}
+    micro = {
+        "NativeLogMel": 1,
+        "NativePatchEmbed": 1,
+        "NativeSwinBlock": 1,
+        "NativePatchMerging": 1,
+    }
     assert kinds(native(ClapModel(load_preset("micro"), attention="matmul"))) == micro
     assert report("auto") == f"native ({executable()[0]})"
     assert report("off") == 'torch: clap.cpu_kernels is "off"'

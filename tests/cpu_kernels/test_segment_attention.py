@@ -16,17 +16,24 @@ HEADS, SEED = 3, 5
 LENGTHS = torch.randint(1, 78, (12,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def by_segment(segments: Segments, dropout: float = 0.0) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return dropout(softmax(q kᵀ)) v per segment in the tensors' dtype, dropping the same weights as the kernel."""
+def by_segment(
+    segments: Segments, dropout: float = 0.0
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return dropout(softmax(q kᵀ)) v per segment in the tensors' dtype, dropping the same weights
+    as the kernel."""
     masks = masks_drawn(SEED, segments, dropout) if dropout else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output, scale = torch.zeros_like(q), (q.shape[1] // HEADS) ** -0.5
-        for i, (query, queries, key, keys) in enumerate(zip(*(places.tolist() for places in segments), strict=True)):
+        for i, (query, queries, key, keys) in enumerate(
+            zip(*(places.tolist() for places in segments), strict=True)
+        ):
             if not keys:
                 continue
             rows = (q[query : query + queries], k[key : key + keys], v[key : key + keys])
-            own_q, own_k, own_v = (tensor.unflatten(1, (HEADS, -1)).transpose(0, 1) for tensor in rows)
+            own_q, own_k, own_v = (
+                tensor.unflatten(1, (HEADS, -1)).transpose(0, 1) for tensor in rows
+            )
             weights = (own_q * scale @ own_k.transpose(1, 2)).softmax(dim=-1)
             if masks is not None:
                 weights = weights * masks[i] / (1 - dropout)
@@ -50,13 +57,19 @@ def attention(segments: Segments, dropout: float = 0.0) -> Callable[..., Tensor]
 def draw(query_rows: int, key_rows: int, head_dim: int = 64) -> list[Tensor]:
     """Draw q, k, v and the output's gradient in bf16, with weights far from uniform."""
     columns = HEADS * head_dim
-    q, probe = (numbers(query_rows, columns, seed=seed, scale=scale) for seed, scale in ((0, 2.0), (1, 1.0)))
+    q, probe = (
+        numbers(query_rows, columns, seed=seed, scale=scale) for seed, scale in ((0, 2.0), (1, 1.0))
+    )
     return [q, numbers(key_rows, columns, seed=2), numbers(key_rows, columns, seed=3), probe]
 
 
-def padded(batch: int, lengths: Tensor | None = None, first_only: bool = False, length: int = 77) -> Segments:
+def padded(
+    batch: int, lengths: Tensor | None = None, first_only: bool = False, length: int = 77
+) -> Segments:
     start = torch.arange(batch, dtype=torch.int32) * length
-    return Segments.of_captions(start, torch.full_like(start, length), lengths, first_only=first_only)
+    return Segments.of_captions(
+        start, torch.full_like(start, length), lengths, first_only=first_only
+    )
 
 
 def packed(lengths: list[int], first_only: bool = False) -> Segments:
@@ -80,29 +93,42 @@ def outside(segments: Segments, sizes: list[int]) -> list[Tensor]:
     """Return for q, k, v and the output (rows,) bool: True for rows outside of segments."""
     (q_start, q_rows), (k_start, k_rows) = segments[:2], segments[2:]
     starts, counts = (q_start, k_start, k_start, q_start), (q_rows, k_rows, k_rows, q_rows)
-    places = [torch.arange(size) - start[:, None] for size, start in zip(sizes, starts, strict=True)]
-    return [~((p >= 0) & (p < rows[:, None])).any(dim=0) for p, rows in zip(places, counts, strict=True)]
+    places = [
+        torch.arange(size) - start[:, None] for size, start in zip(sizes, starts, strict=True)
+    ]
+    return [
+        ~((p >= 0) & (p < rows[:, None])).any(dim=0) for p, rows in zip(places, counts, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_attention_by_definition(name: str, dropout: float) -> None:
+def test_outputs_and_gradients_are_those_of_attention_by_definition(
+    name: str, dropout: float
+) -> None:
     """Compare with fp32 on the same bf16 values."""
     query_rows, key_rows, segments = CASES[name]
     *inputs, probe = draw(query_rows, key_rows)
     ours = attention(segments, dropout)
     assert_within_roundings(ours, by_segment(segments, dropout), inputs, probe)
     output, *gradients = results(ours, inputs, probe)
-    for found, empty in zip((*gradients, output), outside(segments, [*map(len, inputs), query_rows]), strict=True):
+    for found, empty in zip(
+        (*gradients, output), outside(segments, [*map(len, inputs), query_rows]), strict=True
+    ):
         assert not found[empty].any()
-    assert not output[by_segment(segments)(*inputs).abs().sum(dim=1) == 0].any(), "there are no keys"
+    assert not output[by_segment(segments)(*inputs).abs().sum(dim=1) == 0].any(), (
+        "there are no keys"
+    )
 
 
 def masks_drawn(seed: int, segments: Segments, dropout: float) -> list[Tensor]:
-    """Return (A, queries, keys) bool per segment: the weights kept after `torch.manual_seed(seed)`. With equal scores and
-    one-hot values, each key's weight appears in its own column, so a call shows as many keys as columns."""
+    """Return (A, queries, keys) bool per segment: the weights kept after `torch.manual_seed(seed)`.
+    With equal scores and one-hot values, each key's weight appears in its own column, so a call
+    shows as many keys as columns."""
     places = list(zip(*(each.tolist() for each in segments), strict=True))
-    query_rows, key_rows = (int((start + rows).max()) for start, rows in (segments[:2], segments[2:]))
+    query_rows, key_rows = (
+        int((start + rows).max()) for start, rows in (segments[:2], segments[2:])
+    )
     columns = 128
     calls = -(-int(segments.key_rows.max()) // columns)
     q, k = (torch.zeros(rows, HEADS * columns).bfloat16() for rows in (query_rows, key_rows))
@@ -130,7 +156,10 @@ def test_every_head_dim_apart_and_side_by_side(head_dim: int, dropout: float) ->
     attend = attention(segments, dropout)
     apart = results(attend, inputs, probe)
     expected = results(by_segment(segments, dropout), [tensor.float() for tensor in inputs], probe)
-    assert all((ours - right).norm() < 0.006 * right.norm() for ours, right in zip(apart, expected, strict=True))
+    assert all(
+        (ours - right).norm() < 0.006 * right.norm()
+        for ours, right in zip(apart, expected, strict=True)
+    )
     output, d_qkv = results(attend, [torch.cat(inputs, dim=1)], probe)
     assert_equal([output, *d_qkv.chunk(3, dim=1)], apart)
     output, d_q, d_kv = results(attend, [inputs[0], torch.cat(inputs[1:], dim=1)], probe)
@@ -143,5 +172,7 @@ def test_dropped_are_as_many_as_asked_for_everywhere(dropout: float) -> None:
     masks = torch.stack(masks_drawn(7, padded(16), dropout)).float()
     for dims, most in (((0, 1, 2, 3), 4.0), ((0, 1, 2), 5.0), ((0, 1, 3), 5.0), ((2, 3), 5.0)):
         count = torch.tensor([masks.shape[dim] for dim in dims]).prod()
-        deviation = (masks.mean(dim=dims) - (1 - dropout)) / (dropout * (1 - dropout) / count).sqrt()
+        deviation = (masks.mean(dim=dims) - (1 - dropout)) / (
+            dropout * (1 - dropout) / count
+        ).sqrt()
         assert deviation.abs().max() < most, dims

@@ -1,4 +1,5 @@
-"""Test the native window attention against eager fp32 at every stage's shape, and compare it with `matmul` in bf16."""
+"""Test the native window attention against eager fp32 at every stage's shape, and compare it with
+`matmul` in bf16."""
 
 import itertools
 
@@ -18,7 +19,8 @@ CASES: list[Case] = [
     *(case for case in SIZES if case[0] > 2 * case[3]),
     *((24, 3, 24, 4), (16, 2, 8, 3), (16, 2, 40, 7), (16, 2, 64, 1)),
 ]
-"""Grid, heads, head dim, shift: stages of tiny (24) and base (32), odd numbers of windows, other dims and shifts."""
+"""Grid, heads, head dim, shift: stages of tiny (24) and base (32), odd numbers of windows, other
+dims and shifts."""
 
 
 def native(shift: int) -> Compute:
@@ -30,7 +32,9 @@ def test_agrees_with_the_eager_form_as_closely_as_matmul(case: Case) -> None:
     inputs = draw(case, clips=1 if case[0] == 64 else 3)
     expected = results(eager(case), inputs, torch.float32)
     matmul = errors(results(by("matmul", case), inputs, BF16), expected)
-    for error, usual in zip(errors(results(native(case[3]), inputs, BF16), expected), matmul, strict=True):
+    for error, usual in zip(
+        errors(results(native(case[3]), inputs, BF16), expected), matmul, strict=True
+    ):
         assert error < min(TOLERANCE[BF16], 1.5 * usual)
 
 

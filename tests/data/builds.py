@@ -23,7 +23,9 @@ def write_list(folder: Path, number: int, more: str = "") -> Path:
     for n, name in enumerate(names):
         (folder / "audio" / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
     path = folder / "list.csv"
-    path.write_text("path,caption\n" + "".join(f"audio/{name},a tone {name}\n" for name in names) + more)
+    path.write_text(
+        "path,caption\n" + "".join(f"audio/{name},a tone {name}\n" for name in names) + more
+    )
     return path
 
 

@@ -26,17 +26,34 @@ def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
-    """Return a function that opens a rank's batches from shards, or synthetic ones, with settings of `clap.data`."""
+    """Return a function that opens a rank's batches from shards, or synthetic ones, with settings
+    of `clap.data`."""
 
-    def open_data(shards: Any = None, state: dict[str, Any] | None = None, **settings: Any) -> BatchSource:
-        spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "ranks_per_host": 1, "seed": 0, "needs_epochs": False}
+    def open_data(
+        shards: Any = None, state: dict[str, Any] | None = None, **settings: Any
+    ) -> BatchSource:
+        spec = {
+            "micro_batch": 4,
+            "rank": 0,
+            "world_size": 1,
+            "ranks_per_host": 1,
+            "seed": 0,
+            "needs_epochs": False,
+        }
         spec |= {name: settings.pop(name) for name in spec.keys() & settings.keys()}
         if shards is None:
             data: Any = SyntheticData(source="synthetic", **settings)
         else:
-            settings = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0, **settings}
+            settings = {
+                "tokenizer": tokenizer_dir,
+                "num_workers": 0,
+                "shuffle_buffer": 0,
+                **settings,
+            }
             data = ShardData(source="webdataset", shards=shards, **settings)
         read = state and json.loads(json.dumps(state))
-        return build_batches(data, model=micro, context_length=12, device=torch.device("cpu"), state=read, **spec)
+        return build_batches(
+            data, model=micro, context_length=12, device=torch.device("cpu"), state=read, **spec
+        )
 
     return open_data

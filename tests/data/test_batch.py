@@ -27,17 +27,26 @@ def test_join_puts_pieces_together_in_order() -> None:
     assert alone.audio.data_ptr() != whole.audio.data_ptr(), "shares memory that workers reuse"
     assert whole.num_tokens == whole.attention_mask.sum()
     shorts, halves = whole.rows(0, 1), whole.rows(1, 2)
-    shorts.audio, halves.audio = torch.tensor([[-(2**15), 2**14]], dtype=torch.int16), torch.tensor([[0.5, -2]]).half()
+    shorts.audio, halves.audio = (
+        torch.tensor([[-(2**15), 2**14]], dtype=torch.int16),
+        torch.tensor([[0.5, -2]]).half(),
+    )
     for piece, dtype in ((shorts, torch.int16), (halves, torch.float32)):
         joined = [join([piece], CPU).audio, join([piece, piece], CPU).audio[:1]]
-        assert [(audio.dtype, audio.tolist()) for audio in joined] == [(dtype, piece.audio.tolist())] * 2
+        assert [(audio.dtype, audio.tolist()) for audio in joined] == [
+            (dtype, piece.audio.tolist())
+        ] * 2
 
 
 def test_pieces_are_packed_together() -> None:
-    """A batch of two pieces has its real tokens in order as packed captions, and still its padded form."""
+    """A batch of two pieces has its real tokens in order as packed captions, and still its padded
+    form."""
     ids = torch.tensor([[0, 5, 2, 1], [0, 2, 1, 1], [0, 6, 7, 2]])
     mask = (ids != 1).long()
-    pieces = [Batch(torch.zeros(2, 8), ids[:2], mask[:2]), Batch(torch.zeros(1, 8), ids[2:], mask[2:])]
+    pieces = [
+        Batch(torch.zeros(2, 8), ids[:2], mask[:2]),
+        Batch(torch.zeros(1, 8), ids[2:], mask[2:]),
+    ]
     batch = join(pieces, CPU, pack_captions=True)
     waveforms, row, no_mask, packing = batch.model_inputs()
     assert waveforms.shape == (3, 8)

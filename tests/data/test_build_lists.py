@@ -66,7 +66,9 @@ LISTS = {  # list name, content, encoding, options, captions by audio file name
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "encoding", "options", "captions"), LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(
+    ("name", "content", "encoding", "options", "captions"), LISTS.values(), ids=LISTS
+)
 def test_lists_as_others_write_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, encoding: str, options: str,
     captions: dict[str, str | list[str]],
@@ -89,7 +91,13 @@ def test_lists_as_others_write_them(
 def test_names_in_a_cell_become_a_list(tmp_path: Path) -> None:
     (tmp_path / "0.wav").write_bytes(wav(tone(0)))
     (tmp_path / "list.csv").write_text('fname,labels\n0,"Car_horn, Music"\n')
-    options = (tmp_path / "list.csv", "--audio_column", "{fname}.wav", "--caption_columns", "labels")
+    options = (
+        tmp_path / "list.csv",
+        "--audio_column",
+        "{fname}.wav",
+        "--caption_columns",
+        "labels",
+    )
     assert run(*options, "--multilabel_column", "labels", "--", tmp_path / "out") == 0
     found = described_in(tmp_path / "out")["0.wav"]
     assert (found["labels"], found["caption"]) == (["Car_horn", "Music"], ["Car horn", "Music"])
@@ -97,7 +105,8 @@ def test_names_in_a_cell_become_a_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["a.txt", "a.wav", "list.csv"])
 def test_what_leads_out_of_a_folder_is_packed_only_if_asked(tmp_path: Path, source: str) -> None:
-    """Links of others could make a private file public. The folder itself may be a link, and a list's paths absolute."""
+    """Links of others could make a private file public. The folder itself may be a link, and a
+    list's paths absolute."""
     theirs, private = tmp_path / "theirs", tmp_path / "private.wav"
     theirs.mkdir()
     (tmp_path / "sounds").symlink_to(theirs)
@@ -134,7 +143,11 @@ def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
     assert run(folder, tmp_path / "out") == 0
     found = described_in(tmp_path / "out")
     assert {each.pop("source") for each in found.values()} == set(found)
-    assert found == {f"{Path(name).name}.wav": each for name, (*_, each) in files.items() if isinstance(each, dict)}
+    assert found == {
+        f"{Path(name).name}.wav": each
+        for name, (*_, each) in files.items()
+        if isinstance(each, dict)
+    }
     reasons = reasons_in(tmp_path / "out")
     assert len(reasons) == 3
     for name, reason in reasons.items():
@@ -163,7 +176,11 @@ MISTAKES = [  # list content, options, message; CSV by default
     ("path,path,caption\na.wav,b.wav,y\n", "", "'path'"),
     ("path, Caption ,caption\na.wav,x,y\n", "", "'caption'"),
     ("path,caption,a note,A  Note\na.wav,x,y,z\n", "", "'anote'"),
-    ("path,caption,\na.wav,x,\nb.wav,y,z\n", "", "list.csv:3: 'z' is in a column without a heading"),
+    (
+        "path,caption,\na.wav,x,\nb.wav,y,z\n",
+        "",
+        "list.csv:3: 'z' is in a column without a heading",
+    ),
     ('path,caption\na.wav,"x\ny"\nb.wav\n', "", "list.csv:4: expected 2 fields"),
 ]
 

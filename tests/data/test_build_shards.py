@@ -18,10 +18,21 @@ from tests.data.builds import items_by_source, run, write_list
 def test_a_newcomer_can_train_on_the_result(
     tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The printed settings load, held-out items are separate, and the manifest's counts match an epoch."""
+    """The printed settings load, held-out items are separate, and the manifest's counts match an
+    epoch."""
     out, path = tmp_path / "out", write_list(tmp_path, 20, "audio/gone.wav,x\n")
     (tmp_path / "audio" / "clip 00.wav").write_bytes(b"broken")
-    options = (path, out, "--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300, "--max_left_out")
+    options = (
+        path,
+        out,
+        "--held_out",
+        0.25,
+        "--shards",
+        3,
+        "--train_tokenizer",
+        300,
+        "--max_left_out",
+    )
     assert run(*options, 0.09) == 1
     printed = capsys.readouterr()
     assert f"skipped 2, listed with reasons in {out}/broken.jsonl" in printed.out
@@ -38,7 +49,10 @@ def test_a_newcomer_can_train_on_the_result(
     cpu = torch.device("cpu")
     with build_batches(data, model=micro, context_length=12, micro_batch=15, device=cpu) as source:
         next(source)
-        assert (source.statistics()["epoch_samples"], source.statistics()["num_broken_items"]) == (len(train), 0)
+        assert (source.statistics()["epoch_samples"], source.statistics()["num_broken_items"]) == (
+            len(train),
+            0,
+        )
     manifest = json.loads((out / "manifest.json").read_text())["shards"]
     for path in out.glob("*.tar"):
         assert manifest[path.name]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -52,12 +66,15 @@ def test_a_trial_of_the_first_files_estimates_the_whole_list(
     printed = capsys.readouterr().out
     assert "train: 101 items" in printed
     took_s, minutes = map(
-        float, re.search(r"first 100 files took (\S+) s: about (\S+) min for all 130\n", printed).groups()
+        float,
+        re.search(r"first 100 files took (\S+) s: about (\S+) min for all 130\n", printed).groups(),
     )
     assert minutes == pytest.approx(1.3 * took_s / 60, rel=0.02)
 
 
-def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_contents_and_other_lists_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, out = write_list(tmp_path, 3), tmp_path / "out"
     assert run(path, out) == 0
     assert run(path, out) == 0
@@ -74,7 +91,9 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
     assert run(path, out) == 2
 
 
-@pytest.mark.parametrize(("clips", "different", "is_few"), [(3, 1, 1), (1, 1, 0), (99, 2, 0), (150, 2, 1), (150, 3, 0)])
+@pytest.mark.parametrize(
+    ("clips", "different", "is_few"), [(3, 1, 1), (1, 1, 0), (99, 2, 0), (150, 2, 1), (150, 3, 0)]
+)
 def test_captions_that_hardly_differ_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], clips: int, different: int, is_few: int
 ) -> None:
@@ -82,10 +101,15 @@ def test_captions_that_hardly_differ_are_warned_of(
     rows = [f"{row.partition(',')[0]},{number % different}" for number, row in enumerate(rows)]
     (tmp_path / "list.csv").write_text("\n".join([heading, *rows]))
     run(tmp_path / "list.csv", tmp_path / "out")
-    assert capsys.readouterr().err.count(f"only {different} different caption(s) among {clips} clips") == is_few
+    assert (
+        capsys.readouterr().err.count(f"only {different} different caption(s) among {clips} clips")
+        == is_few
+    )
 
 
-def test_other_columns_named_like_captions_are_kept_and_not_read_as_captions(tmp_path: Path) -> None:
+def test_other_columns_named_like_captions_are_kept_and_not_read_as_captions(
+    tmp_path: Path,
+) -> None:
     path = write_list(tmp_path, 1)
     path.write_text("path,category,text,source\naudio/clip 00.wav,dog,a note,freesound\n")
     assert run(path, tmp_path / "out", "--caption_columns", "category") == 0

@@ -16,14 +16,23 @@ def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
 
 
 def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
-    unsaid = {"split_column": None, "fold_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0}
+    unsaid = {
+        "split_column": None,
+        "fold_column": None,
+        "seed": 0,
+        "shards": None,
+        "shard_mb": 1,
+        "held_out": 0,
+    }
     return divide(items, Namespace(**(unsaid | options)))
 
 
 def held_out(items: list[Entry], **options: Any) -> set[int]:
     """Return the numbers of held-out items, checking that each item is in one shard."""
     shards = divided(items, **options)
-    assert sorted(int(str(entry.path)) for group in shards.values() for _, entry in group) == list(range(len(items)))
+    assert sorted(int(str(entry.path)) for group in shards.values() for _, entry in group) == list(
+        range(len(items))
+    )
     return {number for name in shards if name.startswith("held_out") for number, _ in shards[name]}
 
 
@@ -37,7 +46,18 @@ def test_a_share_is_drawn_anew_for_each_seed_alone() -> None:
 
 def test_a_column_says_what_is_held_out() -> None:
     """By common names, or a fold compared as text. A sound in both sets is held out."""
-    said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", "eval", ["train", "test"]]
+    said = [
+        "train",
+        "Training",
+        "held_out",
+        "valid",
+        "val",
+        "validation",
+        "Test",
+        "dev",
+        "eval",
+        ["train", "test"],
+    ]
     assert held_out(entries(said, "split"), split_column="split") == set(range(2, 10))
     folds = entries(["1", "2", 1, [2, 1], "11"], "fold")
     assert held_out(folds, fold_column="fold", held_out_fold="1") == {0, 2, 3}

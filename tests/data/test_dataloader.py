@@ -36,10 +36,14 @@ def test_a_source_is_closed_when_the_step_fails() -> None:
     assert pieces.is_closed
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(
+    "device", [CPU, pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, needs_gpu])]
+)
 def test_looking_ahead_takes_nothing(device: torch.device) -> None:
     batches = [random_batch(4, seed) for seed in range(4)]
-    with BatchSource(RecordedStream([[each] for each in batches]), device, copy_ahead=device.type == "cuda") as source:
+    with BatchSource(
+        RecordedStream([[each] for each in batches]), device, copy_ahead=device.type == "cuda"
+    ) as source:
         for number, batch in enumerate(batches[:3]):
             assert_equal(source.peek().to(CPU), batch)
             assert source.state() == {"given": number}
@@ -51,7 +55,8 @@ def test_looking_ahead_takes_nothing(device: torch.device) -> None:
 @needs_gpu
 @pytest.mark.parametrize("num_pieces", [1, 3])
 def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
-    """With a busy compute stream, a missing wait or memory reused too early would give wrong rows of large batches.
+    """With a busy compute stream, a missing wait or memory reused too early would give wrong rows
+    of large batches.
 
     The state is that of the returned batch, not of the one copied ahead.
     """

@@ -33,7 +33,9 @@ KAISER_BEST = {
 """torchaudio's arguments for librosa's filter, as its documentation has them."""
 
 
-def encode(samples: np.ndarray, sample_rate: int, file_format: str, subtype: str | None = None) -> bytes:
+def encode(
+    samples: np.ndarray, sample_rate: int, file_format: str, subtype: str | None = None
+) -> bytes:
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, sample_rate, format=file_format, subtype=subtype)
     return buffer.getvalue()
@@ -48,12 +50,16 @@ def decode(
 
 
 def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray:
-    return 0.5 * np.sin(2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate)
+    return 0.5 * np.sin(
+        2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate
+    )
 
 
 def torchaudio_resampled(waveform: torch.Tensor, from_rate: int, to_rate: int) -> torch.Tensor:
     # In float32, torchaudio's taps for 44.1 kHz are off by up to 1e-5.
-    transform = torchaudio.transforms.Resample(from_rate, to_rate, **KAISER_BEST, dtype=torch.float64)
+    transform = torchaudio.transforms.Resample(
+        from_rate, to_rate, **KAISER_BEST, dtype=torch.float64
+    )
     return transform(waveform.double()).float()
 
 
@@ -62,7 +68,10 @@ NOISE = RNG.normal(0, 0.3, (70_000, 6)).clip(-1, 1)
 FILES = {
     **{f"FLAC of {n} channel(s)": encode(NOISE[:, :n], SECOND, "FLAC", "PCM_16") for n in (1, 2)},
     **{f"WAV of {n} channel(s)": encode(NOISE[:, :n], SECOND, "WAV", "PCM_16") for n in (1, 6)},
-    **{f"FLAC of {rate} Hz": encode(NOISE[:, :2], rate, "FLAC", "PCM_16") for rate in (44100, 96000)},
+    **{
+        f"FLAC of {rate} Hz": encode(NOISE[:, :2], rate, "FLAC", "PCM_16")
+        for rate in (44100, 96000)
+    },
     "FLAC of 24 bits": encode(NOISE, SECOND, "FLAC", "PCM_24"),
     "MP3": encode(tone(440, SECOND, 3) + 0.2 * tone(1234, SECOND, 3), SECOND, "MP3"),
     "Ogg Vorbis": encode(NOISE[:, :2], SECOND, "OGG", "VORBIS"),
@@ -79,12 +88,16 @@ def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
     for num_samples, seed in ((300, 0), (300, 1), (2500, 0), (400_000, 0)):
         length = min(len(samples), math.ceil(num_samples * rate / SECOND))
         start = random.Random(seed).randint(0, len(samples) - length)
-        mono = torch.from_numpy(samples[start : start + length].astype(np.float64).mean(axis=1).astype(np.float32))
+        mono = torch.from_numpy(
+            samples[start : start + length].astype(np.float64).mean(axis=1).astype(np.float32)
+        )
         whole = torchaudio_resampled(mono.clamp(-1, 1), rate, SECOND)[:num_samples].clamp(-1, 1)
         repeated = whole.repeat(num_samples // len(whole))
         expected = torch.cat([repeated, torch.zeros(num_samples - len(repeated))])
         is_exact = rate == SECOND and name[:3] not in ("Ogg", "MP3")
-        tolerance = 1e-7 if is_exact else 1e-5  # relative to 1; seeking in lossy files may round differently
+        tolerance = (
+            1e-7 if is_exact else 1e-5
+        )  # relative to 1; seeking in lossy files may round differently
         found = decode(encoded, num_samples, seed)
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
         in_16_bits = decode(encoded, num_samples, seed, torch.int16)
@@ -99,7 +112,9 @@ def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
     crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(50)]
     assert all(any(crop) for crop in crops)
     assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
-    assert decode(encoded, num_samples=10, dtype=torch.int16).tolist() == [2**15 * each for each in crops[0]]
+    assert decode(encoded, num_samples=10, dtype=torch.int16).tolist() == [
+        2**15 * each for each in crops[0]
+    ]
 
 
 @pytest.mark.parametrize("rate", [SECOND, 2 * SECOND])
@@ -122,7 +137,10 @@ def test_samples_beyond_full_scale_are_clipped(rate: int) -> None:
         (encode(tone(440, 16000) * 32767, 16000, "WAV", "FLOAT"), "integers kept"),
         (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours after resampling
         # An MP3's length is in its header, so a truncated file still states the full length.
-        (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "truncated"),
+        (
+            encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000],
+            "truncated",
+        ),
     ],
     ids=itertools.count(),  # encoded audio may contain the time
 )
@@ -142,7 +160,9 @@ def test_resampled_samples_are_those_of_torchaudios_kaiser_filter(rates: tuple[i
             resample(waveform, ratio),
             *(torch.cat([*resample_blocks(waveform.split(n), ratio)]) for n in sizes),
         ):
-            torch.testing.assert_close(found, expected, rtol=0, atol=8e-6)  # rounding of sums of 140 products
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=8e-6
+            )  # rounding of sums of 140 products
 
 
 def speech_like(sample_rate: int, seconds: int) -> np.ndarray:
@@ -155,8 +175,11 @@ def speech_like(sample_rate: int, seconds: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 24000, 44100])
-def test_files_of_other_rates_have_the_features_and_length_that_librosa_gives_them(rate: int) -> None:
-    """`librosa.load(path, sr=48000)` resamples by soxr's HQ, and returns ceil(frames * 48000 / rate) samples."""
+def test_files_of_other_rates_have_the_features_and_length_that_librosa_gives_them(
+    rate: int,
+) -> None:
+    """`librosa.load(path, sr=48000)` resamples by soxr's HQ, and returns ceil(frames * 48000 /
+    rate) samples."""
     needs.package("soxr", "test")
     import soxr
 
@@ -168,10 +191,14 @@ def test_files_of_other_rates_have_the_features_and_length_that_librosa_gives_th
     }
     for name, samples in sounds.items():
         row = torch.zeros(2 * SECOND)
-        length = decode_part(encode(samples, rate, "WAV", "FLOAT"), row, sample_rate=SECOND, rng=random.Random(0))
+        length = decode_part(
+            encode(samples, rate, "WAV", "FLOAT"), row, sample_rate=SECOND, rng=random.Random(0)
+        )
         assert length == math.ceil(len(samples) * SECOND / rate), name
         expected = torch.zeros(2 * SECOND)
-        theirs = torch.from_numpy(soxr.resample(samples.astype(np.float32), rate, SECOND, quality="HQ"))[:length]
+        theirs = torch.from_numpy(
+            soxr.resample(samples.astype(np.float32), rate, SECOND, quality="HQ")
+        )[:length]
         expected[: len(theirs)] = theirs
         ours_TF, theirs_TF = log_mel.of_any_length(torch.stack([row, expected]))
         assert (ours_TF - theirs_TF).abs().mean() < 0.5, name  # dB
@@ -186,7 +213,9 @@ def test_rates_without_a_common_divisor_are_exact_and_need_little_memory(rate: i
     times = torch.arange(3 * rate, dtype=torch.float64) / rate
     found = resample(torch.sin(2 * torch.pi * 300 * times).float(), ratio)
     assert len(found) == 3 * SECOND
-    expected = torch.sin(2 * torch.pi * 300 * torch.arange(3 * SECOND, dtype=torch.float64) / SECOND).float()
+    expected = torch.sin(
+        2 * torch.pi * 300 * torch.arange(3 * SECOND, dtype=torch.float64) / SECOND
+    ).float()
     inside = slice(SECOND // 2, -SECOND // 2)  # sounds end in silence
     torch.testing.assert_close(found[inside], expected[inside], rtol=0, atol=1e-4)
 

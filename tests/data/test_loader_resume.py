@@ -17,7 +17,8 @@ NUM_BATCHES = 14
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 4 tars of 13 items with several captions, longer than a clip, so that crops are random; some are broken."""
+    """Write 4 tars of 13 items with several captions, longer than a clip, so that crops are random;
+    some are broken."""
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     captions = json.dumps({"caption": ["a loud tone", "a quiet tone", "a click"]}).encode()
@@ -49,7 +50,8 @@ MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
 def test_interrupted_equals_uninterrupted(
     shards: Path, open_source: OpenSource, names: Any, stops: list[int], settings: dict[str, Any]
 ) -> None:
-    """Over several passes, with broken items and a truncated tar; the final states are equal, too."""
+    """Over several passes, with broken items and a truncated tar; the final states are equal,
+    too."""
     if isinstance(names, dict):
         names = {str(shards / name): weight for name, weight in names.items()}
     elif names == "*.tar":
@@ -81,7 +83,9 @@ def test_another_setup_resumes_in_a_new_order(
     with open_source(pattern, state, **changed) as source:
         resumed, later, after = numbers_in(source, 5), source.state(), numbers_in(source, 1)
     said = "clap.data.shards: resuming after 40 samples in a new order, because these changed: ranks (then 2, now 1)"
-    assert capsys.readouterr().err.startswith(f"{said}, workers per rank (then 1, now 2), clap.data.shuffle_buffer (")
+    assert capsys.readouterr().err.startswith(
+        f"{said}, workers per rank (then 1, now 2), clap.data.shuffle_buffer ("
+    )
     assert resumed not in (first, afresh)
     with open_source(pattern, later, **changed) as source:
         assert numbers_in(source, 1) == after

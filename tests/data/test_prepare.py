@@ -1,4 +1,5 @@
-"""Test that prepared shards equal live decoding, unusable items are reported and interrupted commands resume."""
+"""Test that prepared shards equal live decoding, unusable items are reported and interrupted
+commands resume."""
 
 import hashlib
 import io
@@ -26,7 +27,8 @@ from tests.data.tars import items_in, wav, write_tar
 MICRO = load_preset("micro")  # clips of one second
 RATE = MICRO.audio.sample_rate
 HALF_STEP = 2**-5 + 1e-4
-"""dB of maximal rounding error of features below 128 (half of float16's spacing), and of kernels' differences."""
+"""dB of maximal rounding error of features below 128 (half of float16's spacing), and of kernels'
+differences."""
 
 
 def sound(seconds: float, rate: int = RATE, channels: int = 1, seed: int = 0) -> np.ndarray:
@@ -48,8 +50,14 @@ CLIPS = {
 
 
 def members(clips: dict[str, bytes]) -> list[tuple[str, bytes]]:
-    described = {name: json.dumps({"caption": f"a sound, {name}", "kind": name}).encode() for name in clips}
-    return [each for name in clips for each in [(f"{name}.wav", clips[name]), (f"{name}.json", described[name])]]
+    described = {
+        name: json.dumps({"caption": f"a sound, {name}", "kind": name}).encode() for name in clips
+    }
+    return [
+        each
+        for name in clips
+        for each in [(f"{name}.wav", clips[name]), (f"{name}.json", described[name])]
+    ]
 
 
 def run(*arguments: object) -> int:
@@ -70,7 +78,9 @@ def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
     assert run(shard, tmp_path / "mel", "--kind", "mel") == 0
     items = items_in(tmp_path / "mel")
     assert list(items) == list(CLIPS)
-    stored = torch.empty(len(items), MICRO.audio.num_frames, MICRO.audio.mel_bins, dtype=torch.float16)
+    stored = torch.empty(
+        len(items), MICRO.audio.num_frames, MICRO.audio.mel_bins, dtype=torch.float16
+    )
     for row, (name, item) in zip(stored, items.items(), strict=True):
         read_mel(item["npy"], row, rng=random.Random(0))
         assert item.keys() == {"npy", "json"}
@@ -79,7 +89,10 @@ def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
     assert (stored - LogMel(MICRO.audio)(waveforms)).abs().max() <= HALF_STEP
     manifest = read_manifest(str(tmp_path / "mel"))
     assert (manifest.kind, manifest.front_end) == ("mel", front_end_of(MICRO.audio))
-    assert (manifest.shards["a.tar"].items, manifest.shards["a.tar"].seconds) == (6, pytest.approx(3.8))
+    assert (manifest.shards["a.tar"].items, manifest.shards["a.tar"].seconds) == (
+        6,
+        pytest.approx(3.8),
+    )
 
 
 def test_a_tokenizer_beside_shards_is_copied_without_what_leads_outside(tmp_path: Path) -> None:
@@ -111,7 +124,15 @@ def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
 def test_long_clips_are_stored_whole(tmp_path: Path) -> None:
     """Features of longer clips are equal whether computed in parts or at once."""
     clip, length = wav(sound(4 + 1 / RATE), RATE, "PCM_16"), 4 * RATE
-    assert run(write_tar(tmp_path / "a.tar", members({"long": clip})), tmp_path / "mel", "--kind", "mel") == 0
+    assert (
+        run(
+            write_tar(tmp_path / "a.tar", members({"long": clip})),
+            tmp_path / "mel",
+            "--kind",
+            "mel",
+        )
+        == 0
+    )
     (item,) = items_in(tmp_path / "mel").values()
     log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": length}))
     expected = log_mel(live(clip, length + 1)[None, :length].float() / INT16_SCALE)[0].numpy()
@@ -121,10 +142,13 @@ def test_long_clips_are_stored_whole(tmp_path: Path) -> None:
 def test_the_same_command_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finished shards stay, no partial ones remain, and those without a record are written again."""
+    """Finished shards stay, no partial ones remain, and those without a record are written
+    again."""
     out = tmp_path / "out"
     for n in range(4):
-        write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
+        write_tar(
+            tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")})
+        )
     clip, num_read, is_failing = prepare.Preparation.clip, 0, True
 
     def fail(*arguments: Any) -> Any:
@@ -144,7 +168,10 @@ def test_the_same_command_resumes(
     (out / ".build" / "1.tar.json").unlink()  # as if killed between a shard and its record
     assert run(*command) == 0
     assert "1 of 4 shards already exist" in capsys.readouterr().out
-    assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [True, False]
+    assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [
+        True,
+        False,
+    ]
     assert sorted(items_in(out)) == ["clip0", "clip1", "clip2", "clip3"]
     assert not list(out.glob(".*.tar.*"))
     for name, record in read_manifest(str(out)).shards.items():

@@ -77,7 +77,9 @@ def server() -> Iterator[str]:
         http.shutdown()
 
 
-def test_what_is_received_is_limited_whatever_the_server_states(server: str, tmp_path: Path, shard_cache: Path) -> None:
+def test_what_is_received_is_limited_whatever_the_server_states(
+    server: str, tmp_path: Path, shard_cache: Path
+) -> None:
     for place in ("endless", "liar"):
         files = RemoteFiles(f"{server}/{place}")
         with pytest.raises(RefusedFileError, match="bytes"):
@@ -90,7 +92,9 @@ def test_what_is_received_is_limited_whatever_the_server_states(server: str, tmp
     assert Handler.sent < 6 * ENDLESS / 2 * len(BLOCK)
     with pytest.raises(RefusedFileError, match="bytes"):
         RemoteFiles(f"{server}/endless").ls()
-    assert [*RemoteFiles(f"{server}/slow").ls()] == ["step-00000001"]  # fsspec's own pattern takes days
+    assert [*RemoteFiles(f"{server}/slow").ls()] == [
+        "step-00000001"
+    ]  # fsspec's own pattern takes days
     honest = RemoteFiles(f"{server}/honest")
     assert honest.read_start("a", 10**7) == CONTENT
     assert honest.read_start("a", 99_999) == CONTENT[:99_999]
@@ -114,7 +118,9 @@ def test_a_disk_without_room_is_named_before_the_download(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize("name", ["link", "folder/secret"])
-def test_no_link_below_the_named_folder_is_followed(tmp_path: Path, is_local: bool, name: str) -> None:
+def test_no_link_below_the_named_folder_is_followed(
+    tmp_path: Path, is_local: bool, name: str
+) -> None:
     victim, named = tmp_path / "victim", tmp_path / "named"
     victim.mkdir()
     (victim / "secret").write_text("precious")
@@ -146,7 +152,10 @@ def test_no_link_below_the_named_folder_is_followed(tmp_path: Path, is_local: bo
 
 
 def test_no_other_module_transfers_remote_files() -> None:
-    """In others, links and endless answers would be met again. `fsspec.get_filesystem_class` transfers nothing."""
+    """In others, links and endless answers would be met again. `fsspec.get_filesystem_class`
+    transfers nothing."""
     folders = ("clap_ds", "launch", "analysis", "benchmarks", "examples")
     paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    assert [path for path in paths if TRANSFER.search(path.read_text())] == [Path(remote_files.__file__)]
+    assert [path for path in paths if TRANSFER.search(path.read_text())] == [
+        Path(remote_files.__file__)
+    ]

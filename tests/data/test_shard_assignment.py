@@ -1,4 +1,5 @@
-"""Test that an epoch has each item once, for any shards, ranks and workers, and that whole shards are assigned evenly."""
+"""Test that an epoch has each item once, for any shards, ranks and workers, and that whole shards
+are assigned evenly."""
 
 from collections import Counter
 from itertools import accumulate, chain
@@ -27,11 +28,15 @@ def test_the_parts_of_all_workers_are_an_epoch(
 ) -> None:
     """Each reads all its samples, and every tar is opened, so that damage is reported."""
     sizes_by_tar = {f"{number}.tar": size for number, size in enumerate(sizes)}
-    everything = Counter((tar, number) for tar, size in sizes_by_tar.items() for number in range(size))
+    everything = Counter(
+        (tar, number) for tar, size in sizes_by_tar.items() for number in range(size)
+    )
 
     def samples_in(parts: list[Part]) -> Counter[Any]:
         return Counter(
-            (tar, i) for tar, first, end in parts for i in range(*slice(first, end).indices(sizes_by_tar[tar]))
+            (tar, i)
+            for tar, first, end in parts
+            for i in range(*slice(first, end).indices(sizes_by_tar[tar]))
         )
 
     read, opened = Counter[Any](), set[str]()
@@ -71,35 +76,53 @@ def test_each_item_comes_once_an_epoch(
     tmp_path: Path, open_source: OpenSource,
     sizes: list[int], world_size: int, num_workers: int, micro_batch: int, shuffle_buffer: int,
 ) -> None:  # fmt: skip
-    """After S samples, each of N items has occurred S/N times, rounded up or down, at every step of three epochs."""
+    """After S samples, each of N items has occurred S/N times, rounded up or down, at every step of
+    three epochs."""
     total, seen = sum(sizes), Counter(range(sum(sizes)))
     for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         write_tar(tmp_path / f"{tar}.tar", marked_items(range(end - size, end)))
-    options = {"num_workers": num_workers, "micro_batch": micro_batch, "shuffle_buffer": shuffle_buffer}
+    options = {
+        "num_workers": num_workers,
+        "micro_batch": micro_batch,
+        "shuffle_buffer": shuffle_buffer,
+    }
     steps = -(-3 * total // (world_size * micro_batch))
     by_step, _ = _given(open_source, str(tmp_path / "*.tar"), steps, world_size, **options)
     for step, numbers in enumerate(by_step, 1):
         seen.update(numbers)
         epochs, rest = divmod(step * world_size * micro_batch, total)
-        assert Counter(count - 1 - epochs for count in seen.values()) == +Counter({0: total - rest, 1: rest})
+        assert Counter(count - 1 - epochs for count in seen.values()) == +Counter(
+            {0: total - rest, 1: rest}
+        )
 
 
 def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSource) -> None:
-    """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch has all others, and as
-    many again as are broken."""
+    """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch
+    has all others, and as many again as are broken."""
     broken, seen = set(range(5, 42, 6)), Counter[int]()
     items = [(f"{n:04d}.wav", b"no audio") if n in broken else marked_item(n)[0] for n in range(48)]
     for tar in range(4):
         numbers = range(12 * tar, 12 * tar + 12)
-        write_tar(tmp_path / f"{tar}.tar", [member for n in numbers for member in (items[n], marked_item(n)[1])])
+        write_tar(
+            tmp_path / f"{tar}.tar",
+            [member for n in numbers for member in (items[n], marked_item(n)[1])],
+        )
     whole = (tmp_path / "3.tar").read_bytes()
     (tmp_path / "3.tar").write_bytes(whole[: whole.index(b"0042.wav")])
-    write_manifest(tmp_path, ShardManifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)}))
-    by_step, ends = _given(open_source, str(tmp_path / "*.tar"), 18, 2, num_workers=2, shuffle_buffer=4)
+    write_manifest(
+        tmp_path, ShardManifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)})
+    )
+    by_step, ends = _given(
+        open_source, str(tmp_path / "*.tar"), 18, 2, num_workers=2, shuffle_buffer=4
+    )
     for step, numbers in enumerate(by_step, 1):
         seen.update(numbers)
-        assert step % 6 or (set(seen) == set(range(42)) - broken and min(seen.values()) >= step // 6)
-    assert [(end["samples"], end["passes"][0][0]) for end in ends] == [(36, 2)] * 4  # at the end of the third pass
+        assert step % 6 or (
+            set(seen) == set(range(42)) - broken and min(seen.values()) >= step // 6
+        )
+    assert [(end["samples"], end["passes"][0][0]) for end in ends] == [
+        (36, 2)
+    ] * 4  # at the end of the third pass
 
 
 def numbered(count: int) -> list[str]:
@@ -107,11 +130,17 @@ def numbered(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
+    ("num_shards", "world_size", "num_workers"),
+    [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)],
 )
-def test_every_shard_goes_to_one_worker(micro: ClapConfig, num_shards: int, world_size: int, num_workers: int) -> None:
+def test_every_shard_goes_to_one_worker(
+    micro: ClapConfig, num_shards: int, world_size: int, num_workers: int
+) -> None:
     """If there are too few for all workers, each worker still has one."""
-    sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
+    sources, readers = (
+        [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)],
+        world_size * (num_workers or 1),
+    )
     data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
     specs = [BatchSpec(micro, 12, 4, rank, world_size) for rank in range(world_size)]
     shared = [assign_shards(sources, data, spec) for spec in specs]

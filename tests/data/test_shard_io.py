@@ -20,7 +20,9 @@ def urls(shard_cache: Path) -> list[str]:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return a mock that is called with each remote file that is copied."""
     noted, get_file = Mock(), MemoryFileSystem.get_file
-    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *to, **options: (noted(to[1]), get_file(*to)))
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", lambda *to, **options: (noted(to[1]), get_file(*to))
+    )
     return noted
 
 
@@ -45,10 +47,14 @@ def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
     assert content(urls[1]) == b"other" * 1000
 
 
-def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_breaks_off_is_no_copy(
+    urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            MemoryFileSystem, "get_file", lambda self, path, local, **options: Path(local).write_bytes(b"begun")
+            MemoryFileSystem,
+            "get_file",
+            lambda self, path, local, **options: Path(local).write_bytes(b"begun"),
         )
         with pytest.raises(OSError, match="stopped after 5 bytes"):
             open_shard(urls[1])
@@ -56,9 +62,13 @@ def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypa
     assert content(urls[1]) == bytes([1]) * SIZE
 
 
-def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, tmp_path: Path) -> None:
+def test_the_next_is_fetched_while_one_is_read(
+    urls: list[str], fetched: Mock, tmp_path: Path
+) -> None:
     (tmp_path / "local.tar").write_bytes(b"local")
-    opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], open_shard)
+    opened = open_ahead(
+        [*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], open_shard
+    )
     name, first = next(opened)
     assert (name, first().read(0, 1)) == (urls[0], b"\0")
     (name, second), (_, local), (_, gone) = opened
@@ -69,5 +79,7 @@ def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, t
     assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
     with pytest.raises(FileNotFoundError):
         gone()
-    assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, open_shard))] == [b"\2"] * 5
+    assert [
+        open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, open_shard))
+    ] == [b"\2"] * 5
     assert fetched.call_count == 3, "simultaneous requests fetch it once"

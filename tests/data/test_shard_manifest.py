@@ -61,7 +61,9 @@ def test_shards_that_are_not_there(
         ("items", "1" + "0" * 16),
     ],
 )
-def test_a_manifest_with_an_impossible_number_is_refused(tmp_path: Path, field: str, value: str) -> None:
+def test_a_manifest_with_an_impossible_number_is_refused(
+    tmp_path: Path, field: str, value: str
+) -> None:
     known = '"items": 1, "bytes": 2, "seconds": 0.5, "sha256": ""'
     record = re.sub(rf'"{field}": [^,]*', f'"{field}": {value}', known)
     (tmp_path / "manifest.json").write_text(f'{{"shards": {{"a.tar": {{{record}}}}}}}')
@@ -78,17 +80,29 @@ def test_a_pipe_among_shards_is_named_as_one(tmp_path: Path) -> None:
 def test_samples_of(tmp_path: Path) -> None:
     """From the manifest, or else from local tars' items with audio and a possible caption."""
     marked_tars(tmp_path, 2, 5)
-    partial = [("x.wav", b"no caption"), ("y.txt", b"no audio"), ("z.jpg", b""), ("e.FLAC", b""), ("e.json", b"")]
+    partial = [
+        ("x.wav", b"no caption"),
+        ("y.txt", b"no audio"),
+        ("z.jpg", b""),
+        ("e.FLAC", b""),
+        ("e.json", b""),
+    ]
     write_tar(tmp_path / "002.tar", [*marked_item(1), *partial])
     tars = [str(tmp_path / f"{tar:03d}.tar") for tar in range(3)]
     assert samples_of(tars) == [5, 5, 2]
-    write_manifest(tmp_path, ShardManifest({"000.tar": ShardRecord(items=700, bytes=0, seconds=0.0, sha256="")}))
+    write_manifest(
+        tmp_path,
+        ShardManifest({"000.tar": ShardRecord(items=700, bytes=0, seconds=0.0, sha256="")}),
+    )
     assert samples_of(tars) == [700, 5, 2]
     unknown = sum(Path(tar).stat().st_size for tar in tars[1:])
     assert (samples_of(tars, unknown), samples_of(tars, unknown - 1)) == ([700, 5, 2], None)
     url = put("memory://unknown/a.tar", (tmp_path / "000.tar").read_bytes())
     assert samples_of([url]) is None
-    put("memory://unknown/manifest.json", (tmp_path / "manifest.json").read_bytes().replace(b"000.tar", b"a.tar"))
+    put(
+        "memory://unknown/manifest.json",
+        (tmp_path / "manifest.json").read_bytes().replace(b"000.tar", b"a.tar"),
+    )
     assert samples_of([url]) == [700]
 
 
@@ -110,7 +124,12 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
     def kind(*names: str) -> Kind:
         return shard_manifest.kind_of([f"{tmp_path}/{name}/000.tar" for name in names], micro)
 
-    assert [kind("plain"), kind("bare"), kind("wav"), kind("mel")] == ["encoded", "encoded", "waveform", "mel"]
+    assert [kind("plain"), kind("bare"), kind("wav"), kind("mel")] == [
+        "encoded",
+        "encoded",
+        "waveform",
+        "mel",
+    ]
     assert kind("wav", "bare") == kind("plain", "wav") == "encoded"
     for names, message in {
         ("wav", "mel"): "can't be mixed",
@@ -135,7 +154,9 @@ def test_kind_of_warns_of_shards_prepared_with_another_resampling_filter(
     }
     for name, (kind, front_end) in manifests.items():
         marked_tars(tmp_path / name, 1, 1)
-        write_manifest(tmp_path / name, ShardManifest({"000.tar": ShardRecord(1, 0, 0.0, "")}, kind, front_end))
+        write_manifest(
+            tmp_path / name, ShardManifest({"000.tar": ShardRecord(1, 0, 0.0, "")}, kind, front_end)
+        )
     tars = [f"{tmp_path}/{name}/000.tar" for name in manifests]
     shard_manifest.kind_of(tars, micro)
     (line,) = capsys.readouterr().err.splitlines()
@@ -147,9 +168,14 @@ def test_kind_of_warns_of_shards_prepared_with_another_resampling_filter(
 
 
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    put("memory://flaky/manifest.json", b'{"shards": {"a": {"items": 7, "bytes": 0, "seconds": 0, "sha256": ""}}}')
+    put(
+        "memory://flaky/manifest.json",
+        b'{"shards": {"a": {"items": 7, "bytes": 0, "seconds": 0, "sha256": ""}}}',
+    )
     read, failures = MemoryFile.read, [ConnectionResetError("reset")] * 4
-    monkeypatch.setattr(MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to))
+    monkeypatch.setattr(
+        MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to)
+    )
     assert read_manifest("memory://flaky").shards["a"].items == 7
     unreachable = FileNotFoundError("as fsspec raises it for HTTP")
     unreachable.__cause__ = ConnectionResetError("reset")
@@ -158,7 +184,9 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match="reset"):
             read_manifest("memory://flaky")
     put("memory://strange/manifest.json", b'{"shards": {}, "kind": "strange"}')
-    with pytest.raises(ValueError, match=r"manifest.json can't be read: .* 'waveform' or 'mel'.*strange"):
+    with pytest.raises(
+        ValueError, match=r"manifest.json can't be read: .* 'waveform' or 'mel'.*strange"
+    ):
         read_manifest("memory://strange")
     put("memory://other/manifest.json", b'["something else"]')
     assert read_manifest("memory://none") == read_manifest("memory://other") == ShardManifest({})

@@ -1,4 +1,5 @@
-"""Test that every command judges silence on what the model gets: the mean of the channels, in 16 bits."""
+"""Test that every command judges silence on what the model gets: the mean of the channels, in 16
+bits."""
 
 import io
 import random
@@ -72,7 +73,9 @@ def wav(samples: np.ndarray, rate: int) -> bytes:
 @pytest.mark.parametrize("rate", [RATE, RATE // 3])
 @pytest.mark.parametrize("seconds", [0.5, 3.3])
 @pytest.mark.parametrize("name", SILENT)
-def test_sound_that_the_model_does_not_get_is_silence_in_every_command(name: str, seconds: float, rate: int) -> None:
+def test_sound_that_the_model_does_not_get_is_silence_in_every_command(
+    name: str, seconds: float, rate: int
+) -> None:
     content = wav(SILENT[name](int(seconds * rate)), rate)
     for run in COMMANDS.values():
         with pytest.raises(BrokenItemError, match="silent"):
@@ -90,6 +93,12 @@ def test_sound_that_the_model_gets_is_used_by_every_command(name: str, rate: int
 def test_sound_above_half_of_the_models_rate_is_silence() -> None:
     rate = 4 * RATE
     content = wav(0.3 * np.sin(np.pi * 0.7 * np.arange(rate)) * np.hanning(rate), rate)
-    for name in ("build --kind waveform", "prepare --kind mel", "train", "train in float32", "evaluate"):
+    for name in (
+        "build --kind waveform",
+        "prepare --kind mel",
+        "train",
+        "train in float32",
+        "evaluate",
+    ):
         with pytest.raises(BrokenItemError, match="silent"):
             COMMANDS[name](content)

@@ -38,7 +38,15 @@ def test_stated_bytes_of_a_clip_are_those_it_takes_in_a_tar(kind: str) -> None:
         file = io.BytesIO()
         with TarWriter(file, encoder=False, mtime=0) as tar:
             for number in range(num_items):
-                tar.write({"__key__": f"{number:09d}", "audio": CLIPS[kind], "json": b'{"caption": "a tone"}'})
+                tar.write(
+                    {
+                        "__key__": f"{number:09d}",
+                        "audio": CLIPS[kind],
+                        "json": b'{"caption": "a tone"}',
+                    }
+                )
         sizes.append(len(file.getvalue()))
     padding_of_tars = 10_240
-    assert int(stated[1].replace(",", "")) == pytest.approx((sizes[1] - sizes[0]) / 200, abs=padding_of_tars / 200)
+    assert int(stated[1].replace(",", "")) == pytest.approx(
+        (sizes[1] - sizes[0]) / 200, abs=padding_of_tars / 200
+    )

@@ -20,7 +20,9 @@ from tests.data.tars import marked_tars
 @pytest.fixture
 def copied() -> Iterator[Mock]:
     """Return a mock that is called with each file that is copied."""
-    with patch.object(RemoteFiles, "download", autospec=True, side_effect=RemoteFiles.download) as download:
+    with patch.object(
+        RemoteFiles, "download", autospec=True, side_effect=RemoteFiles.download
+    ) as download:
         yield download
 
 
@@ -38,13 +40,17 @@ def limit_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=free))
 
 
-def test_a_shard_is_copied_once_per_host_until_it_changes(tmp_path: Path, disk: Path, copied: Mock) -> None:
+def test_a_shard_is_copied_once_per_host_until_it_changes(
+    tmp_path: Path, disk: Path, copied: Mock
+) -> None:
     shard = tmp_path / "0.tar"
     shard.write_bytes(b"first")
     ranks = [StagingFolder("$LOCAL_DISK") for _ in range(2)]
     assert [content(rank, shard) for rank in ranks * 2] == [b"first"] * 4
     assert copied.call_count == 1
-    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in disk.glob("clap_ds-*/**/"))
+    assert all(
+        stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in disk.glob("clap_ds-*/**/")
+    )
     shard.write_bytes(b"again")
     os.utime(shard, ns=(1, 1))
     assert [content(rank, shard) for rank in ranks] == [b"again"] * 2
@@ -76,7 +82,9 @@ def test_a_full_disk_is_one_warning_and_the_source_is_read(
     worker.join()
     assert worker.exitcode == 0
     limit_disk(monkeypatch, 10**9)
-    with patch.object(RemoteFiles, "download", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")) as fails:
+    with patch.object(
+        RemoteFiles, "download", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")
+    ) as fails:
         read_all()
     assert fails.call_count == 2 * 2
     (warning,) = capfd.readouterr().err.splitlines()
@@ -104,7 +112,9 @@ def test_too_little_room_is_a_warning_with_host_and_sizes_before_the_first_batch
     write_manifest(tmp_path / "source", ShardManifest(records))
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     limit_disk(monkeypatch, int(room_gb * 1e9))
-    with open_source(pattern, stage_to="$LOCAL_DISK", rank=1, world_size=4, ranks_per_host=ranks_per_host):
+    with open_source(
+        pattern, stage_to="$LOCAL_DISK", rank=1, world_size=4, ranks_per_host=ranks_per_host
+    ):
         warning = capfd.readouterr().err
     assert bool(warning) == bool(needed)
     assert not needed or (f"n7: {disk}" in warning and f"need {needed}" in warning)

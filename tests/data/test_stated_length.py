@@ -1,4 +1,5 @@
-"""Test that files which state no length, or a wrong one, are read to their end, and truncated ones are named."""
+"""Test that files which state no length, or a wrong one, are read to their end, and truncated ones
+are named."""
 
 import functools
 import io
@@ -25,14 +26,17 @@ MP3_OPTIONS = {"VBR": {"bitrate_mode": "VARIABLE"}, "CBR": {"bitrate_mode": "CON
 
 
 def sound(sample_rate: int, channels: int) -> np.ndarray:
-    """Return noise that becomes quiet after a second, so that the first frames of an MP3 are the largest."""
+    """Return noise that becomes quiet after a second, so that the first frames of an MP3 are the
+    largest."""
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, (SECONDS * sample_rate, channels))
     noise[sample_rate:] *= 0.01
     return noise
 
 
 @functools.cache
-def encode(sample_rate: int, channels: int, file_format: str, subtype: str | None = None, **options: str) -> bytes:
+def encode(
+    sample_rate: int, channels: int, file_format: str, subtype: str | None = None, **options: str
+) -> bytes:
     buffer = io.BytesIO()
     samples = sound(sample_rate, channels)
     soundfile.write(buffer, samples, sample_rate, format=file_format, subtype=subtype, **options)
@@ -40,7 +44,8 @@ def encode(sample_rate: int, channels: int, file_format: str, subtype: str | Non
 
 
 def split_info_frame(mp3: bytes) -> tuple[int, bytes]:
-    """Return the number of samples in all frames, by the frame that states their number, and the other frames."""
+    """Return the number of samples in all frames, by the frame that states their number, and the
+    other frames."""
     start_of_sound = mp3.index(mp3[:2], 4)
     name = b"Xing" if b"Xing" in mp3[:start_of_sound] else b"Info"
     stated = int.from_bytes(mp3[mp3.index(name) + 8 :][:4], "big")
@@ -61,9 +66,14 @@ def without_count(flac: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("mode", MP3_OPTIONS)
-@pytest.mark.parametrize(("sample_rate", "channels"), [(44100, 2), (48000, 1), (22050, 2), (11025, 1), (8000, 1)])
-def test_an_mp3_that_states_no_length_has_all_samples_of_its_frames(sample_rate: int, channels: int, mode: str) -> None:
-    """As in ffmpeg, with the encoder's delay, which nothing states: here LAME's 576 and the decoder's 529 samples."""
+@pytest.mark.parametrize(
+    ("sample_rate", "channels"), [(44100, 2), (48000, 1), (22050, 2), (11025, 1), (8000, 1)]
+)
+def test_an_mp3_that_states_no_length_has_all_samples_of_its_frames(
+    sample_rate: int, channels: int, mode: str
+) -> None:
+    """As in ffmpeg, with the encoder's delay, which nothing states: here LAME's 576 and the
+    decoder's 529 samples."""
     whole = encode(sample_rate, channels, "MP3", **MP3_OPTIONS[mode])
     num_samples, frames = split_info_frame(whole)
     stated, samples = read_all(frames)
@@ -72,8 +82,12 @@ def test_an_mp3_that_states_no_length_has_all_samples_of_its_frames(sample_rate:
     np.testing.assert_allclose(samples[1105:][: len(expected)], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("in_front", [ID3_TAG, COVER_TAG, ID3_TAG + COVER_TAG], ids=["tag", "cover", "two tags"])
-@pytest.mark.parametrize("behind", [b"TAG" + bytes(125), APE_TAG, bytes(9999)], ids=["ID3v1", "APE", "zeros"])
+@pytest.mark.parametrize(
+    "in_front", [ID3_TAG, COVER_TAG, ID3_TAG + COVER_TAG], ids=["tag", "cover", "two tags"]
+)
+@pytest.mark.parametrize(
+    "behind", [b"TAG" + bytes(125), APE_TAG, bytes(9999)], ids=["ID3v1", "APE", "zeros"]
+)
 def test_tags_and_padding_do_not_count_as_sound(in_front: bytes, behind: bytes) -> None:
     num_samples, frames = split_info_frame(encode(44100, 2, "MP3"))
     stated, samples = read_all(in_front + frames + behind)
@@ -87,8 +101,12 @@ def test_mp3s_in_a_row_are_read_to_the_last(tmp_path: Path) -> None:
     assert (stated, len(samples)) == (2 * num_samples, 2 * num_samples)
 
 
-@pytest.mark.parametrize("tag", [b"", ID3_TAG, b"TAG" + bytes(125), bytes(417)], ids=["bare", "ID3", "ID3v1", "zeros"])
-def test_mp3s_in_a_row_of_which_the_first_states_its_length_are_read_to_the_last(tag: bytes) -> None:
+@pytest.mark.parametrize(
+    "tag", [b"", ID3_TAG, b"TAG" + bytes(125), bytes(417)], ids=["bare", "ID3", "ID3v1", "zeros"]
+)
+def test_mp3s_in_a_row_of_which_the_first_states_its_length_are_read_to_the_last(
+    tag: bytes,
+) -> None:
     """`cat a.mp3 b.mp3`: the frames that state lengths are frames without sound."""
     whole = encode(44100, 2, "MP3")
     num_samples, _ = split_info_frame(whole)
@@ -98,7 +116,9 @@ def test_mp3s_in_a_row_of_which_the_first_states_its_length_are_read_to_the_last
 
 
 @pytest.mark.parametrize("junk", [bytes(300), b"\xff\xe0 not a frame " * 9], ids=["zeros", "text"])
-def test_an_mp3_with_bytes_before_its_first_frame_is_read_to_its_end(junk: bytes, tmp_path: Path) -> None:
+def test_an_mp3_with_bytes_before_its_first_frame_is_read_to_its_end(
+    junk: bytes, tmp_path: Path
+) -> None:
     num_samples, frames = split_info_frame(encode(44100, 2, "MP3", **MP3_OPTIONS["VBR"]))
     (tmp_path / "a.mp3").write_bytes(junk + frames)
     stated, samples = read_all(str(tmp_path / "a.mp3"))
@@ -121,7 +141,9 @@ def test_mpeg_layer_2_states_no_length_and_is_read_to_its_end(bit_rates: list[in
     assert (stated, len(samples)) == (210 * 1152, 210 * 1152)
 
 
-@pytest.mark.parametrize("fields", [bytes(4), b"\0\0\0\1" + bytes(4)], ids=["no count", "a count of 0"])
+@pytest.mark.parametrize(
+    "fields", [bytes(4), b"\0\0\0\1" + bytes(4)], ids=["no count", "a count of 0"]
+)
 def test_an_mp3_whose_xing_frame_states_no_length_is_read_to_its_end(fields: bytes) -> None:
     """As in ffmpeg, the Xing frame is one without sound."""
     whole = encode(44100, 2, "MP3", **MP3_OPTIONS["VBR"])
@@ -190,7 +212,9 @@ def test_samples_of_a_file_from_a_pipe_reach_to_its_end(name: str, tmp_path: Pat
 def test_an_ogg_with_padding_or_without_an_end_mark_is_whole(subtype: str) -> None:
     stated, samples = read_all(OGG[subtype] + bytes(200_000))
     assert (stated, len(samples)) == (SECONDS * 48000, SECONDS * 48000)
-    stated, samples = read_all(OGG[subtype][: OGG[subtype].rindex(b"OggS")])  # as an encoder that is stopped leaves it
+    stated, samples = read_all(
+        OGG[subtype][: OGG[subtype].rindex(b"OggS")]
+    )  # as an encoder that is stopped leaves it
     assert stated == len(samples) > 48000
 
 
@@ -238,7 +262,9 @@ UNSTATED = {"mp3": CUT["VBR"], "flac": CUT["FLAC"]}
 
 
 @pytest.mark.parametrize("extension", UNSTATED)
-def test_every_reader_knows_the_length_that_the_header_does_not_state(extension: str, tmp_path: Path) -> None:
+def test_every_reader_knows_the_length_that_the_header_does_not_state(
+    extension: str, tmp_path: Path
+) -> None:
     content = UNSTATED[extension]
     path = tmp_path / f"a.{extension}"
     path.write_bytes(content)
@@ -246,7 +272,9 @@ def test_every_reader_knows_the_length_that_the_header_does_not_state(extension:
     num_samples, _ = read_all(content)
     seconds = num_samples / 44100
     assert as_it_is(content, extension).seconds == seconds
-    assert Preparation("waveform", audio).clip(content).seconds == pytest.approx(seconds, abs=1 / audio.sample_rate)
+    assert Preparation("waveform", audio).clip(content).seconds == pytest.approx(
+        seconds, abs=1 / audio.sample_rate
+    )
     rows = [row for row, _ in read_windows([path], audio, "none", 0, num_workers=0, ahead=1)]
     assert not rows[-1].error
     assert rows[-1].end_s == pytest.approx(seconds, abs=1 / audio.sample_rate)
@@ -256,8 +284,12 @@ def test_every_reader_knows_the_length_that_the_header_does_not_state(extension:
     assert (crops.abs().amax(dim=1) < 0.1).any()
 
 
-@pytest.mark.parametrize("content", [b"\0\0\0\x20ftypM4A " + bytes(99), b"\xff\xf1\x50\x80" * 99], ids=["m4a", "aac"])
-def test_audio_that_libsndfile_does_not_read_is_named_with_how_to_convert_it(content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"\0\0\0\x20ftypM4A " + bytes(99), b"\xff\xf1\x50\x80" * 99], ids=["m4a", "aac"]
+)
+def test_audio_that_libsndfile_does_not_read_is_named_with_how_to_convert_it(
+    content: bytes,
+) -> None:
     with pytest.raises(BrokenItemError, match="ffmpeg -i"):
         read_all(content)
 

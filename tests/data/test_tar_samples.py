@@ -29,12 +29,16 @@ def test_contents_left_in_the_tar_are_fetched_later(tar: Path) -> None:
     """Even if it was deleted. It is closed with the last reference to an item."""
     before = len(os.listdir("/proc/self/fd"))
     listed = list(list_items(str(tar), pytest.fail))
-    assert all(isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt"))
+    assert all(
+        isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt")
+    )
     tar.unlink()
     for item in listed:
         fetch(item)
     contents = [marked_item(number) for number in range(3)]
-    assert [(item["wav"], item["txt"]) for item in listed] == [(wav, text) for (_, wav), (_, text) in contents]
+    assert [(item["wav"], item["txt"]) for item in listed] == [
+        (wav, text) for (_, wav), (_, text) in contents
+    ]
     del listed, item
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -86,7 +90,9 @@ def test_whatever_is_changed_in_a_tar_it_ends_and_nothing_escapes(
     content = bytearray(buffer.getvalue()[:8192])
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    for start in range(0, len(content), 512):  # valid checksums, so that more than the first byte is read
+    for start in range(
+        0, len(content), 512
+    ):  # valid checksums, so that more than the first byte is read
         if content[start + 257 : start + 262] == b"ustar" and data.draw(st.booleans()):
             content[start + 148 : start + 156] = b" " * 8
             content[start + 148 : start + 156] = b"%06o\0 " % sum(content[start : start + 512])
@@ -96,9 +102,12 @@ def test_whatever_is_changed_in_a_tar_it_ends_and_nothing_escapes(
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [(tarfile.XHDTYPE, 10**5), (tarfile.XGLTYPE, 4 * 10**9), (tarfile.GNUTYPE_LONGNAME, 4 * 10**9)]
+    ("kind", "size"),
+    [(tarfile.XHDTYPE, 10**5), (tarfile.XGLTYPE, 4 * 10**9), (tarfile.GNUTYPE_LONGNAME, 4 * 10**9)],
 )
-def test_extended_headers_that_take_all_time_or_memory_are_reported(tar: Path, kind: bytes, size: int) -> None:
+def test_extended_headers_that_take_all_time_or_memory_are_reported(
+    tar: Path, kind: bytes, size: int
+) -> None:
     header = tarfile.TarInfo("a.wav")
     header.type = kind
     header.size = size

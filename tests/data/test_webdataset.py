@@ -1,4 +1,5 @@
-"""Test the items that a rank reads from its shards, their order and integrity, and reports of unusable ones."""
+"""Test the items that a rank reads from its shards, their order and integrity, and reports of
+unusable ones."""
 
 import contextlib
 import json
@@ -23,7 +24,9 @@ from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar
 
 
-def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:
+def test_waveforms_and_captions_belong_together(
+    tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
+) -> None:
     """The seed determines the order; torch's global generator is unchanged."""
     tokenizer, orders = load_tokenizer(tokenizer_dir, vocab_size=512), []
     pattern, random_state = marked_tars(tmp_path, 2, 10), torch.get_rng_state()
@@ -31,7 +34,9 @@ def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: Ope
         with open_source(pattern, micro_batch=20, shuffle_buffer=20, seed=seed) as source:
             batch = next(source)
         orders.append([number_of(waveform) for waveform in batch.audio])
-        captions = [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in batch.input_ids]
+        captions = [
+            tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in batch.input_ids
+        ]
         assert captions == [f"tone {number}" for number in orders[-1]]
     assert batch.audio.shape == (20, 480)
     assert batch.input_ids.shape == batch.attention_mask.shape == (20, 12)
@@ -40,7 +45,9 @@ def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: Ope
     assert [*map(sorted, orders)] == [[*range(20)]] * 3
 
 
-def test_rows_stay_until_the_next_are_asked_for(tmp_path: Path, tokenizer_dir: str, micro: ClapConfig) -> None:
+def test_rows_stay_until_the_next_are_asked_for(
+    tmp_path: Path, tokenizer_dir: str, micro: ClapConfig
+) -> None:
     """Even if the workers, which reuse their memory, run far ahead."""
     options = {"tokenizer": tokenizer_dir, "num_workers": 2, "shuffle_buffer": 0}
     data = ShardData(source="webdataset", shards=marked_tars(tmp_path, 2, 50), **options)
@@ -56,14 +63,19 @@ def test_crops_and_captions_are_drawn_anew_in_each_pass(
     tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
 ) -> None:
     ramp, captions = np.arange(1, 2001, dtype=np.float32) / 4000, ["a loud tone", "a click"]
-    write_tar(tmp_path / "a.tar", [("a.wav", wav(ramp)), ("a.json", json.dumps({"title": captions}).encode())])
+    write_tar(
+        tmp_path / "a.tar",
+        [("a.wav", wav(ramp)), ("a.json", json.dumps({"title": captions}).encode())],
+    )
     with open_source(str(tmp_path / "a.tar"), micro_batch=30, caption_key="tags;title") as source:
         batch = next(source)
     starts = (batch.audio[:, 0] / INT16_SCALE * 4000).round().long().tolist()
     assert len(set(starts)) > 20
     assert 0 <= min(starts) < 300 < 1220 < max(starts) <= 1520
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
-    assert {tokenizer.decode(row, skip_special_tokens=True) for row in batch.input_ids.tolist()} == set(captions)
+    assert {
+        tokenizer.decode(row, skip_special_tokens=True) for row in batch.input_ids.tolist()
+    } == set(captions)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -77,7 +89,9 @@ def test_the_log_names_the_captions_used_and_the_others_once(
     write_tar(tmp_path / "several.tar", sorted(sounds + captions + others))
     write_tar(tmp_path / "one.tar", sorted(sounds + captions))
     for rank in range(2):
-        with open_source(str(tmp_path / "several.tar"), num_workers=num_workers, rank=rank, world_size=2) as source:
+        with open_source(
+            str(tmp_path / "several.tar"), num_workers=num_workers, rank=rank, world_size=2
+        ) as source:
             for _ in range(8):
                 next(source)
     (line,) = capfd.readouterr().err.splitlines()
@@ -89,7 +103,11 @@ def test_the_log_names_the_captions_used_and_the_others_once(
 
 BROKEN_ITEMS = [
     ("garbage", [("garbage.flac", b"no audio"), ("garbage.txt", b"x")], "can't be decoded"),
-    ("one_sample", [("one_sample.wav", wav(np.ones(1))), ("one_sample.txt", b"x")], "a single sample"),
+    (
+        "one_sample",
+        [("one_sample.wav", wav(np.ones(1))), ("one_sample.txt", b"x")],
+        "a single sample",
+    ),
     ("mute", [("mute.wav", wav(np.zeros(9)))], "no caption"),
     ("deaf", [("deaf.txt", b"x")], "no audio"),
 ]
@@ -105,7 +123,11 @@ def test_broken_items_are_skipped_counted_and_named_once(
         assert numbers_in(source, 20) == [1, 2] * 40
         statistics = json.loads(json.dumps(source.statistics()))
     listed = statistics.pop("broken_items")
-    counts = {"num_samples": 4, "epoch_samples": 4, "num_broken_items": 4}  # a sample has sound and caption
+    counts = {
+        "num_samples": 4,
+        "epoch_samples": 4,
+        "num_broken_items": 4,
+    }  # a sample has sound and caption
     told = {"source": "webdataset", "kind": "encoded", "num_shards": 1, "num_workers": num_workers}
     assert statistics == told | counts
     stderr = capsys.readouterr().err.splitlines()
@@ -131,12 +153,18 @@ def test_a_worker_without_a_usable_item_stops_the_run(
 
 
 def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSource) -> None:
-    """Weights 1 to 3, although the lighter source has five times the items; each source has its own passes."""
-    mixture = {marked_tars(tmp_path / "a", 2, 25): 1.0, marked_tars(tmp_path / "b", 2, 5, first=100): 3.0}
+    """Weights 1 to 3, although the lighter source has five times the items; each source has its own
+    passes."""
+    mixture = {
+        marked_tars(tmp_path / "a", 2, 25): 1.0,
+        marked_tars(tmp_path / "b", 2, 5, first=100): 3.0,
+    }
     with open_source(mixture, micro_batch=50, num_workers=2, shuffle_buffer=8) as source:
         numbers = numbers_in(source, 16)
     heavy = [numbers.count(number) for number in range(100, 110)]
-    assert abs(sum(heavy) / len(numbers) - 0.75) < 5 * (0.25 * 0.75 / len(numbers)) ** 0.5  # 5 sigma
+    assert (
+        abs(sum(heavy) / len(numbers) - 0.75) < 5 * (0.25 * 0.75 / len(numbers)) ** 0.5
+    )  # 5 sigma
     assert max(heavy) - min(heavy) <= 6  # two workers, up to a pass apart at times
     light = [numbers.count(number) for number in range(50)]
     assert 1 <= min(light) <= max(light) <= 6
@@ -146,10 +174,13 @@ def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSo
 def test_remote_shards_give_what_local_ones_do(
     tmp_path: Path, open_source: OpenSource, shard_cache: Path, num_workers: int
 ) -> None:
-    """With and without space for their copies, from copies on the host's disk, and with a truncated one."""
+    """With and without space for their copies, from copies on the host's disk, and with a truncated
+    one."""
     pattern, cut = marked_tars(tmp_path, 4, 4), tmp_path / "002.tar"
     cut.write_bytes(cut.read_bytes()[:9000])
-    write_manifest(tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
+    write_manifest(
+        tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)})
+    )
     for path in tmp_path.glob("*.*"):
         put(f"memory://copied/{path.name}", path.read_bytes())
     found = []
@@ -161,7 +192,9 @@ def test_remote_shards_give_what_local_ones_do(
         ("memory://copied/*.tar", 1, {}),
     ):
         assert not list(shard_cache.glob("*.tar"))
-        with open_source(shards, cache_gb=cache_gb, num_workers=num_workers, shuffle_buffer=5, **settings) as source:
+        with open_source(
+            shards, cache_gb=cache_gb, num_workers=num_workers, shuffle_buffer=5, **settings
+        ) as source:
             found.append((numbers_in(source, 8), source.statistics()["num_broken_items"]))
     assert found[1:] == [found[0]] * 3
     assert found[0][1] == 1
@@ -170,7 +203,9 @@ def test_remote_shards_give_what_local_ones_do(
 
 
 @pytest.mark.end_to_end
-def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, open_source: OpenSource) -> None:
+def test_killed_worker_stops_the_run_with_a_message(
+    tmp_path: Path, open_source: OpenSource
+) -> None:
     """And only when data is requested: torch would raise it anywhere in training."""
     others = set(multiprocessing.active_children())
     with open_source(marked_tars(tmp_path, 2, 40), num_workers=2) as source:

@@ -24,11 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"device": True, "works": True, "DS_ACCELERATOR": "cpu"}, "cpu"),
         ({"device": True, "CUDA_VISIBLE_DEVICES": ""}, "cpu"),
         ({"SLURM_GPUS_ON_NODE": "0"}, "cpu"),
-        ({"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""}, "SLURM_GPUS_ON_NODE=4"),
+        (
+            {"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""},
+            "SLURM_GPUS_ON_NODE=4",
+        ),
         ({"device": True}, "nvidia0: the driver is too old"),
     ],
 )
-def test_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, Any], expected: str) -> None:
+def test_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, Any], expected: str
+) -> None:
     def init() -> None:
         raise RuntimeError("the driver is too old.\nsecond line")
 
@@ -80,11 +85,15 @@ def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
     launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
     (tmp_path / "python").write_text(f'#!/bin/sh\n{launcher}\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")
+    }
     command = ["make", "bench", f"PYTHON={tmp_path / 'python'}"]
     env |= {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     started = done.stdout.splitlines()[-1]
-    assert started.startswith("DS_ACCELERATOR=cpu -m deepspeed.launcher.runner --quiet --master_port ")
+    assert started.startswith(
+        "DS_ACCELERATOR=cpu -m deepspeed.launcher.runner --quiet --master_port "
+    )
     assert " --num_gpus 2 clap_ds/bench.py" in started

@@ -1,4 +1,5 @@
-"""Values that ranks exchange: the same types on any number of ranks, within limits, and never as pickles."""
+"""Values that ranks exchange: the same types on any number of ranks, within limits, and never as
+pickles."""
 
 import math
 import re
@@ -17,7 +18,9 @@ VALUES = [None, True, 3, 0.1, math.inf, "ü\n", [1, [2]], {"a": {"b": []}}]
 
 
 def _exchange(value: Any) -> tuple[Any, Any]:
-    return collectives.gather(["x" * 1000 * collectives.rank(), value]), collectives.run_on_rank0(lambda: value)
+    return collectives.gather(["x" * 1000 * collectives.rank(), value]), collectives.run_on_rank0(
+        lambda: value
+    )
 
 
 @pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])

@@ -33,19 +33,28 @@ from clap_ds.distributed.error_file import (
 from clap_ds.engine.exit_handling import NonFiniteError
 
 
-def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_word_says_and_which_replaces_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(error_file.this_rank, "folder", None)
     write_error_file(ERROR, "nobody asks", 1)
     error_file.set_error_dir(tmp_path, 3, "n2")
     write_error_file(STOPPED, "stopped by SIGTERM", 143)
-    write_error_file(LOST_PEER, "closed by peer", 1)  # a cause replaces an error file, a consequence doesn't
+    write_error_file(
+        LOST_PEER, "closed by peer", 1
+    )  # a cause replaces an error file, a consequence doesn't
     assert [word.message for word in read_errors(tmp_path)] == ["stopped by SIGTERM"]
     try:
         raise KeyError("caption")
     except KeyError as error:
         write_error_file(UNREACHABLE, f"two\nlines: {error}\n", 1, hosts=["n7"])
     (word,) = read_errors(tmp_path)
-    assert (word.message, word.rank, word.host, word.kind) == ("two; lines: 'caption'", 3, "n2", "unreachable")
+    assert (word.message, word.rank, word.host, word.kind) == (
+        "two; lines: 'caption'",
+        3,
+        "n2",
+        "unreachable",
+    )
     assert (word.ranks, word.hosts) == ([], ["n7"])
     assert "test_error_file.py" in word.stack
     (path,) = tmp_path.glob("errors/*.json")
@@ -66,7 +75,9 @@ class _InWorkers(IterableDataset[int]):
 
 def _in_worker(action: Callable[[], object]) -> Exception:
     """Return the error that a rank gets if its data worker does this."""
-    loader = Loader(_InWorkers(action), num_workers=1, section="clap.data", multiprocessing_context="fork")
+    loader = Loader(
+        _InWorkers(action), num_workers=1, section="clap.data", multiprocessing_context="fork"
+    )
     with pytest.raises(Exception, match=r".") as raised:
         next(loader)
     loader.close()
@@ -94,7 +105,9 @@ def _cuda_error(code: int, text: str) -> Exception:
 
 
 def _nccl_error(text: str) -> Exception:
-    return dist.DistBackendError(f"NCCL error in: /pytorch/torch/csrc/NCCLUtils.cpp:77, {text}, NCCL version 2.27.5")
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/NCCLUtils.cpp:77, {text}, NCCL version 2.27.5"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,13 +119,29 @@ def _nccl_error(text: str) -> Exception:
         (lambda: _in_worker(lambda: _raise(_os_error(errno.ENOENT))), PROGRAM),
         (lambda: _os_error(errno.ESTALE), HOST),
         (lambda: _wrapped(_os_error(errno.EIO)), HOST),
-        (lambda: OSError(errno.EIO, "An error occurred (SlowDown): reduce your request rate"), PROGRAM),  # s3fs
+        (
+            lambda: OSError(errno.EIO, "An error occurred (SlowDown): reduce your request rate"),
+            PROGRAM,
+        ),  # s3fs
         (lambda: ValueError("Input/output error, Bus error, NCCL error, CUDA error"), PROGRAM),
         (lambda: _cuda_error(719, "unspecified launch failure"), HOST),
         (lambda: _cuda_error(700, "an illegal memory access was encountered"), PROGRAM),
-        (lambda: RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), HOST),
-        (lambda: _nccl_error("unhandled system error (run with NCCL_DEBUG=INFO for details)"), LINK),
-        (lambda: _nccl_error("invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL"), PROGRAM),
+        (
+            lambda: RuntimeError(
+                "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"
+            ),
+            HOST,
+        ),
+        (
+            lambda: _nccl_error("unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+            LINK,
+        ),
+        (
+            lambda: _nccl_error(
+                "invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL"
+            ),
+            PROGRAM,
+        ),
         (lambda: ModuleNotFoundError("No module named 'deepspeed'"), IMPORT),
         (lambda: NonFiniteError("the loss is NaN"), ALL_RANKS),
         (lambda: CollectiveUserError("rank 3: is locked"), ALL_RANKS),

@@ -58,9 +58,15 @@ class _Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_dumps_are_read_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumps_are_read_without_running_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    status = {"last_enqueued_collective": 44, "last_started_collective": -1, "last_completed_collective": 40}
+    status = {
+        "last_enqueued_collective": 44,
+        "last_started_collective": -1,
+        "last_completed_collective": 40,
+    }
     (tmp_path / "nccl_rank3").write_bytes(pickle.dumps({"pg_status": {"0": status}}))
     (tmp_path / "nccl_rank4").write_bytes(pickle.dumps({"pg_status": _Harmful()}))
     assert [dumped_progress(tmp_path, rank) for rank in (3, 4, 5)] == [{"nccl 0": (40, 40)}, {}, {}]

@@ -57,7 +57,9 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_expands() -> None:
     lists = {**LISTS, **SUFFIXES}
-    assert {nodelist: expand(nodelist) for nodelist in lists} == {name: hosts.split() for name, hosts in lists.items()}
+    assert {nodelist: expand(nodelist) for nodelist in lists} == {
+        name: hosts.split() for name, hosts in lists.items()
+    }
 
 
 @pytest.mark.parametrize("nodelist", [*MALFORMED, "a[1-2]b[1-2]c[1-2]"])
@@ -69,7 +71,10 @@ def test_expand_malformed_is_refused(nodelist: str) -> None:
 @pytest.mark.usefixtures("scontrol")
 def test_expand_equals_scontrol() -> None:
     command = ["scontrol", "show", "hostnames"]
-    shown = {nodelist: subprocess.check_output([*command, nodelist], text=True).split() for nodelist in LISTS}
+    shown = {
+        nodelist: subprocess.check_output([*command, nodelist], text=True).split()
+        for nodelist in LISTS
+    }
     assert shown == {nodelist: expand(nodelist) for nodelist in LISTS}
 
 
@@ -82,7 +87,9 @@ def test_expand_by_slurm_adds_what_only_scontrol_reads() -> None:
             expand_by_slurm(nodelist)
 
 
-def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expand_by_slurm_without_an_answer_is_expand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for script in ("exit 1", "echo n1; exit 1", "echo n1; echo 'error: x'"):
         (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "scontrol").chmod(0o755)
@@ -97,7 +104,8 @@ def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch
         ("GPUS_PER_NODE=h100:4", None, [4, 4]),
         ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
         ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
-        # With --exclusive, SLURM allocates all GPUs and counts a task per core, which nobody requested.
+        # With --exclusive, SLURM allocates all GPUs and counts a task per core, which nobody
+        # requested.
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
         ("", None, "pass --slots"),
@@ -114,12 +122,24 @@ def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch
         ("GPUS=8 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, [4, 4]),
         ("TASKS_PER_NODE=4,x NTASKS=6", None, "SLURM_TASKS_PER_NODE.*'4,x'"),
         ("TASKS_PER_NODE=0(x2) NTASKS=6", None, r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
-        ("JOB_NODELIST=n[1-4] TASKS_PER_NODE=4(x2) NTASKS=8", None, r"TASKS_PER_NODE=4\(x2\).* 2 .*NODELIST=n\[1-4\]"),
-        ("JOB_NODELIST=n[1-4] TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=4", None, r"SLURM_TASKS_PER_NODE=1\(x2\)"),
+        (
+            "JOB_NODELIST=n[1-4] TASKS_PER_NODE=4(x2) NTASKS=8",
+            None,
+            r"TASKS_PER_NODE=4\(x2\).* 2 .*NODELIST=n\[1-4\]",
+        ),
+        (
+            "JOB_NODELIST=n[1-4] TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=4",
+            None,
+            r"SLURM_TASKS_PER_NODE=1\(x2\)",
+        ),
         ("NTASKS=2", None, "pass --slots"),
         ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", 4, "heterogeneous"),
         # srun -N2 -n3 in a job of four hosts, and with fewer GPUs than the job.
-        (f"{STEP} STEP_TASKS_PER_NODE=2,1 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_PER_NODE=4 GPUS_ON_NODE=1", None, [2, 1]),
+        (
+            f"{STEP} STEP_TASKS_PER_NODE=2,1 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_PER_NODE=4 GPUS_ON_NODE=1",
+            None,
+            [2, 1],
+        ),
         (
             f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_PER_NODE=4 GPUS_ON_NODE=1",
             None,
@@ -127,19 +147,29 @@ def test_expand_by_slurm_without_an_answer_is_expand(tmp_path: Path, monkeypatch
         ),
         (f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2", 3, [3, 3]),
         # salloc's shell in an interactive step on the first host.
-        ("STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, [2, 2]),
+        (
+            "STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4",
+            None,
+            [2, 2],
+        ),
     ],
 )
 def test_slots_of_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
-    environment = dict(f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()])
+    environment = dict(
+        f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()]
+    )
     if isinstance(slots, str):
         with pytest.raises(ValueError, match=slots):
             slots_from_slurm(environment, wanted)
     else:
-        assert slots_from_slurm(environment, wanted) == {f"n{number}": count for number, count in enumerate(slots, 1)}
+        assert slots_from_slurm(environment, wanted) == {
+            f"n{number}": count for number, count in enumerate(slots, 1)
+        }
 
 
-def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_what_deepspeed_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "hostfile"
     assert main(["--nodelist", "n[09-10]", "--slots", "4", "--output", str(output)]) == 0
     assert output.read_text() == "n09 slots=4\nn10 slots=4\n"
@@ -150,7 +180,9 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
     assert main(["--nodelist", "n1"]) == 2
 
 
-def test_nodefile_of_pbs_or_lsf_counts_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodefile_of_pbs_or_lsf_counts_slots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A line per slot, and a host's lines needn't follow each other."""
     nodefile = tmp_path / "nodes"
     nodefile.write_text("n2.site.org\nn1\nn2.site.org\n\n")
@@ -167,7 +199,11 @@ def test_nodefile_of_pbs_or_lsf_counts_slots(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
-    slurm = {"SLURM_JOB_NODELIST": "n[1-2],m", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5"}
+    slurm = {
+        "SLURM_JOB_NODELIST": "n[1-2],m",
+        "SLURM_TASKS_PER_NODE": "2(x2),1",
+        "SLURM_NTASKS": "5",
+    }
     command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]
     environment = {**slurm, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -186,7 +222,9 @@ def test_outside_an_allocation_only_options_of_the_command_are_named(
     assert "--nodelist" not in message
 
 
-@pytest.mark.parametrize("line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"])
+@pytest.mark.parametrize(
+    "line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"]
+)
 def test_hostfile_that_is_none_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "hostfile").write_text(f"n1 slots=4\n{line}\n")
     with pytest.raises(ValueError, match="expected 'HOST slots=N', found") as refusal:

@@ -21,7 +21,15 @@ from tests import processes
 from tests.conftest import ROOT
 from tests.rank_pool import RankPool
 
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLACE = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 STEP = {
     "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
     "SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_NODELIST": "n[08-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
@@ -53,14 +61,30 @@ def set_launcher(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> 
     [
         ({}, ALONE, None),
         (LAUNCHER, Ranks(3, 4, 1, 2), "n01"),  # torchrun
-        ({**LAUNCHER, **MPIRUN}, Ranks(3, 4, 1, 2), "n01"),  # torchrun on each host, started by mpirun
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", **ADDRESS}, Ranks(5, 8, 1, 4), "n01"),
+        (
+            {**LAUNCHER, **MPIRUN},
+            Ranks(3, 4, 1, 2),
+            "n01",
+        ),  # torchrun on each host, started by mpirun
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", **ADDRESS},
+            Ranks(5, 8, 1, 4),
+            "n01",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ALONE, None),
-        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}, ALONE, None),
+        (
+            {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+            ALONE,
+            None,
+        ),
         (ADDRESS, ALONE, "n01"),  # a job's script exports them
         ({**BATCH_STEP, "SLURM_STEP_ID": str(2**32 - 5)}, ALONE, None),
         (STEP, Ranks(9, 10, 1, 2, STEP_HOSTS), "n08"),
-        ({**STEP, "PMI_SIZE": "10", "PMI_RANK": "9"}, Ranks(9, 10, 1, 2, STEP_HOSTS), "n08"),  # srun --mpi=pmi2
+        (
+            {**STEP, "PMI_SIZE": "10", "PMI_RANK": "9"},
+            Ranks(9, 10, 1, 2, STEP_HOSTS),
+            "n08",
+        ),  # srun --mpi=pmi2
         ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), "n01"),  # a launcher takes precedence
         (ONE_TASK, Ranks(0, 1, 0, 1, ("n08",)), None),
         (BATCH_STEP, ALONE, None),
@@ -145,7 +169,11 @@ init.run_command(main)
     ("rank", "error", "message"),
     [
         (0, "UserError", "error: broken\n"),
-        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # unless a launcher has ended it
+        (
+            1,
+            "UserError",
+            f"error: {platform.node()}: rank 1: broken\n",
+        ),  # unless a launcher has ended it
         (1, "CollectiveUserError", ""),
     ],
 )
@@ -180,14 +208,24 @@ IMPORTS = (
     [
         *((signal.SIGTERM, module) for module in (BEFORE, *IMPORTS)),
         *((signal.SIGUSR1, module) for module in IMPORTS[3:6]),
-        *((number, module) for number in (signal.SIGKILL, signal.SIGSEGV) for module in IMPORTS[2:7:4]),
+        *(
+            (number, module)
+            for number in (signal.SIGKILL, signal.SIGSEGV)
+            for module in IMPORTS[2:7:4]
+        ),
     ],
 )
 def test_signal_during_imports_ends_the_rank_with_its_own_code_and_no_core_file(
     tmp_path: Path, write_run: Callable[..., Path], number: signal.Signals, module: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
-    command = [ROOT / "clap_ds" / "bench.py", "--deepspeed_config", write_run(), "--job_folder", tmp_path]
+    command = [
+        ROOT / "clap_ds" / "bench.py",
+        "--deepspeed_config",
+        write_run(),
+        "--job_folder",
+        tmp_path,
+    ]
     environment = {
         **os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DS_ACCELERATOR": "cpu", "AT_IMPORT_OF": module,
         "SIGNAL": str(int(number)),

@@ -1,4 +1,5 @@
-"""A rank that never connects or stops, that has other code or another key, and addresses that can't be used."""
+"""A rank that never connects or stops, that has other code or another key, and addresses that can't
+be used."""
 
 import json
 import os
@@ -32,11 +33,21 @@ def _start(
     program: str, rank: int, world_size: int, port: int, limit_s: float = 300.0, *options: str,
     constants: dict[str, object] | None = None, **variables: str,
 ) -> Command:  # fmt: skip
-    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
-    limit = {"clap_ds.distributed.rendezvous.START_LIMIT_S": limit_s, "clap_ds.distributed.init.RANK_0_SPEAKS_S": 0.0}
+    limit = {
+        "clap_ds.distributed.rendezvous.START_LIMIT_S": limit_s,
+        "clap_ds.distributed.init.RANK_0_SPEAKS_S": 0.0,
+    }
     environment = {**os.environ, **place, **other, **variables}
-    return Command(["-c", program, "60", *options], env=environment, constants=limit | (constants or {}))
+    return Command(
+        ["-c", program, "60", *options], env=environment, constants=limit | (constants or {})
+    )
 
 
 @pytest.mark.end_to_end
@@ -68,12 +79,17 @@ def test_rank_that_stops_before_the_first_step_is_named() -> None:
     ("address", "said"),
     [
         ("127.0.0.1", "--master_port"),  # in use
-        ("192.0.2.1", "--force_multi"),  # another host's, as if deepspeed started a one-host hostfile on the login node
+        (
+            "192.0.2.1",
+            "--force_multi",
+        ),  # another host's, as if deepspeed started a one-host hostfile on the login node
     ],
 )
 def test_rank_0_rejects_an_address_at_which_it_cannot_listen(address: str, said: str) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as other:
-        process = _start(MEET, 0, 2, other.getsockname()[1], MASTER_ADDR=address, DS_ACCELERATOR="cpu")
+        process = _start(
+            MEET, 0, 2, other.getsockname()[1], MASTER_ADDR=address, DS_ACCELERATOR="cpu"
+        )
         assert process.wait() == 2
     assert said in process.stderr
 
@@ -104,7 +120,9 @@ def test_host_that_cannot_resolve_rank_0_is_at_fault(tmp_path: Path) -> None:
     constants = {"clap_ds.distributed.rendezvous.RESOLVE_LIMIT_S": 0.0}
     options = ("--job_folder", str(tmp_path))
     names = {"MASTER_ADDR": "cn4.invalid", "SLURMD_NODENAME": "cn5"}
-    assert _start(MEET, 1, 2, free_port(), 300.0, *options, constants=constants, **names).wait() == 1
+    assert (
+        _start(MEET, 1, 2, free_port(), 300.0, *options, constants=constants, **names).wait() == 1
+    )
     error = json.loads((tmp_path / "errors" / "rank1.json").read_text())
     assert (error["kind"], error["hosts"]) == ("unreachable", ["cn5"])
     assert "cn5 can't resolve cn4.invalid" in error["message"]

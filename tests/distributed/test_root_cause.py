@@ -44,18 +44,43 @@ class Left:
         (self.run / "stacks").mkdir(parents=True)
 
     def stacks(
-        self, rank: int, text: str = "", step: int = 7, at: float = 0.0, host: str = "", counts: Counts | None = None
+        self,
+        rank: int,
+        text: str = "",
+        step: int = 7,
+        at: float = 0.0,
+        host: str = "",
+        counts: Counts | None = None,
     ) -> None:
         path = self.run / "stacks" / f"rank{rank}.txt"
-        first = {"rank": rank, "host": host or HOSTS[rank], "activity": "data", "step": step, "limit_s": 60.0}
+        first = {
+            "rank": rank,
+            "host": host or HOSTS[rank],
+            "activity": "data",
+            "step": step,
+            "limit_s": 60.0,
+        }
         hung_at = BEGUN + at if counts is not None else None
-        path.write_text(f"{json.dumps({**first, 'hung_at': hung_at, 'collectives': counts or {}})}  \n{text}")
+        path.write_text(
+            f"{json.dumps({**first, 'hung_at': hung_at, 'collectives': counts or {}})}  \n{text}"
+        )
         os.utime(path, (BEGUN + at, BEGUN + at))
 
-    def word(self, rank: int, kind: str, message: str = "it broke", at: float = 0.0, **more: Any) -> None:
+    def word(
+        self, rank: int, kind: str, message: str = "it broke", at: float = 0.0, **more: Any
+    ) -> None:
         folder = self.run / "errors"
         folder.mkdir(parents=True, exist_ok=True)
-        word = RankError(BEGUN + at, rank, HOSTS[rank], kind, message, 1, "", **{"ranks": [], "hosts": [], **more})
+        word = RankError(
+            BEGUN + at,
+            rank,
+            HOSTS[rank],
+            kind,
+            message,
+            1,
+            "",
+            **{"ranks": [], "hosts": [], **more},
+        )
         (folder / f"rank{rank}.json").write_text(json.dumps(asdict(word)))
 
     def cause(self) -> RankError:
@@ -72,9 +97,13 @@ def left(tmp_path: Path) -> Left:
 # Started and completed collectives of a rank …
 WAITING, IDLE = {"nccl 0": (41, 40), "gloo 1": (9, 9)}, {"nccl 0": (40, 40), "gloo 1": (9, 9)}
 AHEAD = {"nccl 0": (41, 40), "gloo 1": (10, 10)}  # its host went on to the next step
-ON_CPU, BEHIND_ON_CPU = {"gloo 0": (41, 40), "gloo 1": (9, 8)}, {"gloo 0": (40, 40), "gloo 1": (9, 8)}
+ON_CPU, BEHIND_ON_CPU = (
+    {"gloo 0": (41, 40), "gloo 1": (9, 8)},
+    {"gloo 0": (40, 40), "gloo 1": (9, 8)},
+)
 GATHERS = {"gloo 0": (40, 39)}  # from the others, which went on
-LOCKED: Counts = {}  # … whose main thread holds Python's lock, such as in a launch on a full GPU queue,
+# … whose main thread holds Python's lock, such as in a launch on a full GPU queue,
+LOCKED: Counts = {}
 STOPPED_RANK = None  # … and of one that writes nothing.
 
 
@@ -83,7 +112,8 @@ STOPPED_RANK = None  # … and of one that writes nothing.
     [
         (STOPPED_RANK, [WAITING], True),
         (STOPPED_RANK, [ON_CPU], True),
-        # Its host hangs, in a data worker or a file: the same with accumulation, where all are in the same step.
+        # Its host hangs, in a data worker or a file: the same with accumulation, where all are in
+        # the same step.
         (IDLE, [WAITING], True),
         (IDLE, [WAITING, AHEAD, LOCKED], True),
         (IDLE, [LOCKED], True),
@@ -106,7 +136,9 @@ def test_who_holds_15_others_on_4_hosts_up(
 ) -> None:
     for rank in range(16):
         counts = rank_5 if rank == 5 else others[rank % len(others)]
-        left.stacks(rank, "" if counts is None else WAITS, 100, host=f"n{rank // 4}", counts=counts or None)
+        left.stacks(
+            rank, "" if counts is None else WAITS, 100, host=f"n{rank // 4}", counts=counts or None
+        )
     cause = left.cause()
     assert (cause.kind, cause.ranks, cause.hosts) == (STALL, [5] * blamed, ["n1"] * blamed)
     assert cause.message.startswith("no step for 60 s: ")
@@ -117,8 +149,14 @@ def test_nccls_own_dumps_name_the_rank_whose_kernel_hangs(left: Left) -> None:
     for rank in range(16):
         left.stacks(rank, WAITS + ABORTED, 100, host=f"n{rank // 4}")
         started = 40 if rank == 5 else 41
-        status = {"last_enqueued_collective": 44, "last_started_collective": started, "last_completed_collective": 40}
-        (left.run / "stacks" / f"nccl_rank{rank}").write_bytes(pickle.dumps({"pg_status": {"0": status}}))
+        status = {
+            "last_enqueued_collective": 44,
+            "last_started_collective": started,
+            "last_completed_collective": 40,
+        }
+        (left.run / "stacks" / f"nccl_rank{rank}").write_bytes(
+            pickle.dumps({"pg_status": {"0": status}})
+        )
     cause = left.cause()
     assert (cause.kind, cause.ranks, cause.hosts) == (STALL, [5], ["n1"])
 
@@ -127,7 +165,12 @@ EIO = "OSError: [Errno 5] Input/output error: '/data/1.tar'"
 LATE = "rank 3 (n2) didn't connect"
 LOST = "exited without reporting an error"
 EVERYONE: dict[int, tuple[Any, ...]] = dict.fromkeys(range(4), ())
-STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: ("", 7, 10), 3: (WAITS, 7, 60)}
+STALLED: dict[int, tuple[Any, ...]] = {
+    0: (WAITS, 7, 60),
+    1: (WAITS, 7, 60),
+    2: ("", 7, 10),
+    3: (WAITS, 7, 60),
+}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +201,10 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
     ],
 )  # fmt: skip
 def test_the_first_cause(
-    left: Left, stacks: dict[int, tuple[Any, ...]], words: dict[int, tuple[Any, ...]], expected: tuple[Any, ...]
+    left: Left,
+    stacks: dict[int, tuple[Any, ...]],
+    words: dict[int, tuple[Any, ...]],
+    expected: tuple[Any, ...],
 ) -> None:
     for rank, file in stacks.items():
         left.stacks(rank, *file)
@@ -185,25 +231,43 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
 SILENT = "exited without reporting an error"
 SEGV = RankError(0, 2, "n2", KILLED, "n2: task 2: Segmentation fault", hosts=["n2"], fault=KILLED)
 CANCELLED = RankError(0, 0, "n1", STOPPED, "n1: task 0: Terminated", hosts=["n1"])
-NO_PYTHON = RankError(0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", hosts=["n2"], fault=IMPORT)
-NOWHERE = RankError(0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", hosts=["n2", "n1"], fault=IMPORT)
+NO_PYTHON = RankError(
+    0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", hosts=["n2"], fault=IMPORT
+)
+NOWHERE = RankError(
+    0, 2, "n2", KILLED, "n2: task 2: Exited with exit code 2", hosts=["n2", "n1"], fault=IMPORT
+)
 
 
 @pytest.mark.parametrize(
     ("words", "launcher_error", "hosts", "message"),
     [
         ({0: STOPPED, 1: STOPPED, 3: STOPPED}, None, ["n2"], f"rank 2 on n2 {SILENT}"),
-        ({0: STOPPED}, SEGV, ["n2"], "Segmentation fault"),  # the others were ended before they could write
+        (
+            {0: STOPPED},
+            SEGV,
+            ["n2"],
+            "Segmentation fault",
+        ),  # the others were ended before they could write
         ({0: STOPPED}, None, [], "it broke"),  # which of them was first is unknown
         ({}, NO_PYTHON, ["n2"], "Exited with exit code 2"),
         ({}, NOWHERE, [], "Exited with exit code 2"),
         ({0: STOPPED, 1: STOPPED}, CANCELLED, [], "it broke"),
-        ({0: STOPPED, 1: ERROR, 3: STOPPED}, SEGV, [], "rank 1 on n1: it broke"),  # an error of its own
+        (
+            {0: STOPPED, 1: ERROR, 3: STOPPED},
+            SEGV,
+            [],
+            "rank 1 on n1: it broke",
+        ),  # an error of its own
         (dict.fromkeys(range(4), STOPPED), None, [], "rank 0 on n1: it broke"),
     ],
 )
 def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
-    left: Left, words: dict[int, str], launcher_error: RankError | None, hosts: list[str], message: str
+    left: Left,
+    words: dict[int, str],
+    launcher_error: RankError | None,
+    hosts: list[str],
+    message: str,
 ) -> None:
     for rank, kind in words.items():
         left.word(rank, kind)

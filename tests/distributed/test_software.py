@@ -35,4 +35,6 @@ def test_hosts_that_differ_are_named_together(changes: Versions, expected: list[
 
 
 def test_ranks_of_one_host_that_differ_are_named() -> None:
-    assert "n1 (rank 2): code" in describe_differences([("n1", USUAL), ("n2", USUAL), ("n1", {**USUAL, "code": "x"})])
+    assert "n1 (rank 2): code" in describe_differences(
+        [("n1", USUAL), ("n2", USUAL), ("n1", {**USUAL, "code": "x"})]
+    )

@@ -22,7 +22,8 @@ BRIEF = {
     for name, value in (("LEAST_S", 2.0), ("LOOK_S", 0.2), ("GRACE_S", 2.0))
 }
 
-# Steps whose ranks wait for each other; the command line has the code of the last rank's fifth step.
+# Steps whose ranks wait for each other; the command line has the code of the last rank's fifth
+# step.
 RUN = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
@@ -66,7 +67,9 @@ leave(0)
 def _run(folder: Path, what: str, world_size: int = 2) -> list[processes.Command]:
     (folder / "summary.json").write_text('{"state": "running"}')
     arguments = ["-c", RUN, folder, what]
-    return processes.ranks(arguments, world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF)
+    return processes.ranks(
+        arguments, world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF
+    )
 
 
 def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -> None:
@@ -115,7 +118,9 @@ def test_a_signal_is_recorded_while_the_main_thread_is_in_a_library(tmp_path: Pa
 def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Watch this process."""
     limits: list[float] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s))
+    monkeypatch.setattr(
+        faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s)
+    )
     monkeypatch.setattr(error_file.this_rank, "folder", None)  # restored after the test
     watchdog.start(tmp_path)
     yield limits
@@ -141,7 +146,9 @@ def test_limit_by_the_steps_so_far(
     assert limits[-1] == limit_s, "the task in between is no step"
 
 
-def test_a_step_counts_once_the_device_has_completed_it(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_counts_once_the_device_has_completed_it(
+    limits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[bool] = []
     event = SimpleNamespace(record=lambda: None, query=lambda: bool(done))
     monkeypatch.setattr(watchdog.watch, "_cuda", SimpleNamespace(Event=lambda: event))

@@ -19,7 +19,9 @@ def test_bars_are_ratios_as_published_of_the_faster_mode_with_hardware() -> None
     (axes,) = picture.panels
     (bars,) = list_bars(axes)
     assert [round(width, 2) for width in bars.datavalues] == [1.71, 2.15, 2.22]
-    assert bars.errorbar.lines[2][0].get_segments()[0][:, 0] == pytest.approx([0.96, 1.83], abs=0.005)
+    assert bars.errorbar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(
+        [0.96, 1.83], abs=0.005
+    )
     title = picture.figure.get_suptitle()
     assert all(part in title for part in ("Xeon", "AMX", "2 cores", "bf16", "micro-batch 8"))
 
@@ -42,6 +44,8 @@ def test_parts_of_a_gpus_step_add_up_to_its_time() -> None:
 
 def test_predictions_are_drawn_over_published_rates() -> None:
     (axes,) = draw_plan([RESULTS / "plan" / "validation.json"]).panels
-    points = [tuple(point) for group in axes.containers for point in group.lines[0].get_xydata().round(1)]
+    points = [
+        tuple(point) for group in axes.containers for point in group.lines[0].get_xydata().round(1)
+    ]
     assert len(points) == 25
     assert (623.7, 771.5) in points

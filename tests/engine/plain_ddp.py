@@ -1,4 +1,5 @@
-"""Implement the engine's reference: torch's DistributedDataParallel and AdamW, in bf16 with explicit fp32 master weights."""
+"""Implement the engine's reference: torch's DistributedDataParallel and AdamW, in bf16 with
+explicit fp32 master weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """Train `model` on its device, with `precision` fp32, bf16 or autocast, the engine's `sync` and AdamW's `options`.
+    """Train `model` on its device, with `precision` fp32, bf16 or autocast, the engine's `sync` and
+    AdamW's `options`.
 
     Gradients are clipped to norm `clip` unless it is 0.
 
@@ -26,21 +28,40 @@ class PlainDDP:
     """
 
     def __init__(
-        self, model: ClapModel, accumulation: int, precision: str, sync: str, options: dict[str, Any], clip: float = 0.0
+        self,
+        model: ClapModel,
+        accumulation: int,
+        precision: str,
+        sync: str,
+        options: dict[str, Any],
+        clip: float = 0.0,
     ) -> None:
         self.precision, self.accumulation, self.clip = precision, accumulation, clip
         self.model = model
         if precision == "bf16":
-            self.model.to(torch.bfloat16)  # DeepSpeed also copies master weights from cast parameters
-        groups = [{**group, "params": list(group["params"])} for group in parameter_groups(self.model, TrainSettings())]
+            self.model.to(
+                torch.bfloat16
+            )  # DeepSpeed also copies master weights from cast parameters
+        groups = [
+            {**group, "params": list(group["params"])}
+            for group in parameter_groups(self.model, TrainSettings())
+        ]
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self.masters = {names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]}
+        self.masters = {
+            names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]
+        }
         self.optimizer = torch.optim.AdamW(
-            [{**group, "params": [self.masters[names[id(p)]] for p in group["params"]]} for group in groups], **options
+            [
+                {**group, "params": [self.masters[names[id(p)]] for p in group["params"]]}
+                for group in groups
+            ],
+            **options,
         )
         self.ddp = DistributedDataParallel(self.model)
         if precision == "bf16" and sync == "deepspeed":
-            self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed also sends the few fp32 gradients as bf16
+            self.ddp.register_comm_hook(
+                None, _send_bf16
+            )  # DeepSpeed also sends the few fp32 gradients as bf16
         self.loss = SoftmaxLoss(torch.float32 if precision == "fp32" else torch.bfloat16)
 
     def step(self, batches: Iterator[Batch]) -> float:
@@ -50,7 +71,9 @@ class PlainDDP:
             batch = next(batches)
             self.ddp.require_backward_grad_sync = micro_step == self.accumulation - 1
             with torch.autocast(
-                self.model.logit_scale.device.type, torch.bfloat16, enabled=self.precision == "autocast"
+                self.model.logit_scale.device.type,
+                torch.bfloat16,
+                enabled=self.precision == "autocast",
             ):
                 features = self.ddp(*batch.tensors())
             loss = self.loss(*features)
@@ -59,7 +82,9 @@ class PlainDDP:
         for name, parameter in self.model.named_parameters():
             assert parameter.grad is not None
             self.masters[name].grad, parameter.grad = parameter.grad.float(), None
-        self.norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or torch.inf))
+        self.norm = float(
+            torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or torch.inf)
+        )
         assert self.norm > 2 * self.clip
         self.optimizer.step()
         self.take(self.masters)

@@ -1,4 +1,5 @@
-"""Compare compiled and checkpointed micro models with the plain one, using Dynamo and AOT Autograd but no code generator."""
+"""Compare compiled and checkpointed micro models with the plain one, using Dynamo and AOT Autograd
+but no code generator."""
 
 import itertools
 from collections.abc import Callable
@@ -47,7 +48,8 @@ def forget() -> None:
 
 
 def statistics() -> tuple[int, int]:
-    """Return the number of compiled graphs and of recompilations for other shapes. Fails on an unwanted graph break."""
+    """Return the number of compiled graphs and of recompilations for other shapes. Fails on an
+    unwanted graph break."""
     assert all("graph_break()" in each for each in counters["graph_break"])
     anew = [not str(metrics.compile_id).endswith("/0") for metrics in get_compilation_metrics()]
     return counters["stats"]["unique_graphs"], sum(anew)
@@ -61,7 +63,9 @@ def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
     stored = list(itertools.islice(batches_of(run), 4))
     if packed:
         for number, each in enumerate(stored):
-            each.packed = pack([(each.input_ids, each.attention_mask)], multiple=(8, 64)[number % 2])
+            each.packed = pack(
+                [(each.input_ids, each.attention_mask)], multiple=(8, 64)[number % 2]
+            )
     if what != "off":
         backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
         compile_towers(engine.deepspeed, stored[0], what, cached=False, backend=backend)
@@ -73,7 +77,8 @@ def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
 
 
 def compared(packed: bool) -> tuple[float, tuple[int, int]]:
-    """Return the largest difference of a compiled model's weights from a plain one's, and `statistics`."""
+    """Return the largest difference of a compiled model's weights from a plain one's, and
+    `statistics`."""
     (names, plain), (compiled_names, ours) = trained("off", packed), trained("towers", packed)
     assert compiled_names == names
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)), statistics()
@@ -81,7 +86,8 @@ def compared(packed: bool) -> tuple[float, tuple[int, int]]:
 
 @pytest.mark.end_to_end
 def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPool) -> None:
-    """Expect four graphs, also for rows of another length; torch's reducer with its small buckets adds none."""
+    """Expect four graphs, also for rows of another length; torch's reducer with its small buckets
+    adds none."""
     for difference, found in two_ranks.run(compared, True):
         assert difference < 1e-5  # four fp32 steps that change a weight by at most 1e-3
         assert found == (4, 0)
@@ -89,9 +95,13 @@ def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPo
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(checkpoint: bool) -> None:
+def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(
+    checkpoint: bool,
+) -> None:
     events = list[str]()
-    config = load_preset("micro").audio.model_copy(update={"depths": [1, 2, 1, 1], "num_heads": [2, 4, 8, 16]})
+    config = load_preset("micro").audio.model_copy(
+        update={"depths": [1, 2, 1, 1], "num_heads": [2, 4, 8, 16]}
+    )
 
     def noted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         run = boxed_nop(graph, inputs)
@@ -114,12 +124,15 @@ def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(chec
     whole, late, early = " ".join(events).split("backward")[1:]
     names = {name for name, _ in tower.named_parameters()}
     assert {*whole.split()} == names
-    assert {*late.split()} == {name for name in names if name.startswith(("stages.2", "stages.3", "norm"))}
+    assert {*late.split()} == {
+        name for name in names if name.startswith(("stages.2", "stages.3", "norm"))
+    }
     assert {*early.split()} == names - {*late.split()}
 
 
 def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
-    """Return a backend that records the graphs it gets, and on rank 1 can't compile those of one direction."""
+    """Return a backend that records the graphs it gets, and on rank 1 can't compile those of one
+    direction."""
 
     def compiler(direction: str) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -133,9 +146,11 @@ def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
     return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
 
 
-def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
-    """Return losses of three steps of a stochastic model on log-mel features, its state after them, and what couldn't be
-    compiled."""
+def _trained_after_a_failure(
+    failing: str,
+) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
+    """Return losses of three steps of a stochastic model on log-mel features, its state after them,
+    and what couldn't be compiled."""
     forget()
     run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
     model.audio.batch_norm.momentum = 0.1
@@ -145,14 +160,18 @@ def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tenso
     torch.manual_seed(dist.get_rank())
     found = Summary(compiled={})
     if failing:
-        found = compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing))
+        found = compile_towers(
+            engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing)
+        )
     losses = [float(engine.step(iter([each]))) for each in batches]
     return losses, engine.model.state_dict(), found["compiled"]
 
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("failing", ["forward", "backward"])
-def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: RankPool, failing: str) -> None:
+def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(
+    two_ranks: RankPool, failing: str
+) -> None:
     plain, results = (two_ranks.run(_trained_after_a_failure, each) for each in ("", failing))
     why = "rank 1: no such instruction"
     for (losses, state, found), (plain_losses, plain_state, _) in zip(results, plain, strict=True):
@@ -186,8 +205,8 @@ def test_deepspeed_creates_no_group_of_its_own(two_ranks: RankPool) -> None:
 
 
 def test_no_gradient_is_a_concatenation_of_sums() -> None:
-    """Such a sum, as of a parameter that is split in the forward pass, may get wrong values from Inductor's mix-order reduction
-    (pytorch #193061)."""
+    """Such a sum, as of a parameter that is split in the forward pass, may get wrong values from
+    Inductor's mix-order reduction (pytorch #193061)."""
     forget()
     model, graphs = micro(), list[torch.fx.GraphModule]()
 
@@ -202,7 +221,11 @@ def test_no_gradient_is_a_concatenation_of_sums() -> None:
     sums = {node for node in nodes if node.target == torch.ops.aten.sum.dim_IntList}
     assert len(graphs) == 2
     assert len(sums) > 20
-    assert not [node for node in nodes if node.target == torch.ops.aten.cat.default and sums & {*node.all_input_nodes}]
+    assert not [
+        node
+        for node in nodes
+        if node.target == torch.ops.aten.cat.default and sums & {*node.all_input_nodes}
+    ]
 
 
 @pytest.mark.gpu

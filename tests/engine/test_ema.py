@@ -1,4 +1,5 @@
-"""Compare the weights' average with torch's `AveragedModel` on two ranks; check what is evaluated and saved."""
+"""Compare the weights' average with torch's `AveragedModel` on two ranks; check what is evaluated
+and saved."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     run.deepspeed |= {"fp16": {"enabled": precision == "fp16", "initial_scale_power": 8}}
     model = model_of(run)
     freeze(model, ["text"])
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):  # true, but slow, on every CPU
+    with mock.patch.object(
+        get_accelerator(), "is_fp16_supported", return_value=True
+    ):  # true, but slow, on every CPU
         engine, batches = engine_of(run, model), batches_of(run)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     masters = torch.nn.ParameterList(fp32_state(engine)[name].clone() for name in names)
@@ -45,8 +48,12 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def compare(model: Any) -> Any:
-        same = all(torch.equal(p, state.get(name, p).to(p.dtype)) for name, p in model.named_parameters())
-        return SimpleNamespace(metrics=same, chances=not torch.equal(model.logit_scale, before["logit_scale"]))
+        same = all(
+            torch.equal(p, state.get(name, p).to(p.dtype)) for name, p in model.named_parameters()
+        )
+        return SimpleNamespace(
+            metrics=same, chances=not torch.equal(model.logit_scale, before["logit_scale"])
+        )
 
     evaluated: Any = evaluate(SimpleNamespace(evaluate=compare), engine)  # type: ignore[arg-type]
     (path,) = (each.path for each in Checkpointer(folder).save(engine, TrainState(3)))
@@ -56,7 +63,10 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
         "torch's": all(map(torch.equal, state.values(), torchs.module)),
         "evaluated": evaluated[:2] == (True, True),
         "put back": all(torch.equal(p, before[name]) for name, p in model.named_parameters()),
-        "saved": all(torch.equal(tensor, state.get(name, weights[name])) for name, tensor in saved.state.items()),
+        "saved": all(
+            torch.equal(tensor, state.get(name, weights[name]))
+            for name, tensor in saved.state.items()
+        ),
         "raw": all(torch.equal(tensor, weights[name]) for name, tensor in raw.state.items()),
         "said": saved.reached.endswith("moving average of the weights") and raw.reached == "step 3",
     }

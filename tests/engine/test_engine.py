@@ -31,21 +31,32 @@ from tests.training.reference_steps import engine_of
 # A pool of CPU ranks sees no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEARNING_RATE = 1e-3
-# Adam's epsilon matters, so that gradients that are off by a constant factor also change the weights.
-OPTIMIZER: dict[str, Any] = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "eps": 1e-3, "weight_decay": 0.2}}
+# Adam's epsilon matters, so that gradients that are off by a constant factor also change the
+# weights.
+OPTIMIZER: dict[str, Any] = {
+    "type": "AdamW",
+    "params": {"lr": LEARNING_RATE, "eps": 1e-3, "weight_decay": 0.2},
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": {"enabled": False}},
     "bf16": {"bf16": {"enabled": True}},
-    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "autocast": {
+        "bf16": {"enabled": False},
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    },
 }
 
 
-def settings(precision: str, accumulation: int | None, sync: str = "overlap", **changes: Any) -> RunSettings:
+def settings(
+    precision: str, accumulation: int | None, sync: str = "overlap", **changes: Any
+) -> RunSettings:
     """Return a micro run with `PRECISIONS`; without accumulation the global batch of 12 is set."""
     clap = {"gradient_sync": sync, "bucket_cap_mb": 0.05}
     sizes = {"train_batch_size": None if accumulation else 12, "train_micro_batch_size_per_gpu": 3}
     sizes["gradient_accumulation_steps"] = accumulation
-    content = micro_run(**{**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, "clap": clap, **changes})
+    content = micro_run(
+        **{**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, "clap": clap, **changes}
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(content, file)
         file.flush()
@@ -77,23 +88,35 @@ def _engine(run: RunSettings, stepping: str) -> ClapEngine:
 
 def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
     """Return the largest difference in fp32 roundings of values at least as large as `smallest`."""
-    return float(((ours - theirs).abs() / (torch.finfo(torch.float32).eps * (theirs.abs() + smallest))).max())
+    return float(
+        ((ours - theirs).abs() / (torch.finfo(torch.float32).eps * (theirs.abs() + smallest))).max()
+    )
 
 
 def _difference(
-    precision: str, accumulation: int | None, sync: str, stepping: str = "", steps: int = 10, clip: float = 0.0
+    precision: str,
+    accumulation: int | None,
+    sync: str,
+    stepping: str = "",
+    steps: int = 10,
+    clip: float = 0.0,
 ) -> float:
-    """Return this rank's largest difference of any step's loss or resulting weight, in fp32 roundings.
+    """Return this rank's largest difference of any step's loss or resulting weight, in fp32
+    roundings.
 
-    Both sides start each step from the engine's weights, with their own moments, gradients and batches. Otherwise weights
-    that differ in fp32's last bit, as with torch's fused and plain AdamW, would eventually be cast to different bf16 numbers.
-    Their difference is 2¹⁶ times as large, and no rounding bound holds in the next step.
+    Both sides start each step from the engine's weights, with their own moments, gradients and
+    batches. Otherwise weights that differ in fp32's last bit, as with torch's fused and plain
+    AdamW, would eventually be cast to different bf16 numbers. Their difference is 2¹⁶ times as
+    large, and no rounding bound holds in the next step.
     """
     run = settings(precision, accumulation, sync, gradient_clipping=clip)
     if "FusedAdam" in stepping:
         run.clap = run.clap.model_copy(update={"optimizer_implementation": "deepspeed"})
     model, params = model_of(run).to(DEVICE), OPTIMIZER["params"]
-    engine, plain = _engine(run, stepping), PlainDDP(model, accumulation or 2, precision, sync, params, clip)
+    engine, plain = (
+        _engine(run, stepping),
+        PlainDDP(model, accumulation or 2, precision, sync, params, clip),
+    )
     engine.norm_wanted = True
     batches, plain_batches = batches_of(run), batches_of(run)
     found = []
@@ -104,20 +127,27 @@ def _difference(
         weights = fp32_state(engine)
         assert weights.keys() == plain.model.state_dict().keys()
         # An update is about as large as the learning rate for any gradient.
-        found += [_roundings(weights[name], master, LEARNING_RATE) for name, master in plain.masters.items()]
+        found += [
+            _roundings(weights[name], master, LEARNING_RATE)
+            for name, master in plain.masters.items()
+        ]
         plain.take(weights)
         for name, parameter in engine.model.named_parameters():
-            assert torch.equal(parameter, plain.model.get_parameter(name)), f"{name} isn't its master's rounding"
+            assert torch.equal(parameter, plain.model.get_parameter(name)), (
+                f"{name} isn't its master's rounding"
+            )
     if dist.get_rank() == 0:
-        # DDP copies rank 0's batch-norm statistics to all ranks; in the engine each rank has its own, and rank 0's are saved.
+        # DDP copies rank 0's batch-norm statistics to all ranks; in the engine each rank has its
+        # own, and rank 0's are saved.
         ours, theirs = (module.audio.batch_norm for module in (engine.model, plain.model))
         found.append(_roundings(ours.running_mean, theirs.running_mean, 1.0))
         found.append(_roundings(ours.running_var, theirs.running_var, 0.0))
     return float(torch.tensor(found).max())  # NaN if any is
 
 
-# Loss and gradient are the same operations on the same numbers in all precisions (two ranks add once and halve exactly). The
-# update isn't: the weight may differ by 2 roundings, the update by 2 per moment for each of up to ten steps, and a few more.
+# Loss and gradient are the same operations on the same numbers in all precisions (two ranks add
+# once and halve exactly). The update isn't: the weight may differ by 2 roundings, the update by 2
+# per moment for each of up to ten steps, and a few more.
 ROUNDINGS = 64
 
 
@@ -131,13 +161,19 @@ ROUNDINGS = 64
     ],
 )
 def test_steps_agree_with_plain_ddp(
-    two_ranks: RankPool, precision: str, accumulation: int | None, sync: str, stepping: str, clip: float
+    two_ranks: RankPool,
+    precision: str,
+    accumulation: int | None,
+    sync: str,
+    stepping: str,
+    clip: float,
 ) -> None:
     differences = two_ranks.run(_difference, precision, accumulation, sync, stepping, 3, clip)
     assert all(difference <= ROUNDINGS for difference in differences), differences
 
 
-# The order of atomic additions differs on GPUs: four roundings of a bf16 gradient, 2¹⁶ fp32 roundings each.
+# The order of atomic additions differs on GPUs: four roundings of a bf16 gradient, 2¹⁶ fp32
+# roundings each.
 GPU_ROUNDINGS = 2**18
 
 
@@ -158,15 +194,22 @@ def test_ten_steps_agree_with_plain_ddp_on_gpus(
 
 
 def _scales_after_a_step(precision: str, first: float) -> tuple[list[float], set[str]]:
-    """Return the logit scale and its master after a step from `first`, and names of fp32 parameters."""
+    """Return the logit scale and its master after a step from `first`, and names of fp32
+    parameters."""
     run = settings(precision, 1)
     run.clap = run.clap.model_copy(update={"max_logit_scale": 5.0})
     model = model_of(run)
     model.logit_scale.data.fill_(math.log(first))
     engine = engine_of(run, model)
     engine.step(batches_of(run))
-    scales = [float(each.exp()) for each in (engine.model.logit_scale, fp32_state(engine)["logit_scale"])]
-    fp32 = {name for name, parameter in engine.model.named_parameters() if parameter.dtype == torch.float32}
+    scales = [
+        float(each.exp()) for each in (engine.model.logit_scale, fp32_state(engine)["logit_scale"])
+    ]
+    fp32 = {
+        name
+        for name, parameter in engine.model.named_parameters()
+        if parameter.dtype == torch.float32
+    }
     return scales, fp32
 
 
@@ -188,11 +231,16 @@ def test_biases_norms_position_biases_and_scalars_are_not_decayed() -> None:
     groups = {group["name"]: group for group in parameter_groups(model, TrainSettings())}
     decays = {"decay": None, "no_decay": 0.0, "fp32": 0.0, "logit_scale": 0.0}
     assert {name: group.get("weight_decay") for name, group in groups.items()} == decays
-    found = {name: {names[id(parameter)] for parameter in group["params"]} for name, group in groups.items()}
+    found = {
+        name: {names[id(parameter)] for parameter in group["params"]}
+        for name, group in groups.items()
+    }
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set.union(*found.values()) == trained
     tables = {name for name in trained if name.endswith("relative_position_bias")}
-    assert found["decay"] == {name for name in trained if model.get_parameter(name).ndim > 1} - tables
+    assert (
+        found["decay"] == {name for name in trained if model.get_parameter(name).ndim > 1} - tables
+    )
     assert found["fp32"] == {"logit_bias", "audio.batch_norm.weight", "audio.batch_norm.bias"}
 
 
@@ -206,10 +254,16 @@ def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield poisoned
 
 
-def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str, list[float], list[int]]:
-    """Return names of what a skipped step changes, numbers of steps skipped in a row after it and in total, the error after
-    too many, all learning rates, and a checkpoint's number of skipped steps."""
-    warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+def _skipped_steps(
+    sync: str, stepping: str
+) -> tuple[list[str], list[int], str, list[float], list[int]]:
+    """Return names of what a skipped step changes, numbers of steps skipped in a row after it and
+    in total, the error after too many, all learning rates, and a checkpoint's number of skipped
+    steps."""
+    warm_up = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"},
+    }
     run = settings("bf16", 1, sync, scheduler=warm_up)
     engine, batches, rates = _engine(run, stepping), batches_of(run), list[float]()
     engine.norm_wanted = True
@@ -222,7 +276,11 @@ def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str,
     before = copy.deepcopy(engine.model.state_dict())
     step(poisoned=True)
     engine.check_loss()
-    changed = [name for name, tensor in engine.model.state_dict().items() if not torch.equal(tensor, before[name])]
+    changed = [
+        name
+        for name, tensor in engine.model.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ]
     counted = [engine.skipped_in_a_row]
     for poisoned in (False, True, True):
         step(poisoned=poisoned)
@@ -234,7 +292,9 @@ def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str,
     return changed, [*counted, engine.deepspeed.skipped_steps], str(caught.value), rates, saved
 
 
-@pytest.mark.parametrize(("sync", "stepping"), [("overlap", ""), ("deepspeed", "parameter by parameter")])
+@pytest.mark.parametrize(
+    ("sync", "stepping"), [("overlap", ""), ("deepspeed", "parameter by parameter")]
+)
 def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
     two_ranks: RankPool, sync: str, stepping: str
 ) -> None:
@@ -243,5 +303,7 @@ def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
         assert changed == []
         assert counted == [1, 3]
         assert end == "the loss or its gradient is NaN or infinite in every step from step 4 on"
-        assert rates == pytest.approx([0, 0, 0.01, 0.02, 0.03] if not stepping else [0, 0, 0, 0.01, 0.01])
+        assert rates == pytest.approx(
+            [0, 0, 0.01, 0.02, 0.03] if not stepping else [0, 0, 0, 0.01, 0.01]
+        )
         assert saved == 3

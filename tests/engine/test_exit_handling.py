@@ -28,7 +28,10 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
 
 def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors() -> None:
     memory, gone = (
-        ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`"),
+        (
+            "DefaultCPUAllocator: can't allocate memory",
+            "CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`",
+        ),
         (
             LOST,
             "[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe",
@@ -38,11 +41,18 @@ def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors() -> None:
             "NCCL communicator was aborted on rank 1",
         ),
     )
-    assert all(is_out_of_memory(each) for each in (torch.OutOfMemoryError("20 MiB"), *map(RuntimeError, memory)))
+    assert all(
+        is_out_of_memory(each)
+        for each in (torch.OutOfMemoryError("20 MiB"), *map(RuntimeError, memory))
+    )
     dropped = torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
     assert all(is_connection_lost(each) for each in (dropped, *map(RuntimeError, gone)))
     of_a_data_server = ConnectionError("Connection reset by peer")
-    for each in (of_a_data_server, ValueError("the memory of this"), RuntimeError("CUDA error: invalid argument")):
+    for each in (
+        of_a_data_server,
+        ValueError("the memory of this"),
+        RuntimeError("CUDA error: invalid argument"),
+    ):
         assert not is_out_of_memory(each)
         assert not is_connection_lost(each)
 
@@ -53,10 +63,31 @@ ENDS: list[tuple[Any, ...]] = [
     (None, None, "completed", None, None, ""),
     (CollectiveUserError("no such field"), None, "failed", "no such field", None, ""),
     (TooLittleMemoryError("needs 9 GB"), None, "out_of_memory", "needs 9 GB", None, ""),
-    (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
+    (
+        StopSignal(signal.SIGTERM),
+        143,
+        "terminated",
+        "stopped by SIGTERM",
+        error_file.STOPPED,
+        "stopped by SIGTERM",
+    ),
     (StopSignal(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
-    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: NaN at step 2"),
-    (ValueError("no shard"), 1, "failed", "rank 0: no shard", error_file.ERROR, "error: rank 0: no shard"),
+    (
+        NonFiniteError("NaN at step 2"),
+        1,
+        "failed",
+        "NaN at step 2",
+        error_file.ERROR,
+        "error: NaN at step 2",
+    ),
+    (
+        ValueError("no shard"),
+        1,
+        "failed",
+        "rank 0: no shard",
+        error_file.ERROR,
+        "error: rank 0: no shard",
+    ),
     (
         torch.OutOfMemoryError("20 MiB\nmore"),
         1,

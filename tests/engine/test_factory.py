@@ -1,4 +1,5 @@
-"""Compare learning rates by tower with torch's AdamW with a group per parameter, for every kind of schedule."""
+"""Compare learning rates by tower with torch's AdamW with a group per parameter, for every kind of
+schedule."""
 
 import itertools
 from typing import Any
@@ -27,22 +28,38 @@ from tests.training import reference_steps as reference
 TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_min_ratio": 0.1},
-    "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 3, "cycle_momentum": False},
+    "OneCycle": {
+        "cycle_min_lr": 1e-4,
+        "cycle_max_lr": 1e-3,
+        "cycle_first_step_size": 3,
+        "cycle_momentum": False,
+    },
     "CosineAnnealingLR": {"T_max": 4, "eta_min": 1e-5},
 }
 
 
 def _difference(precision: str, kind: str, stepping: str) -> float:
-    """Return the largest difference of weights from torch's DDP and AdamW over four clipped steps, in roundings."""
+    """Return the largest difference of weights from torch's DDP and AdamW over four clipped steps,
+    in roundings."""
     scheduler = {"type": kind, "params": SCHEDULES[kind]}
-    run = on.settings(precision, 1, gradient_clipping=0.1, scheduler=scheduler, clap={"train": TUNING})
+    run = on.settings(
+        precision, 1, gradient_clipping=0.1, scheduler=scheduler, clap={"train": TUNING}
+    )
     plain = PlainDDP(on.model_of(run), 1, precision, "overlap", on.OPTIMIZER["params"], 0.1)
     nominal = torch.optim.SGD([torch.ones(1)], lr=on.LEARNING_RATE)
-    schedule = (getattr(lr_schedules, kind, None) or getattr(lr_scheduler, kind))(nominal, **SCHEDULES[kind])
-    engine, batches, same_batches = on._engine(run, stepping), on.batches_of(run), on.batches_of(run)
+    schedule = (getattr(lr_schedules, kind, None) or getattr(lr_scheduler, kind))(
+        nominal, **SCHEDULES[kind]
+    )
+    engine, batches, same_batches = (
+        on._engine(run, stepping),
+        on.batches_of(run),
+        on.batches_of(run),
+    )
     found = list[float]()
     decays = {name: p.ndim > 1 and "position_bias" not in name for name, p in plain.masters.items()}
-    groups = [{"params": [p], "weight_decay": 0.2 * decays[name]} for name, p in plain.masters.items()]
+    groups = [
+        {"params": [p], "weight_decay": 0.2 * decays[name]} for name, p in plain.masters.items()
+    ]
     plain.optimizer = torch.optim.AdamW(groups, **{**on.OPTIMIZER["params"], "weight_decay": 0.0})
     for _ in range(4):
         rate = nominal.param_groups[0]["lr"]
@@ -53,7 +70,9 @@ def _difference(precision: str, kind: str, stepping: str) -> float:
         plain.step(same_batches)
         schedule.step()
         weights = fp32_state(engine)
-        found += [on._roundings(weights[name], p, on.LEARNING_RATE) for name, p in plain.masters.items()]
+        found += [
+            on._roundings(weights[name], p, on.LEARNING_RATE) for name, p in plain.masters.items()
+        ]
         plain.take(weights)
     return max(found)
 
@@ -86,10 +105,13 @@ def test_every_parameter_of_published_presets_starts_aligned_in_its_flat_group(p
 
 
 def _starts_of_flat_groups() -> list[tuple[int, int]]:
-    """Return the address, modulo 16, and the size of each 16-bit parameter of a micro model in its engine."""
+    """Return the address, modulo 16, and the size of each 16-bit parameter of a micro model in its
+    engine."""
     engine = on._engine(on.settings("bf16", 1), "")
     parameters = [each for each in engine.model.parameters() if each.dtype == torch.bfloat16]
-    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 2  # with and without decay
+    assert (
+        len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 2
+    )  # with and without decay
     return [(parameter.data_ptr() % 16, parameter.numel()) for parameter in parameters]
 
 
@@ -114,7 +136,8 @@ def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
 
 
 def _refusal_of_deepspeed() -> str:
-    """Return the error of a section that only DeepSpeed checks, by a KeyError without its launcher's variables."""
+    """Return the error of a section that only DeepSpeed checks, by a KeyError without its
+    launcher's variables."""
     run = reference.run_settings(checkpoint={"writer": {"type": "FAST"}})
     with pytest.raises(ValueError, match="DeepSpeed rejects the configuration") as refusal:
         reference.engine_of(run, ClapModel(run.clap.preset()))

@@ -1,4 +1,5 @@
-"""Check gradients of accumulated micro-batches: of one loss over the batch if cached, of the mean loss if independent."""
+"""Check gradients of accumulated micro-batches: of one loss over the batch if cached, of the mean
+loss if independent."""
 
 import copy
 import itertools
@@ -19,8 +20,9 @@ from tests.training.reference_steps import engine_of
 RAMP = (3, 1, 2)
 """Micro-batches of each step."""
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
-"""Relative to the largest gradient. Every product sums rows in another order, and logits have 14 times the error of
-similarities. Errors are 10 to 33 roundings; those of a wrong gradient are 10⁶."""
+"""Relative to the largest gradient. Every product sums rows in another order, and logits have 14
+times the error of similarities. Errors are 10 to 33 roundings; those of a wrong gradient are
+10⁶."""
 NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
 SIGMOID = {"kind": "sigmoid"}
 
@@ -29,9 +31,14 @@ def _engine(accumulation: str = "gradcache", **changes: Any) -> tuple[Any, ClapE
     """Return settings, an engine, and a copy of its model."""
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
     run = reference.settings(
-        train={"accumulation": accumulation}, optimizer=sgd, gradient_accumulation_steps=3, **changes
+        train={"accumulation": accumulation},
+        optimizer=sgd,
+        gradient_accumulation_steps=3,
+        **changes,
     )
-    options = run.clap.model.model_dump(include=set(NOISY)) | {"learns_bias": LOSSES[run.clap.loss.kind].needs_bias}
+    options = run.clap.model.model_dump(include=set(NOISY)) | {
+        "learns_bias": LOSSES[run.clap.loss.kind].needs_bias
+    }
     torch.manual_seed(3)
     model = ClapModel(run.clap.preset(), **options, attention="matmul")
     plain = copy.deepcopy(model)
@@ -43,10 +50,13 @@ def _gradients(model: ClapModel) -> dict[str, Tensor]:
 
 
 def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[float]:
-    """Return, for each step, differences from the reference `whole` of losses and (relative to the largest) of gradients."""
+    """Return, for each step, differences from the reference `whole` of losses and (relative to the
+    largest) of gradients."""
     run, engine, plain = _engine(accumulation, **changes)
     world_size, step, averaged = dist.get_world_size(), engine.deepspeed.step, dict[str, Tensor]()
-    by_rank = [reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)]
+    by_rank = [
+        reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)
+    ]
     if "loss" in changes:
         for batch in itertools.chain.from_iterable(by_rank):
             if run.clap.text_packing:
@@ -67,7 +77,9 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
         loss = engine.step(own)
         dist.all_reduce(loss)
         torch.set_rng_state(generator)
-        expected = getattr(reference, whole)(plain, [batches[start : start + number] for batches in by_rank])
+        expected = getattr(reference, whole)(
+            plain, [batches[start : start + number] for batches in by_rank]
+        )
         plain.zero_grad()
         expected.backward()
         theirs = _gradients(plain)
@@ -102,7 +114,10 @@ def test_gradients_of_two_ranks_through_a_ramp(
 
 
 @pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text_packing": False}])
-def test_the_second_pass_draws_and_normalises_as_the_first(one_rank: RankPool, changes: dict[str, Any]) -> None:
-    """The reference draws the same random numbers once, keeps every graph, and uses each micro-batch's statistics once."""
+def test_the_second_pass_draws_and_normalises_as_the_first(
+    one_rank: RankPool, changes: dict[str, Any]
+) -> None:
+    """The reference draws the same random numbers once, keeps every graph, and uses each
+    micro-batch's statistics once."""
     (errors,) = one_rank.run(_errors, "gradcache", "whole_loss", changes)
     assert max(errors) < TOLERANCE

@@ -1,4 +1,5 @@
-"""Check that the overlapped all-reduce gives DeepSpeed's result, and runs during the backward pass."""
+"""Check that the overlapped all-reduce gives DeepSpeed's result, and runs during the backward
+pass."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,8 @@ from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 CALL, SEND, BF16, FP32 = "c10d::allreduce_", "gloo:all_reduce", "c10::BFloat16", "float"
-"""Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another runs it later."""
+"""Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another
+runs it later."""
 
 
 def _events(action: Callable[[], object], *names: str) -> list[Any]:
@@ -26,23 +28,33 @@ def _events(action: Callable[[], object], *names: str) -> list[Any]:
     return sorted(events, key=lambda event: event.start_ns())
 
 
-def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, Any]) -> tuple[Tensor, set[str]]:
-    """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent. With `sync` "none" gradients
-    are this rank's own."""
+def _gradients(
+    sync: str, precision: str, accumulation: int, changes: dict[str, Any]
+) -> tuple[Tensor, set[str]]:
+    """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent.
+    With `sync` "none" gradients are this rank's own."""
     run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
     model = model_of(run)
     engine, batches = engine_of(run, model), batches_of(run)
     found, dtypes = list[Tensor](), set[str]()
     for _ in range(2):
         with engine.sync.off() if sync == "none" else nullcontext():
-            dtypes |= {event.dtypes()[0] for event in _events(lambda: engine.accumulate(batches), SEND)}
-        found += [parameter.grad.double().flatten() for parameter in model.parameters() if parameter.grad is not None]
+            dtypes |= {
+                event.dtypes()[0] for event in _events(lambda: engine.accumulate(batches), SEND)
+            }
+        found += [
+            parameter.grad.double().flatten()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         engine.deepspeed.zero_grad()
     return torch.cat(found), dtypes
 
 
 def _error_over_deepspeeds(*case: Any) -> tuple[set[str], float]:
-    (exact, _), (ours, dtypes), (theirs, _) = (_gradients(sync, *case) for sync in ("none", "overlap", "deepspeed"))
+    (exact, _), (ours, dtypes), (theirs, _) = (
+        _gradients(sync, *case) for sync in ("none", "overlap", "deepspeed")
+    )
     dist.all_reduce(exact)
     exact /= dist.get_world_size()
     return dtypes, float((ours - exact).norm() / (theirs - exact).norm())

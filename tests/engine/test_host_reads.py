@@ -1,7 +1,7 @@
 """Check that the host reads nothing from the device in a step: gradients, clipping and update.
 
-After an engine's first step every tensor it holds is replaced by a fake one, and reading its value raises. The group has two
-ranks, of which only this one exists, and collectives do nothing.
+After an engine's first step every tensor it holds is replaced by a fake one, and reading its value
+raises. The group has two ranks, of which only this one exists, and collectives do nothing.
 """
 
 import contextlib
@@ -47,7 +47,11 @@ def faked(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
         value[:] = [faked(each, mode, seen) for each in value]
     elif type(value) is tuple:
         return tuple(faked(each, mode, seen) for each in value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__module__.startswith(ours):
+    elif (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type)
+        and type(value).__module__.startswith(ours)
+    ):
         faked(vars(value), mode, seen)
     return value
 
@@ -62,7 +66,9 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         deepspeed.init_distributed(verbose=False)
     clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", **changes.pop("clap", {})}
-    run = settings(precision, changes.pop("accumulation", 1), gradient_clipping=1.0, clap=clap, **changes)
+    run = settings(
+        precision, changes.pop("accumulation", 1), gradient_clipping=1.0, clap=clap, **changes
+    )
     engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     engine.norm_wanted = True
     source = build_batches(
@@ -72,7 +78,9 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
     )  # fmt: skip
     mode = FakeTensorMode()
     engine.step(source)
-    batches = iter([next(source).map(mode.from_tensor) for _ in range(run.gradient_accumulation_steps)])
+    batches = iter(
+        [next(source).map(mode.from_tensor) for _ in range(run.gradient_accumulation_steps)]
+    )
     faked(engine, mode, {})
     with pytest.MonkeyPatch.context() as patch, mode:
         # Generator states are on the host, and couldn't be restored from fake tensors.
@@ -91,5 +99,7 @@ STEPS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("precision", "changes"), STEPS)
-def test_no_step_reads_on_the_host(lone_rank: RankPool, precision: str, changes: dict[str, Any]) -> None:
+def test_no_step_reads_on_the_host(
+    lone_rank: RankPool, precision: str, changes: dict[str, Any]
+) -> None:
     lone_rank.run(_fake_steps, precision, changes)

@@ -1,4 +1,5 @@
-"""Check that Triton kernels that fail on any rank are replaced, with the reason printed and recorded."""
+"""Check that Triton kernels that fail on any rank are replaced, with the reason printed and
+recorded."""
 
 import os
 import subprocess
@@ -27,7 +28,11 @@ def choose() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]], set[str]]:
     model = ClapModel(load_preset("micro"), **kernels).bfloat16()
     chosen = kernel_fallback.fall_back(ModelSettings(), model)
     blocks = [(block.attention.kernel, block.mlp.kernel) for block in model.audio.blocks()]
-    return chosen, blocks, {(layer.attention.self.kernel, layer.intermediate.kernel) for layer in model.text.blocks()}
+    return (
+        chosen,
+        blocks,
+        {(layer.attention.self.kernel, layer.intermediate.kernel) for layer in model.text.blocks()},
+    )
 
 
 def fails_on_rank_1(function: Any, tokens: Tensor, **_: Any) -> None:
@@ -37,7 +42,8 @@ def fails_on_rank_1(function: Any, tokens: Tensor, **_: Any) -> None:
 
 
 def _choose_on_a_rank() -> Any:
-    """Choose kernels while the last stage's attention and the text tower's kernels fail on rank 1."""
+    """Choose kernels while the last stage's attention and the text tower's kernels fail on rank
+    1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_fallback, "_try", fails_on_rank_1)
         return choose()
@@ -45,14 +51,24 @@ def _choose_on_a_rank() -> Any:
 
 def test_all_ranks_take_what_runs_on_every_one(two_ranks: RankPool) -> None:
     for chosen, blocks, layers in two_ranks.run(_choose_on_a_rank):
-        assert chosen == {"attention": MIXED, "mlp": MIXED, "text_attention": {**MIXED, "kernel": "torch"}}
-        assert (blocks[0], blocks[-1], layers) == (("triton", "triton"), ("matmul", "triton"), {("torch", "torch")})
+        assert chosen == {
+            "attention": MIXED,
+            "mlp": MIXED,
+            "text_attention": {**MIXED, "kernel": "torch"},
+        }
+        assert (blocks[0], blocks[-1], layers) == (
+            ("triton", "triton"),
+            ("matmul", "triton"),
+            {("torch", "torch")},
+        )
 
 
 @pytest.mark.end_to_end
 def test_the_real_kernels_are_taken_under_tritons_interpreter() -> None:
     script = "from tests.engine.test_kernel_fallback import choose; print(choose())"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert ended.stdout.count("triton") >= 8, ended.stdout + ended.stderr
     assert "warning" not in ended.stdout

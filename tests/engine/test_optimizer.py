@@ -1,4 +1,5 @@
-"""Compare flat AdamW with torch's, for both kernels, and its step with DeepSpeed's; check which runs use it."""
+"""Compare flat AdamW with torch's, for both kernels, and its step with DeepSpeed's; check which
+runs use it."""
 
 import copy
 from collections.abc import Callable
@@ -26,9 +27,13 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
     torch.manual_seed(0)
     flat = [torch.nn.Parameter(torch.randn(size)) for size in SIZES]
     plain = [torch.nn.Parameter(each.detach().clone()) for each in flat]
-    changes: list[Any] = [{"weight_decay": 0.1 * (i % 2), "lr": 1e-2 / (i + 1)} for i in range(len(SIZES))]
+    changes: list[Any] = [
+        {"weight_decay": 0.1 * (i % 2), "lr": 1e-2 / (i + 1)} for i in range(len(SIZES))
+    ]
     ours = FlatAdamW(
-        [{"params": [p], **of} for p, of in zip(flat, changes, strict=True)], cpu_kernels=natively, **OPTIONS
+        [{"params": [p], **of} for p, of in zip(flat, changes, strict=True)],
+        cpu_kernels=natively,
+        **OPTIONS,
     )
     groups = [{"params": [p], **of} for p, of in zip(plain, changes, strict=True)]
     reference = torch.optim.AdamW(groups, foreach=False, **OPTIONS)
@@ -38,7 +43,11 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
         for p, gradient in zip(plain, gradients, strict=True):
             p.grad = gradient.float() / scale
         reference.step()
-        ours.step(grads=[[each] for each in gradients], output_params=[[each] for each in low], scale=scale)
+        ours.step(
+            grads=[[each] for each in gradients],
+            output_params=[[each] for each in low],
+            scale=scale,
+        )
         for p, q, copied in zip(plain, flat, low, strict=True):
             torch.testing.assert_close(q, p, rtol=2e-6, atol=2e-7)
             assert torch.equal(copied, q.detach().bfloat16())
@@ -56,7 +65,9 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
         ({"clap": {"optimizer_implementation": "deepspeed"}}, False),
     ],
 )
-def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], taken: bool) -> None:
+def test_runs_it_steps(
+    write_run: Callable[..., Path], changes: dict[str, Any], taken: bool
+) -> None:
     run = load_run(write_run(**changes))
     assert takes_flat_adamw(run.deepspeed, run.clap) is taken
 
@@ -64,7 +75,9 @@ def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], 
 def wrapped(clip: float, *, cpu_kernels: bool, low: torch.dtype = torch.bfloat16) -> FP16_Optimizer:
     """Return DeepSpeed's wrapper of two groups, for one rank."""
     torch.manual_seed(0)
-    first, second, third = (torch.nn.Parameter(torch.randn(size).to(low)) for size in (5000, 7, 300))
+    first, second, third = (
+        torch.nn.Parameter(torch.randn(size).to(low)) for size in (5000, 7, 300)
+    )
     groups = [{"params": [first, second]}, {"params": [third], "weight_decay": 0.0}]
     inner = FlatAdamW(groups, cpu_kernels=cpu_kernels, **OPTIONS)
     wrapper = FP16_Optimizer(inner, low_precision_dtype=low, clip_grad=clip, fused_adam_legacy=True)
@@ -100,7 +113,9 @@ def test_the_step_on_the_device_is_deepspeeds(clip: float, cpu_kernels: bool) ->
         step(reference, seed)
         assert float(ours._global_grad_norm) == pytest.approx(reference._global_grad_norm, rel=1e-6)
     # The clipping factor is rounded once more, which Adam's update amplifies in five steps.
-    torch.testing.assert_close(everything(ours)["state"], everything(reference)["state"], rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        everything(ours)["state"], everything(reference)["state"], rtol=2e-6, atol=2e-7
+    )
     for low, master in zip(ours.fp16_groups_flat, ours.fp32_groups_flat, strict=True):
         assert torch.equal(low, master.detach().bfloat16())
 
@@ -116,13 +131,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, cpu_kernel
         step(wrapper, seed, poison)
         torch.testing.assert_close(everything(wrapper), before, rtol=0, atol=0)
         assert (was_skipped, bool(flat_step.skipped)) == (False, True)
-    assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [4, 4]  # incl. DeepSpeed's first
+    assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [
+        4,
+        4,
+    ]  # incl. DeepSpeed's first
 
 
 @pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])
 def test_norm_is_exact_over_many_numbers(natively: bool) -> None:
     torch.manual_seed(0)
-    sizes = ((2**24 + 5, torch.bfloat16), (3, torch.float32), (0, torch.bfloat16), (16_385, torch.bfloat16))
+    sizes = (
+        (2**24 + 5, torch.bfloat16),
+        (3, torch.float32),
+        (0, torch.bfloat16),
+        (16_385, torch.bfloat16),
+    )
     tensors = [torch.rand(size).to(dtype) for size, dtype in sizes]
     expected = torch.cat([each.double() for each in tensors]).square().sum().sqrt()
     torch.testing.assert_close(norm_of(tensors, natively=natively), expected, rtol=1e-6, atol=0)

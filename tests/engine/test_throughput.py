@@ -1,4 +1,5 @@
-"""DeepSpeed's throughput lines while the device is behind the host, and the efficiency that is computed from them."""
+"""DeepSpeed's throughput lines while the device is behind the host, and the efficiency that is
+computed from them."""
 
 import io
 import logging
@@ -28,11 +29,14 @@ from tests.training.reference_steps import engine_of, micro_batches, settings
 EVERY = 5  # steps per line
 WINDOW = 7  # steps between evaluations
 STEPS = 4 * WINDOW
-LINE = re.compile(r"global_step=(\d+), RunningAvgSamplesPerSec=([\d.]+), CurrSamplesPerSec=([\d.]+)")
+LINE = re.compile(
+    r"global_step=(\d+), RunningAvgSamplesPerSec=([\d.]+), CurrSamplesPerSec=([\d.]+)"
+)
 
 
 class LaggingDevice:
-    """A clock, and a GPU that works on what the host has launched. Up to `QUEUE_S` seconds of its work can be waiting."""
+    """A clock, and a GPU that works on what the host has launched. Up to `QUEUE_S` seconds of its
+    work can be waiting."""
 
     QUEUE_S = 0.1
 
@@ -59,9 +63,11 @@ def _deepspeeds_log() -> Iterator[io.StringIO]:
 
 
 def _train(changes: dict[str, Any], device_s: float) -> tuple[str, int, dict[int, float]]:
-    """Train with evaluations in between, on a device that takes `device_s` per step. Every ninth step waits for it.
+    """Train with evaluations in between, on a device that takes `device_s` per step. Every ninth
+    step waits for it.
 
-    Returns DeepSpeed's log, the global batch, and the seconds of training from the third step on, by step.
+    Returns DeepSpeed's log, the global batch, and the seconds of training from the third step on,
+    by step.
     """
     device = LaggingDevice()
     run = settings(steps_per_print=EVERY, log_level="info", **changes)
@@ -113,9 +119,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_lines_of_a_device_behind_the_host_add_up_to_the_time_of_training(one_rank: RankPool, case: str) -> None:
+def test_lines_of_a_device_behind_the_host_add_up_to_the_time_of_training(
+    one_rank: RankPool, case: str
+) -> None:
     ((log, batch, training_s),) = one_rank.run(_train, CASES[case], 0.15)
-    lines = [(int(step), float(average), float(current)) for step, average, current in LINE.findall(log)]
+    lines = [
+        (int(step), float(average), float(current)) for step, average, current in LINE.findall(log)
+    ]
     assert [step for step, *_ in lines] == [*range(EVERY, STEPS + 1, EVERY)]
     by_current_s = 0.0
     before = 2
@@ -139,17 +149,27 @@ def test_efficiency_by_the_engine_is_the_ratio_of_times_of_training(
     command(monkeypatch, scaling.main, *logs, "--rate", "engine", "--csv", tmp_path / "table.csv")
     one, two = read_table_runs(tmp_path / "table.csv")
     assert one.scaling_efficiency_percent == 100
-    assert two.scaling_efficiency_percent == pytest.approx(100 * total_s[0] / total_s[1] / 2, rel=0.01)
+    assert two.scaling_efficiency_percent == pytest.approx(
+        100 * total_s[0] / total_s[1] / 2, rel=0.01
+    )
 
 
 def window(window_s: list[float], data_wait_s: list[float]) -> Window:
     """Return a window of one step on as many ranks as there are durations."""
     step_s = np.array([window_s])
-    return Window(np.array(window_s), step_s, step_s, np.array([data_wait_s]), np.zeros((1, len(window_s), 0)), {})
+    return Window(
+        np.array(window_s),
+        step_s,
+        step_s,
+        np.array([data_wait_s]),
+        np.zeros((1, len(window_s), 0)),
+        {},
+    )
 
 
 def test_windows_count_by_their_length_on_the_slowest_rank() -> None:
-    """Two windows of 4 and 1 s have 60 and 40 samples on two ranks; waits for data take 2 and 0.1 s."""
+    """Two windows of 4 and 1 s have 60 and 40 samples on two ranks; waits for data take 2 and 0.1
+    s."""
     throughput = Throughput(world_size=2)
     throughput.add(window([4.0, 3.0], [1.0, 2.0]), samples=60)
     throughput.add(window([0.5, 1.0], [0.1, 0.0]), samples=40)
@@ -171,7 +191,9 @@ def test_many_windows_are_merged_with_their_neighbors(num_windows: int, num_kept
     assert summary["data_wait_percent"] == pytest.approx(25)
 
 
-def test_time_until_the_clock_is_paused_counts_and_time_after_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_until_the_clock_is_paused_counts_and_time_after_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = [1000.0]
     monkeypatch.setattr("time.time", lambda: sum(now_s))
     config = DeepSpeedThroughputTimerConfig(enabled=True, synchronized=False)

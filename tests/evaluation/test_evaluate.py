@@ -21,20 +21,28 @@ from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 
 def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
-    return evaluation_settings(parse_arguments(["checkpoint", *options.split()]), run).model_dump(exclude_unset=True)
+    return evaluation_settings(parse_arguments(["checkpoint", *options.split()]), run).model_dump(
+        exclude_unset=True
+    )
 
 
-def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
+def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(
+    write_run: Callable[..., Path],
+) -> None:
     retrieval = settings_of("--retrieval a.tar b.tar --caption_key title")["retrieval"]
     assert retrieval == {"shards": ["a.tar", "b.tar"], "caption_key": "title"}
-    alone = settings_of("--zero_shot c.tar --class_key label --template {}! --num_workers 2 --batch_size 5")
+    alone = settings_of(
+        "--zero_shot c.tar --class_key label --template {}! --num_workers 2 --batch_size 5"
+    )
     zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_key": "label", "templates": ["{}!"]}
     assert alone == {
         "retrieval": None, "zero_shot": zero_shot, "num_workers": 2, "batch_size": 5, "tokenizer": None,
     }  # fmt: skip
     zero_shot = {"shards": "c.tar", "class_key": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "webdataset", "shards": "train.tar", "tokenizer": "from-data"}
-    run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "batch_size": 3}, "data": data}))
+    run = load_run(
+        write_run(clap={"evaluation": {"zero_shot": zero_shot, "batch_size": 3}, "data": data})
+    )
     settings = settings_of("--template a_{} --retrieval r.tar", run)
     assert settings["zero_shot"] == {**zero_shot, "templates": ["a_{}"]}
     assert settings["retrieval"] == {"shards": ["r.tar"]}
@@ -71,8 +79,13 @@ def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str
 
 
 @pytest.mark.end_to_end
-def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"settings": {"clap": {"context_length": 12}}, "best_metric": "zero_shot_top1"}
+def test_the_best_checkpoint_on_two_ranks(
+    write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {
+        "settings": {"clap": {"context_length": 12}},
+        "best_metric": "zero_shot_top1",
+    }
     for step, top1 in ((1, 0.5), (2, 0.25)):
         model, metrics = ClapModel(load_preset("micro")), {"zero_shot_top1": top1}
         checkpoint_of(model, tmp_path / "run", step, Path(clip_tokenizer), metrics=metrics, **told)
@@ -81,7 +94,11 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
     assert codes == [0, 0], errors
     assert ", step 1, zero_shot_top1 0.5: micro on 2 × " in output
     assert ", 12 text tokens" in output
-    assert output.count(" retrieval_audio_to_text_r1 ") == output.count("retrieval (9 clips, 14 captions)") == 1
+    assert (
+        output.count(" retrieval_audio_to_text_r1 ")
+        == output.count("retrieval (9 clips, 14 captions)")
+        == 1
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["world_size"], found["model"], found["num_broken_items"]) == (2, "micro", 0)
 
@@ -89,12 +106,16 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
 @pytest.mark.end_to_end
 def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str) -> None:
     save_safetensors(ClapModel(load_preset("micro")), checkpoint := tmp_path / "micro.safetensors")
-    codes, _, errors = on_ranks(1, checkpoint, "--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer)
+    codes, _, errors = on_ranks(
+        1, checkpoint, "--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer
+    )
     assert codes == [2], errors
     assert "retrieval.shards: no file matches" in errors
     assert "Traceback" not in errors
     settings = {"clap": {"loss": {"kind": "another"}}}
-    run = checkpoint_of(ClapModel(load_preset("micro")), tmp_path, 1, Path(clip_tokenizer), settings=settings)
+    run = checkpoint_of(
+        ClapModel(load_preset("micro")), tmp_path, 1, Path(clip_tokenizer), settings=settings
+    )
     codes, _, errors = on_ranks(1, run, "--retrieval", "nowhere-*.tar")
     assert codes == [2], errors
     assert "trained with the loss 'another'; this version has softmax, sigmoid" in errors

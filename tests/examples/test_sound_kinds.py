@@ -10,7 +10,8 @@ RATE = 16000
 
 
 def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
-    """Held-out names are new, but all their words except short ones are in training names of the same kind."""
+    """Held-out names are new, but all their words except short ones are in training names of the
+    same kind."""
     assert [kind.label for kind in KINDS] == list(SIGNALS)
     for kind in KINDS:
         known = set(" ".join(kind.nouns["train"]).split()) | {"a", "of", "on", "the"}
@@ -19,7 +20,9 @@ def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
     assert len(every) == len(set(every))
     assert not set(TEMPLATES["train"]) & set(TEMPLATES["held_out"])
     said = " ".join(noun for kind in KINDS for noun in kind.nouns["train"])
-    words = {wordings: set(re.findall(r"\w+", " ".join(TEMPLATES[wordings]))) for wordings in TEMPLATES}
+    words = {
+        wordings: set(re.findall(r"\w+", " ".join(TEMPLATES[wordings]))) for wordings in TEMPLATES
+    }
     assert words["held_out"] <= words["train"] | set(said.split())
 
 
@@ -36,7 +39,9 @@ def centroid(signal: np.ndarray) -> float:
 def test_sounds_are_what_they_are_called() -> None:
     for label in ("pure tone", "square wave", "tremolo", "bell"):
         for pitch in (150.0, 600.0):
-            assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(pitch, abs=1), label
+            assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(
+                pitch, abs=1
+            ), label
     for label, direction in (("rising chirp", 1), ("falling chirp", -1)):
         thirds = [centroid(part) for part in np.array_split(signal_of(label, 800), 3)]
         assert (direction * np.diff(thirds) > 100).all()

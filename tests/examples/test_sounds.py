@@ -30,7 +30,9 @@ def test_same_seed_same_sounds_and_captions_of_every_sort(tmp_path: Path) -> Non
     assert all(0.19 <= len(samples) / rate <= 0.7 for samples, rate in audio)
     assert {rate for _, rate in audio} == {16000, 22050, 44100, 48000}
     assert {samples.shape[1] for samples, _ in audio} == {1, 2}
-    assert Counter(json.loads(item["json"])["kind"] for item in first.values()) == {kind.label: 4 for kind in KINDS}
+    assert Counter(json.loads(item["json"])["kind"] for item in first.values()) == {
+        kind.label: 4 for kind in KINDS
+    }
     for key, item in first.items():
         assert captions_of(item) == captions_of(again[key])
         np.testing.assert_array_equal(decoded(item)[0], decoded(again[key])[0])
@@ -39,10 +41,21 @@ def test_same_seed_same_sounds_and_captions_of_every_sort(tmp_path: Path) -> Non
     assert ZeroShotSettings(shards="x", classes=classes).classes == classes
 
 
-def test_wordings_format_and_rate_are_as_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wordings_format_and_rate_are_as_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     captions = []
     for wordings in ("train", "held_out"):
-        arguments = ["--clips", "120", "--seconds", "0.1", "--format", "wav", "--sample_rate", "8000"]
+        arguments = [
+            "--clips",
+            "120",
+            "--seconds",
+            "0.1",
+            "--format",
+            "wav",
+            "--sample_rate",
+            "8000",
+        ]
         main([str(tmp_path / wordings), *arguments, "--wordings", wordings])
         items = items_in(tmp_path / wordings).values()
         assert {decoded({"wav": item["wav"]})[1] for item in items} == {8000}

@@ -1,4 +1,5 @@
-"""Test the closed form against every row of the published table, this engine's differences, and recomputation."""
+"""Test the closed form against every row of the published table, this engine's differences, and
+recomputation."""
 
 from typing import Any
 
@@ -14,9 +15,14 @@ from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import Convention, TextLengths, forward_components
 from clap_ds.model.clap import ClapModel
 
-TINY, BASE, LAION = "htsat_tiny_roberta_base", "htsat_base_roberta_base", "clap_htsat_tiny_roberta_base"
+TINY, BASE, LAION = (
+    "htsat_tiny_roberta_base",
+    "htsat_base_roberta_base",
+    "clap_htsat_tiny_roberta_base",
+)
 
-# Published convention at 514 tokens, from the project's page of checked figures (GFLOPs, four decimals).
+# Published convention at 514 tokens, from the project's page of checked figures (GFLOPs, four
+# decimals).
 PUBLISHED_TABLE = {
     "mel": (0.0657, 0.0657), "patch_embedding": (0.0126, 0.0168), "stage_0": (2.1643, 3.7581), "stage_1": (2.0636, 3.6239),
     "stage_2": (5.7378, 19.9984), "stage_3": (1.8371, 3.2548), "block_linears": (10.8716, 28.9910),
@@ -37,11 +43,18 @@ def test_every_row_of_the_published_table(index: int, preset: str) -> None:
     found = _gflops(preset, 514)
     for name, values in PUBLISHED_TABLE.items():
         assert f"{found[name]:.4f}" == f"{values[index]:.4f}", name
-    # 1001 frames × two convolutions × 513 bins × 1024 taps; the page's last digit (2.1034) is rounded up from 2.10335.
+    # 1001 frames × two convolutions × 513 bins × 1024 taps; the page's last digit (2.1034) is
+    # rounded up from 2.10335.
     assert found["stft_convolution"] == 2 * 1001 * 2 * 513 * 1024 / 1e9
     assert found["window_attention"] == pytest.approx((0.4781, 0.8389)[index], abs=1e-4)
     assert found["fft"] == found["stretch"] == 0
-    assert set(found) == {*PUBLISHED_TABLE, "stft_convolution", "window_attention", "fft", "stretch"}
+    assert set(found) == {
+        *PUBLISHED_TABLE,
+        "stft_convolution",
+        "window_attention",
+        "fft",
+        "stretch",
+    }
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,9 @@ def test_published_convention_by_length_and_a_training_sample(
     config, lengths = load_preset(preset), TextLengths.fixed(77)
     assert {tokens: f"{_gflops(preset, tokens)['forward']:.4f}" for tokens in expected} == expected
     assert f"{analytic.published_flops(config) / 1e9:.2f}" == published
-    done = analytic.forward_flops(config, lengths, "model") + analytic.backward_flops(config, lengths)
+    done = analytic.forward_flops(config, lengths, "model") + analytic.backward_flops(
+        config, lengths
+    )
     assert f"{done / 1e9:.4f}" == training
 
 
@@ -79,7 +94,9 @@ def test_packed_captions_cost_their_own_length() -> None:
     lengths = TextLengths.of([10, 10, 50, 10])
     assert (lengths.mean, lengths.mean_square) == (20, (3 * 100 + 2500) / 4)
     mixed = forward_components(load_preset(TINY), lengths, "model")
-    alone = {n: forward_components(load_preset(TINY), TextLengths.fixed(n), "model") for n in (10, 50)}
+    alone = {
+        n: forward_components(load_preset(TINY), TextLengths.fixed(n), "model") for n in (10, 50)
+    }
     for name, value in mixed.items():
         assert value == pytest.approx((3 * alone[10][name] + alone[50][name]) / 4, rel=1e-12), name
 
@@ -106,15 +123,23 @@ def test_the_backward_pass_that_there_is(preset: str, trained: tuple[str, ...]) 
     shapes = [(config.audio.num_samples,)] + [config.audio.feature_shape] * (not frozen)
     for shape in shapes:
         components = forward_components(config, LENGTHS, "model", front_end=len(shape) == 1)
-        expected = components["forward"] - components["fft"], analytic.backward_flops(config, LENGTHS, trained=trained)
+        expected = (
+            components["forward"] - components["fft"],
+            analytic.backward_flops(config, LENGTHS, trained=trained),
+        )
         assert _counted(config, frozen=frozen, audio=shape) == expected
 
 
 @pytest.mark.parametrize("drop_path", [0.0, 0.1])
 @pytest.mark.parametrize("checkpointed", [("audio",), ("text",), ("audio", "text")])
-def test_recomputed_flops_are_what_checkpointing_adds(drop_path: float, checkpointed: tuple[str, ...]) -> None:
+def test_recomputed_flops_are_what_checkpointing_adds(
+    drop_path: float, checkpointed: tuple[str, ...]
+) -> None:
     config = load_preset("demo")
     (_, less), (_, more) = (
-        _counted(config, drop_path=drop_path, activation_checkpointing=towers) for towers in ((), checkpointed)
+        _counted(config, drop_path=drop_path, activation_checkpointing=towers)
+        for towers in ((), checkpointed)
     )
-    assert more - less == analytic.recomputed_flops(config, LENGTHS, checkpointed, drop_path=drop_path)
+    assert more - less == analytic.recomputed_flops(
+        config, LENGTHS, checkpointed, drop_path=drop_path
+    )

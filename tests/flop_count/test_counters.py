@@ -1,4 +1,5 @@
-"""Test that DeepSpeed's profiler agrees exactly with the closed form and the published FLOPs and parameters."""
+"""Test that DeepSpeed's profiler agrees exactly with the closed form and the published FLOPs and
+parameters."""
 
 import re
 from collections.abc import Callable
@@ -12,12 +13,20 @@ from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
 
-TINY, BASE, LAION = "htsat_tiny_roberta_base", "htsat_base_roberta_base", "clap_htsat_tiny_roberta_base"
-MODELS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {"published": published_model, "model": counters.build}
+TINY, BASE, LAION = (
+    "htsat_tiny_roberta_base",
+    "htsat_base_roberta_base",
+    "clap_htsat_tiny_roberta_base",
+)
+MODELS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {
+    "published": published_model,
+    "model": counters.build,
+}
 
 
 def odd_config() -> ClapConfig:
-    """Return unusual sizes: three stages, odd depths, a last grid smaller than the window, different widths."""
+    """Return unusual sizes: three stages, odd depths, a last grid smaller than the window,
+    different widths."""
     return ClapConfig(
         name="odd",
         audio=AudioConfig(
@@ -48,9 +57,13 @@ CASES = [
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize(
-    ("config", "tokens"), CASES, ids=[f"{c.name}-{c.text.architecture}-{tokens}" for c, tokens in CASES]
+    ("config", "tokens"),
+    CASES,
+    ids=[f"{c.name}-{c.text.architecture}-{tokens}" for c, tokens in CASES],
 )
-def test_the_profiler_agrees_to_the_last_flop(config: ClapConfig, tokens: int, convention: Convention) -> None:
+def test_the_profiler_agrees_to_the_last_flop(
+    config: ClapConfig, tokens: int, convention: Convention
+) -> None:
     expected = forward_components(config, TextLengths.fixed(tokens), convention)
     model = MODELS[convention](config)
     found = counters.count_by_deepspeed(model, tokens)
@@ -76,11 +89,18 @@ def test_the_report_of_the_profiler_has_the_figure_that_the_page_states() -> Non
 
 @pytest.mark.parametrize(
     ("preset", "expected"),
-    [(TINY, (32.51, 125.23, 157.74)), (BASE, (74.52, 125.66, 200.18)), (LAION, (31.98, 125.30, 157.28))],
+    [
+        (TINY, (32.51, 125.23, 157.74)),
+        (BASE, (74.52, 125.66, 200.18)),
+        (LAION, (31.98, 125.30, 157.28)),
+    ],
 )
 def test_parameters_as_open_clip_counts_them(preset: str, expected: tuple[float, ...]) -> None:
     found = counters.parameter_counts(counters.build(load_preset(preset)))
     assert tuple(round(found[name] / 1e6, 2) for name in ("audio", "text", "total")) == expected
-    # Including 1.0835 for the frozen STFT and mel matrices, and slightly over 1.2 or 2.4 for the AudioSet head.
+    # Including 1.0835 for the frozen STFT and mel matrices, and slightly over 1.2 or 2.4 for the
+    # AudioSet head.
     assert found["audio"] + found["text"] + 1 == found["total"]
-    assert (found["total"] - found["trainable"]) / 1e6 == pytest.approx(4.60 if preset == BASE else 3.79, abs=0.01)
+    assert (found["total"] - found["trainable"]) / 1e6 == pytest.approx(
+        4.60 if preset == BASE else 3.79, abs=0.01
+    )

@@ -1,4 +1,5 @@
-"""Fixtures of inference tests: a checkpoint of the micro model, whose window is a second, and sounds."""
+"""Fixtures of inference tests: a checkpoint of the micro model, whose window is a second, and
+sounds."""
 
 from pathlib import Path
 
@@ -22,7 +23,14 @@ def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
         torch.manual_seed(step)
         model = ClapModel(load_preset("micro"))
         told = {"metrics": {"zero_shot_top1": 1 / step}, "best_metric": "zero_shot_top1"}
-        checkpoint_of(model, folder, step, Path(tokenizer_dir), settings={"clap": {"context_length": 12}}, **told)
+        checkpoint_of(
+            model,
+            folder,
+            step,
+            Path(tokenizer_dir),
+            settings={"clap": {"context_length": 12}},
+            **told,
+        )
     return folder
 
 
@@ -33,9 +41,15 @@ def clap(clap_folder: Path) -> Clap:
 
 def noise(seconds: float, rate: int = 48000, channels: int = 1) -> np.ndarray:
     """Return fixed noise, (channels, num_samples) float32."""
-    return np.random.default_rng(0).uniform(-0.5, 0.5, (channels, round(seconds * rate))).astype(np.float32)
+    return (
+        np.random.default_rng(0)
+        .uniform(-0.5, 0.5, (channels, round(seconds * rate)))
+        .astype(np.float32)
+    )
 
 
 def write_sound(path: Path, samples: np.ndarray, rate: int = 48000) -> str:
-    soundfile.write(path, samples.T, rate, subtype={".ogg": "VORBIS", ".mp3": None}.get(path.suffix, "PCM_16"))
+    soundfile.write(
+        path, samples.T, rate, subtype={".ogg": "VORBIS", ".mp3": None}.get(path.suffix, "PCM_16")
+    )
     return str(path)

@@ -31,13 +31,16 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def here(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a folder with a checkpoint `run` and `sounds`: three of 1 to 3 windows and an unusable one."""
+    """Create a folder with a checkpoint `run` and `sounds`: three of 1 to 3 windows and an unusable
+    one."""
     torch.manual_seed(0)
     checkpoint_of(ClapModel(load_preset("micro")), tmp_path / "run", 1, Path(tokenizer_dir))
     (tmp_path / "sounds").mkdir()
     rng = np.random.default_rng(0)
     for number, name in enumerate(("=1+1", "low", "z")):
-        soundfile.write(tmp_path / "sounds" / f"{name}.wav", rng.standard_normal((number + 1) * RATE) / 9, RATE)
+        soundfile.write(
+            tmp_path / "sounds" / f"{name}.wav", rng.standard_normal((number + 1) * RATE) / 9, RATE
+        )
     (tmp_path / "sounds" / "not\x1b[31m.wav").write_text("no sound")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -53,7 +56,9 @@ def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[
     expected = clap_ds.load("run").classify("sounds/z.wav", names, ["a {}"])[0]
     likeliest = sorted(range(3), key=lambda n: -expected[n])[:2]
     assert shown[4][4::2] == [names[n] for n in likeliest]
-    np.testing.assert_allclose([float(cell) for cell in shown[4][5::2]], expected[likeliest], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        [float(cell) for cell in shown[4][5::2]], expected[likeliest], rtol=0, atol=1e-6
+    )
 
 
 @pytest.fixture
@@ -77,7 +82,9 @@ def test_search_by_text_and_by_sound(made: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.endswith("=1+1.wav,0.0,1.0,1.0\n")
 
 
-def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    made: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint_of(ClapModel(load_preset("micro")), made / "other", 1, Path(tokenizer_dir))
     for main, words, message in (
         (embed.main, "run sounds --output v.npz", "v.npz: requires"),
@@ -91,7 +98,9 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("name", ["model", "tokenizer", "preset"])
-def test_a_table_names_no_place_of_its_choice(made: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_table_names_no_place_of_its_choice(
+    made: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     about, _ = read_table(Path("v.parquet"))
     with Path("theirs.parquet").open("wb") as file:
         write_table(file, replace(about, **{name: "open_clip:hf-hub:some/one"}), [])
@@ -126,11 +135,19 @@ def test_the_probe_of_the_docs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names, rng = np.array([f"audio/{n}.wav" for n in range(60)]), np.random.default_rng(0)
-    vectors = np.eye(8, dtype=np.float32)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8)).astype(np.float32)
+    vectors = np.eye(8, dtype=np.float32)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8)).astype(
+        np.float32
+    )
     about = About("m", "f", 8, "mean", 0.0, "fp32", None, None, "0")
     with open("esc50.parquet", "wb") as file:
-        rows = [EmbeddingRow(name, 0, 1, vector) for name, vector in zip(names, vectors, strict=True)]
-        write_table(file, about, [*rows[:7], EmbeddingRow(names[7], 0, 0, error="audio is silent"), *rows[8:]])
+        rows = [
+            EmbeddingRow(name, 0, 1, vector) for name, vector in zip(names, vectors, strict=True)
+        ]
+        write_table(
+            file,
+            about,
+            [*rows[:7], EmbeddingRow(names[7], 0, 0, error="audio is silent"), *rows[8:]],
+        )
     (meta := tmp_path / "ESC-50-master" / "meta").mkdir(parents=True)
     rows = "".join(f"{n}.wav,{n // 12 + 1},{'abc'[n % 3]}\n" for n in range(60))
     (meta / "esc50.csv").write_text("filename,fold,category\n" + rows)

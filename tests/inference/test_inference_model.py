@@ -1,4 +1,5 @@
-"""Test `clap_ds.load`: results equal evaluation's bitwise for every weight format; mistakes give one-line errors."""
+"""Test `clap_ds.load`: results equal evaluation's bitwise for every weight format; mistakes give
+one-line errors."""
 
 import doctest
 import io
@@ -31,7 +32,12 @@ from tests.weights.fake_checkpoints import save_safetensors
 
 import transformers  # isort: skip
 
-LENGTHS = {"short": (0.3, 48000, 1), "window": (1, 48000, 1), "other rate": (0.9, 44100, 2), "long": (2.2, 48000, 2)}
+LENGTHS = {
+    "short": (0.3, 48000, 1),
+    "window": (1, 48000, 1),
+    "other rate": (0.9, 44100, 2),
+    "long": (2.2, 48000, 2),
+}
 
 
 @pytest.fixture
@@ -40,36 +46,62 @@ def shard(tmp_path: Path) -> str:
     for number, (name, sizes) in enumerate(LENGTHS.items()):
         path = write_sound(tmp_path / f"{name}.flac", noise(*sizes) * (1 - 0.1 * number), sizes[1])
         told = {"kind": ["dog_bark", "rain"][number % 2], "caption": f"a sound, {name}"}
-        members += [(f"{name}.flac", Path(path).read_bytes()), (f"{name}.json", json.dumps(told).encode())]
+        members += [
+            (f"{name}.flac", Path(path).read_bytes()),
+            (f"{name}.json", json.dumps(told).encode()),
+        ]
     return str(write_tar(tmp_path / "clips.tar", members))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str, num_workers: int) -> None:
+def test_embeddings_and_scores_are_evaluations_to_the_bit(
+    clap: Clap, shard: str, num_workers: int
+) -> None:
     settings = EvaluationSettings(retrieval={"shards": shard}, zero_shot={"shards": shard})
-    options: Any = {"context_length": clap.context_length, "micro_batch": 32, "loss_kind": "softmax", "ranks": ALONE}
-    evaluator = Evaluator(settings, model_config=clap.config, tokenizer_name=clap._tokenizer_name, **options)
+    options: Any = {
+        "context_length": clap.context_length,
+        "micro_batch": 32,
+        "loss_kind": "softmax",
+        "ranks": ALONE,
+    }
+    evaluator = Evaluator(
+        settings, model_config=clap.config, tokenizer_name=clap._tokenizer_name, **options
+    )
     paths = [str(Path(shard).parent / f"{name}.flac") for name in LENGTHS]
     embedded = clap.embed_audio(paths, pooling="center", num_workers=num_workers)
     assert np.array_equal(evaluator._embed_clips(clap.model)[0], embedded)
     clips = list_clips([shard])[0]
-    assert np.array_equal(clap.embed_audio(clips, pooling="center", num_workers=num_workers), embedded)
-    assert np.array_equal(clap.embed_audio(paths[::-1], pooling="center")[::-1], embedded)  # independent of the others
+    assert np.array_equal(
+        clap.embed_audio(clips, pooling="center", num_workers=num_workers), embedded
+    )
+    assert np.array_equal(
+        clap.embed_audio(paths[::-1], pooling="center")[::-1], embedded
+    )  # independent of the others
     one_window = [name != "long" for name in LENGTHS]
     assert np.array_equal(clap.embed_audio(paths)[one_window], embedded[one_window])
-    np.testing.assert_allclose(clap.embed_audio(paths[0]), embedded[:1], atol=3e-7)  # roundings of numbers below 1
+    np.testing.assert_allclose(
+        clap.embed_audio(paths[0]), embedded[:1], atol=3e-7
+    )  # roundings of numbers below 1
     plans = evaluator._plans
     text = evaluator._embed_captions(clap.model, plans["retrieval"].captions)
     assert np.array_equal(text, clap.embed_text([f"a sound, {name}" for name in LENGTHS]))
     classes = clap.class_embeddings(["dog_bark", "rain"])
     captions = plans["zero_shot"].captions
-    assert np.array_equal(class_features(captions, evaluator._embed_captions(clap.model, captions)), classes)
-    mean = clap.embed_text([text.format("dog bark") for text in module.TEMPLATES]).astype(np.float64).mean(axis=0)
+    assert np.array_equal(
+        class_features(captions, evaluator._embed_captions(clap.model, captions)), classes
+    )
+    mean = (
+        clap.embed_text([text.format("dog bark") for text in module.TEMPLATES])
+        .astype(np.float64)
+        .mean(axis=0)
+    )
     np.testing.assert_allclose(classes[0], mean / np.linalg.norm(mean), atol=3e-7)
     logits = np.exp(clap.model.logit_scale.item()) * embedded.astype(np.float64) @ classes.T
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     likely = clap.classify(paths, ["dog_bark", "rain"], pooling="center")
-    np.testing.assert_allclose(likely, expected, rtol=1e-6)  # float32's rounding, with exponents of at most 15
+    np.testing.assert_allclose(
+        likely, expected, rtol=1e-6
+    )  # float32's rounding, with exponents of at most 15
 
 
 def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
@@ -84,7 +116,10 @@ def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
     for sounds in (
         [shorts[0], shorts[1][0]],
         [torch.from_numpy(floats[0]), floats[1].astype(np.float64)],
-        [{"path": None, "array": floats[0], "sampling_rate": 44100}, SimpleNamespace(get_all_samples=lambda: decoded)],
+        [
+            {"path": None, "array": floats[0], "sampling_rate": 44100},
+            SimpleNamespace(get_all_samples=lambda: decoded),
+        ],
         [contents[0], io.BytesIO(contents[1])],
     ):
         assert np.array_equal(clap.embed_audio(sounds, 44100), embedded)
@@ -114,8 +149,12 @@ def test_channels_first_reads_an_array_as_one_sound_and_a_list_as_clips(clap: Cl
     array = noise(0.4, channels=4)
     mixed = clap.embed_audio(array.mean(axis=0), 48000)
     for convert in (np.asarray, torch.from_numpy):
-        np.testing.assert_allclose(clap.embed_audio(convert(array), 48000, channels_first=True), mixed, atol=1e-6)
-        np.testing.assert_allclose(clap.embed_audio(convert(array.T), 48000, channels_first=False), mixed, atol=1e-6)
+        np.testing.assert_allclose(
+            clap.embed_audio(convert(array), 48000, channels_first=True), mixed, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            clap.embed_audio(convert(array.T), 48000, channels_first=False), mixed, atol=1e-6
+        )
     clips = clap.embed_audio([*array], 48000, channels_first=False)
     assert clips.shape == (4, clap.dim)
     assert np.array_equal(clips, clap.embed_audio(array[:, None], 48000))
@@ -146,20 +185,28 @@ def test_channels_first_reads_an_array_as_one_sound_and_a_list_as_clips(clap: Cl
         ("", "found str"),
     ],
 )
-def test_texts_that_are_none_are_refused_with_their_index_and_type(clap: Clap, texts: Any, message: str) -> None:
+def test_texts_that_are_none_are_refused_with_their_index_and_type(
+    clap: Clap, texts: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         clap.embed_text(texts)
 
 
 @pytest.mark.parametrize("name", ["labels", "templates"])
-def test_labels_and_templates_that_are_no_texts_are_refused_with_their_index_and_type(clap: Clap, name: str) -> None:
+def test_labels_and_templates_that_are_no_texts_are_refused_with_their_index_and_type(
+    clap: Clap, name: str
+) -> None:
     texts: dict[str, Any] = {"labels": ["dog", "rain"], "templates": ["{}", "a {}"]}
     texts[name][1] = None
-    with pytest.raises(ValueError, match=re.escape(f"{name}[1]: expected texts, not blank, found NoneType")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name}[1]: expected texts, not blank, found NoneType")
+    ):
         clap.class_embeddings(**texts)
 
 
-def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp_path: Path) -> None:
+def test_the_same_model_from_wherever_it_lies(
+    clap: Clap, clap_folder: Path, tmp_path: Path
+) -> None:
     sound = write_sound(tmp_path / "a.wav", noise(1.0))
     save_safetensors(clap.model, tmp_path / "m.safetensors")
     export(load_weights(clap_folder), snapshot := tmp_path / "exported", None)
@@ -175,11 +222,16 @@ def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp
     )
     with torch.no_grad():
         row = theirs.eval().get_audio_features(**features).pooler_output[0].numpy()
-    np.testing.assert_allclose(row / np.linalg.norm(row), clap.embed_audio(sound)[0], atol=2e-5)  # mels of float32
+    np.testing.assert_allclose(
+        row / np.linalg.norm(row), clap.embed_audio(sound)[0], atol=2e-5
+    )  # mels of float32
 
 
 def test_the_examples_of_docstring_and_docs(
-    clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clap_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.mp3", 1.8)):
         write_sound(tmp_path / name, noise(seconds))

@@ -20,7 +20,11 @@ def test_rows_are_embedded_by_what_they_have(clap: Clap, clap_folder: Path) -> N
     encoder = MtebEncoder(str(clap_folder), device="cpu")
     audio, text = clap.embed_audio(SOUNDS, batch_size=3), clap.embed_text(TEXTS, batch_size=3)
     both = [{"audio": sound, "text": caption} for sound, caption in zip(SOUNDS, TEXTS, strict=True)]
-    for names, expected in ((["audio"], audio), (["text"], text), (["audio", "text"], audio + text)):
+    for names, expected in (
+        (["audio"], audio),
+        (["text"], text),
+        (["audio", "text"], audio + text),
+    ):
         rows: Any = [{name: row[name] for name in names} for row in both]
         found = encoder.encode(DataLoader(rows, batch_size=3), batch_size=3, hf_split="test")
         np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -47,8 +51,13 @@ def test_a_task_of_mteb(clap: Clap, clap_folder: Path) -> None:
         )  # fmt: skip
 
         def load_data(self, **_: Any) -> None:
-            labels = [int(expected[0]), *((expected[1:] + 1) % 3).tolist()]  # one of four is what the model finds
-            self.dataset = DatasetDict({"test": Dataset.from_dict({"audio": SOUNDS, "label": labels})})
+            labels = [
+                int(expected[0]),
+                *((expected[1:] + 1) % 3).tolist(),
+            ]  # one of four is what the model finds
+            self.dataset = DatasetDict(
+                {"test": Dataset.from_dict({"audio": SOUNDS, "label": labels})}
+            )
             self.data_loaded = True
 
         def get_candidate_labels(self) -> list[str]:

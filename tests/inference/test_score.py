@@ -13,18 +13,30 @@ from tests.inference.conftest import noise, write_sound
 
 
 def test_scores_are_cosines_and_their_mean(
-    clap: Clap, clap_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    clap: Clap,
+    clap_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file's captions count together, so that a file with several has no more weight."""
     monkeypatch.chdir(tmp_path)
     for number in range(3):
         write_sound(tmp_path / f"{number}.wav", noise(0.5 + number) / (number + 1))
-    pairs = [("0.wav", "a loud tone"), ("0.wav", "a click"), ("1.wav", "a quiet tone"), ("2.wav", "a loud tone")]
+    pairs = [
+        ("0.wav", "a loud tone"),
+        ("0.wav", "a click"),
+        ("1.wav", "a quiet tone"),
+        ("2.wav", "a loud tone"),
+    ]
     lines = [f"{name},{caption}\n" for name, caption in [*pairs, ("gone.wav", "a click")]]
     Path("list.csv").write_text("file,prompt\n" + "".join(lines))
     words = [str(clap_folder), "list.csv", "--caption_columns", "prompt", "--output", "scores.csv"]
     assert score.main(words) == 1
-    cosines = [float((clap.embed_audio([name]) @ clap.embed_text([caption]).T)[0, 0]) for name, caption in pairs]
+    cosines = [
+        float((clap.embed_audio([name]) @ clap.embed_text([caption]).T)[0, 0])
+        for name, caption in pairs
+    ]
     _, *rows = csv.reader(Path("scores.csv").read_text().splitlines())
     assert [(file, caption) for file, caption, _ in rows] == pairs
     np.testing.assert_allclose([float(found) for *_, found in rows], cosines, atol=2e-6)

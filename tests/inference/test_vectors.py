@@ -24,8 +24,13 @@ def rows(number: int) -> list[EmbeddingRow]:
     found = np.random.default_rng(0).standard_normal((100, 4)).astype(np.float32)[:number]
     found[70:80] = found[: len(found[70:80])]
     found /= np.linalg.norm(found, axis=1, keepdims=True)
-    of_each = [EmbeddingRow(f"sounds/ä\n{n}.wav", n, n + 10, vector) for n, vector in enumerate(found)]
-    return [EmbeddingRow(row.source, 0, 0, error="silent") if n % 5 == 3 else row for n, row in enumerate(of_each)]
+    of_each = [
+        EmbeddingRow(f"sounds/ä\n{n}.wav", n, n + 10, vector) for n, vector in enumerate(found)
+    ]
+    return [
+        EmbeddingRow(row.source, 0, 0, error="silent") if n % 5 == 3 else row
+        for n, row in enumerate(of_each)
+    ]
 
 
 def write(path: Path, number: int) -> Path:
@@ -46,7 +51,9 @@ def test_a_table_is_read_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads(pyarrow.parquet.read_schema(path).metadata[b"clap_ds"]) == asdict(ABOUT)
     for (_, found), row in zip(pandas.read_parquet(path).iterrows(), rows(27), strict=True):
         assert (*found[:4],) == (row.source, row.start_s, row.end_s, row.error)
-        np.testing.assert_array_equal(found["vector"], [np.nan] * 4 if row.vector is None else row.vector)
+        np.testing.assert_array_equal(
+            found["vector"], [np.nan] * 4 if row.vector is None else row.vector
+        )
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -67,8 +74,13 @@ def test_columns_of_other_types_and_empty_cells_are_refused(tmp_path: Path, colu
             nearest(read_table(tmp_path / "theirs.parquet")[1], np.ones(4, np.float32), 3)
 
 
-def test_the_nearest_are_those_of_all_rows_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, path = np.array([0.5, -0.5, 0.5, 0.5], np.float32), write(tmp_path / "vectors.parquet", 100)
+def test_the_nearest_are_those_of_all_rows_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, path = (
+        np.array([0.5, -0.5, 0.5, 0.5], np.float32),
+        write(tmp_path / "vectors.parquet", 100),
+    )
     scored = [(row, float(row.vector @ query)) for row in rows(100) if row.vector is not None]
     expected = sorted(scored, key=lambda pair: -round(pair[1], 5))  # stable
     for size in (1, 7, 100):
@@ -78,4 +90,6 @@ def test_the_nearest_are_those_of_all_rows_sorted(tmp_path: Path, monkeypatch: p
             assert [(each["file"], each["start_s"]) for each in found] == [
                 (r.source, r.start_s) for r, _ in expected[:top]
             ]
-            np.testing.assert_allclose([each["score"] for each in found], [s for _, s in expected[:top]], atol=4e-7)
+            np.testing.assert_allclose(
+                [each["score"] for each in found], [s for _, s in expected[:top]], atol=4e-7
+            )

@@ -27,8 +27,9 @@ SCRIPTS = {
 
 @dataclass
 class FakeSlurm:
-    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), `job` (scontrol).
-    `refuse_test` is the error of `sbatch --test-only`, `refuse` that of sbatch."""
+    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions`
+    (sinfo), `job` (scontrol). `refuse_test` is the error of `sbatch --test-only`, `refuse` that of
+    sbatch."""
 
     folder: Path
 
@@ -36,13 +37,15 @@ class FakeSlurm:
         (self.folder / name).write_text(text)
 
     def lines(self, name: str) -> list[str]:
-        """Read `calls` (sbatch's command lines), `tested` (#SBATCH lines it checked) or `asked` (scontrol's)."""
+        """Read `calls` (sbatch's command lines), `tested` (#SBATCH lines it checked) or `asked`
+        (scontrol's)."""
         return (self.folder / name).read_text().splitlines()
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A fake SLURM with partitions gpu (nodes with 4 GPUs) and cpu; `python3` is the Python of the tests."""
+    """A fake SLURM with partitions gpu (nodes with 4 GPUs) and cpu; `python3` is the Python of the
+    tests."""
     folder = tmp_path / "fake_slurm"
     folder.mkdir()
     for name, script in SCRIPTS.items():
@@ -50,9 +53,13 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
     kinds = ("gpu:h100:4(S:0-1)|1-00:00:00|4", "gpu:h100:4|1-00:00:00|2")
-    fake.write("partitions", "".join(f"gpu*|{kind}\n" for kind in kinds) + "cpu|(null)|infinite|9\n")
+    fake.write(
+        "partitions", "".join(f"gpu*|{kind}\n" for kind in kinds) + "cpu|(null)|infinite|9\n"
+    )
     for name in ("queue", "calls", "tested", "asked"):
         fake.write(name)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     monkeypatch.setattr("clap_ds.launch.slurm.PAUSE_S", 0.0)
     return fake

@@ -26,7 +26,8 @@ Ended = Callable[..., AttemptOutcome]
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Ended:
-    """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
+    """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of
+    time."""
 
     def ended(
         code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, ...]] | None = None, *,
@@ -53,12 +54,26 @@ def ended(tmp_path: Path) -> Ended:
         (1, {"state": "timeout", **SAVED}, {}, "timeout", 0),
         (138, {"state": "running"}, {}, "timeout", 138),  # signaled during start-up
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
-        (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # it was requested
+        (
+            1,
+            {"state": "terminated", **SAVED},
+            {"stopped": signal.SIGUSR1},
+            "timeout",
+            0,
+        ),  # it was requested
         (137, {"state": "running"}, {}, "failed", 137),
-        (2, {"state": "out_of_memory"}, {"errors": {0: ("user", "needs 9 GB")}}, "out_of_memory", 2),
+        (
+            2,
+            {"state": "out_of_memory"},
+            {"errors": {0: ("user", "needs 9 GB")}},
+            "out_of_memory",
+            2,
+        ),
     ],
 )
-def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:
+def test_state_and_code(
+    ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int
+) -> None:
     outcome = ended(code, summary, **more)
     assert (outcome.state, outcome.exit_code, outcome.at_fault) == (state, exit_code, [])
     assert bool(outcome.error) == (state != "completed")
@@ -66,7 +81,9 @@ def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state:
 
 @pytest.mark.parametrize("code", [0, 137])
 def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> None:
-    outcome = ended(code, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"})
+    outcome = ended(
+        code, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"}
+    )
     assert (outcome.error, outcome.at_fault) == ("lost n2: down*", ["n2"])
 
 
@@ -75,9 +92,23 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> 
     [
         (1, {}, "failed", 1, [], True),
         (1, dict.fromkeys(range(4), GONE), "failed", 1, [], True),
-        (143, {0: ("error", "KeyError: 'x'")}, "failed", 1, [], False),  # not that of ranks that srun ended
+        (
+            143,
+            {0: ("error", "KeyError: 'x'")},
+            "failed",
+            1,
+            [],
+            False,
+        ),  # not that of ranks that srun ended
         (143, {0: ("user", "clap.bench.windws: no such field")}, "failed", 2, [], False),
-        (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
+        (
+            1,
+            {1: ("out_of_memory", "out of memory at micro-batch 4")},
+            "out_of_memory",
+            1,
+            [],
+            False,
+        ),
         (1, {2: LACKS, 0: STOPPED, 1: STOPPED, 3: LACKS}, "failed", 1, ["n2"], False),
         (1, {2: LACKS, 0: LACKS, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),  # no host has it
         (
@@ -91,7 +122,13 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> 
     ],
 )
 def test_what_ranks_said(
-    ended: Ended, code: int, errors: Any, state: str, exit_code: int, hosts: list[str], is_unclear: bool
+    ended: Ended,
+    code: int,
+    errors: Any,
+    state: str,
+    exit_code: int,
+    hosts: list[str],
+    is_unclear: bool,
 ) -> None:
     """The first cause counts; SLURM is asked about hosts only if no rank reported a cause."""
     outcome = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
@@ -108,7 +145,9 @@ def test_what_the_launcher_said_first_while_ranks_were_stopped(tmp_path: Path) -
     stopped = RankError(0, 0, "n1", *STOPPED)
     (tmp_path / "errors" / "rank0.json").write_text(json.dumps(asdict(stopped)))
     launcher = LauncherErrors(RANKS)
-    launcher.read(b"slurmstepd: error: execve(): no python\nsrun: error: n2: task 2: Exited with exit code 2\n")
+    launcher.read(
+        b"slurmstepd: error: execve(): no python\nsrun: error: n2: task 2: Exited with exit code 2\n"
+    )
     outcome = outcome_of(143, tmp_path, RANKS, None, {}, launcher)
     assert (outcome.state, outcome.at_fault) == ("failed", ["n2"])
     assert outcome.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
@@ -116,14 +155,19 @@ def test_what_the_launcher_said_first_while_ranks_were_stopped(tmp_path: Path) -
 
 def test_rank_that_was_stopped_is_named_and_not_one_that_lost_it(ended: Ended) -> None:
     """Its host may be going down, so that SLURM is asked."""
-    outcome = ended(143, {"state": "terminated", "error": "stopped by SIGTERM"}, {2: STOPPED, 0: GONE})
+    outcome = ended(
+        143, {"state": "terminated", "error": "stopped by SIGTERM"}, {2: STOPPED, 0: GONE}
+    )
     assert (outcome.state, outcome.exit_code, outcome.is_unclear) == ("terminated", 143, True)
     assert "rank 2 on n2" in outcome.error
 
 
 def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
-    number, full = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.open("/dev/full", os.O_WRONLY)
+    number, full = (
+        os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT),
+        os.open("/dev/full", os.O_WRONLY),
+    )
     with (tmp_path / "output").open("rb") as file:
         copy(file, full, LauncherErrors([]))
         assert file.read() == b""  # nothing blocks the ranks

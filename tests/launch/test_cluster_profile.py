@@ -41,11 +41,17 @@ def test_packaged_sites() -> None:
         ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
         ({"gpus_per_node": "4"}, 'gpus_per_node: expected int | None, found "4"'),
         ({"launcher": "slrum"}, "did you mean 'slurm'?"),
-        ({"launcher": "slurm", "srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
+        (
+            {"launcher": "slurm", "srun": ["--container-image=x"]},
+            "--container-image=x needs launcher torchrun",
+        ),
         ({"setup": "module load x"}, "setup: expected list[str], found"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected dict[str, str], found"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon'"),
-        ({"wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": None}, "apptainer needs launcher torchrun"),
+        (
+            {"wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": None},
+            "apptainer needs launcher torchrun",
+        ),
     ],
 )
 def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
@@ -62,10 +68,14 @@ def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     """The package is missing, or the Python is too old for it."""
     path = ROOT / "launch" / f"{name}.py"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([sys.executable, "-S", path, "--help"], capture_output=True, text=True, env=kept, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-S", path, "--help"], capture_output=True, text=True, env=kept, cwd="/"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     old = "import runpy, sys; sys.version_info = (3, 6, 8); runpy.run_path(sys.argv[1], run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", old, path], capture_output=True, text=True, env=kept, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", old, path], capture_output=True, text=True, env=kept, cwd="/"
+    )
     assert "requires Python 3.11 or newer" in done.stderr
 
 
@@ -77,7 +87,10 @@ def test_python_is_tried_in_its_wrapper(tmp_path: Path, slurm: FakeSlurm) -> Non
     (slurm.folder / "apptainer").chmod(0o755)
     setup = ["module() { [ $1 = load ]; }", "module load CUDA"]
     site = ClusterProfile(
-        wrapper=["apptainer", "exec", "--nv", "x y.sif"], launcher="torchrun", python="python3", setup=setup
+        wrapper=["apptainer", "exec", "--nv", "x y.sif"],
+        launcher="torchrun",
+        python="python3",
+        setup=setup,
     )
     assert check_environment(site).startswith("apptainer exec --nv 'x y.sif' python3: Python 3.")
 
@@ -91,8 +104,13 @@ def test_python_is_tried_in_its_wrapper(tmp_path: Path, slurm: FakeSlurm) -> Non
     ],
 )
 def test_refuses_what_is_not_there(slurm: FakeSlurm, fields: dict[str, Any], message: str) -> None:
-    versions, said = json.dumps(dict.fromkeys(("python", *PACKAGES), "1")), "error: fake_python has no transformers"
-    slurm.write("fake_python", f"#!/bin/sh\necho 'clap-check {versions}'\necho '{said}' >&2\nexit 2\n")
+    versions, said = (
+        json.dumps(dict.fromkeys(("python", *PACKAGES), "1")),
+        "error: fake_python has no transformers",
+    )
+    slurm.write(
+        "fake_python", f"#!/bin/sh\necho 'clap-check {versions}'\necho '{said}' >&2\nexit 2\n"
+    )
     (slurm.folder / "fake_python").chmod(0o755)
     with pytest.raises(UserError, match=message):
         check_environment(ClusterProfile(**fields))

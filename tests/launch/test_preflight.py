@@ -20,7 +20,12 @@ REFUSED = "Unable to create step for job 79: More processors requested than perm
     [
         (["n1", "n2"], "", 0, ""),
         (["n1"], "n2: ssh: No route to host", None, f"n2: {SILENT} ssh: No route to host"),
-        ([], "srun: error: n2: Exited\nsrun: error: n1: task 0: Terminated", None, f"n2: {SILENT} Exited"),
+        (
+            [],
+            "srun: error: n2: Exited\nsrun: error: n1: task 0: Terminated",
+            None,
+            f"n2: {SILENT} Exited",
+        ),
         ([], f"srun: error: {REFUSED}\n", None, f"the launcher failed: {REFUSED}"),
         ([], "cmd = srun --nodelist=n1,n2\nno launcher", None, "the launcher failed: no launcher"),
         ([], "", None, "the launcher failed: no response, exit code 1"),
@@ -34,7 +39,9 @@ REFUSED = "Unable to create step for job 79: More processors requested than perm
         (["n1", "n2"], "", None, "the ranks failed: rank 1 on n2: CUDA error: ECC"),
     ],
 )
-def test_verdict(tmp_path: Path, answers: list[str], output: str, wrong: int | None, problem: str) -> None:
+def test_verdict(
+    tmp_path: Path, answers: list[str], output: str, wrong: int | None, problem: str
+) -> None:
     (tmp_path / "output").write_text(output)
     for rank, host in enumerate(answers):
         answer = {"host": host, "gpus": {}, "faults": [], "software": {"code": "x", "torch": "2"}}
@@ -55,9 +62,16 @@ def _odd(**changes: dict[str, str | None]) -> list[str]:
     answers: list[dict[str, Any]] = []
     for rank in range(6):
         host = f"n{rank // 2 + 1}"
-        has = {"gpu": "H100", "commit": "dd3a5b2a", "code": "abc", "torch": "2.13.0", **changes.get(host, {})}
+        has = {
+            "gpu": "H100",
+            "commit": "dd3a5b2a",
+            "code": "abc",
+            "torch": "2.13.0",
+            **changes.get(host, {}),
+        }
         answers.append(
-            {"host": host, "gpus": {f"GPU-{rank}": has.pop("gpu")}} | ({} if rank % 2 else {"software": has})
+            {"host": host, "gpus": {f"GPU-{rank}": has.pop("gpu")}}
+            | ({} if rank % 2 else {"software": has})
         )
     return lines("problem", odd_hosts(hosts_of(answers)))
 
@@ -80,5 +94,7 @@ def test_allocation_with_too_few_tasks_is_refused_before_srun_does() -> None:
     small = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_CPUS_PER_NODE": "1(x2)"}
     with pytest.raises(UserError, match="--ntasks-per-node=2"):
         check_tasks(small, 2)
-    check_tasks({**small, "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}, 2)  # srun can start more tasks on whole nodes
+    check_tasks(
+        {**small, "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}, 2
+    )  # srun can start more tasks on whole nodes
     check_tasks({}, 2)

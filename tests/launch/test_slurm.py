@@ -19,7 +19,14 @@ from tests.launch.conftest import FakeSlurm
 
 
 def test_times() -> None:
-    times = {"2": 120, "1:30": 90, "00:15:00": 900, "1-0": 86400, "1-12:30": 131400, "2-00:00:01": 172801}
+    times = {
+        "2": 120,
+        "1:30": 90,
+        "00:15:00": 900,
+        "1-0": 86400,
+        "1-12:30": 131400,
+        "2-00:00:01": 172801,
+    }
     assert {text: seconds_of(text) for text in times} == times
     for wrong in ("", "soon", "0", "1:2:3:4", "-5", "1-", "infinite"):
         with pytest.raises(UserError, match="expected a"):
@@ -39,7 +46,9 @@ def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None
     queued = {"7": ("RUNNING", "None", "mine"), "8_1": ("PENDING", "Resources", "another's")}
     assert find_jobs(["7", "9"], ["mine"]) == queued
     slurm.write("accounting", "9|CANCELLED by 1000|None|old\n")
-    assert find_jobs(["7"], ["old"])["9"] == find_jobs(["7", "9"])["9"] == ("CANCELLED", "None", "old")
+    assert (
+        find_jobs(["7"], ["old"])["9"] == find_jobs(["7", "9"])["9"] == ("CANCELLED", "None", "old")
+    )
     assert find_jobs(["7"], ["mine"]) == queued
 
 
@@ -60,13 +69,17 @@ def test_controller_that_is_down_is_named(slurm: FakeSlurm) -> None:
         partitions(None)
 
 
-def test_commands_that_setup_has_hidden_are_named(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_setup_has_hidden_are_named(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(slurm.folder))  # without srun and scancel
     with pytest.raises(UserError, match=r"^srun, scancel: not in PATH on .* after `setup`"):
         require_commands()
 
 
-def test_commands_of_slurm_that_are_not_there_say_where_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_of_slurm_that_are_not_there_say_where_to_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sinfo not found.*login node.*deepspeed --hostfile"):
         partitions(None)
@@ -96,16 +109,25 @@ def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Non
     assert requeue(1, []) is None
     assert requeue(1, ["n1", "n3"]) is None
     assert requeue(1, ["n3"], without_spares(2, 4)) is None
-    excluding, fewer = "update JobId=42 ExcNodeList=n[8-9],n1", "update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1"
+    excluding, fewer = (
+        "update JobId=42 ExcNodeList=n[8-9],n1",
+        "update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1",
+    )
     assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42", fewer]
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")  # `scontrol requeue 42` would restart all of the array's tasks
+    monkeypatch.setenv(
+        "SLURM_ARRAY_JOB_ID", "42"
+    )  # `scontrol requeue 42` would restart all of the array's tasks
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert requeue(1, []) is None
     assert slurm.lines("asked")[-1] == "requeue 42_3"
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
-    slurm.write("scontrol", f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n')
+    slurm.write(
+        "scontrol",
+        f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n',
+    )
     assert requeue(1, ["n1"]) is None
     slurm.write(
-        "scontrol", f'#!/bin/sh\n[ "$1" != requeue ] || {{ echo requeue disabled >&2; exit 1; }}; echo "{RUNNING}"\n'
+        "scontrol",
+        f'#!/bin/sh\n[ "$1" != requeue ] || {{ echo requeue disabled >&2; exit 1; }}; echo "{RUNNING}"\n',
     )
     assert requeue(1, ["n1"]) == "scontrol requeue 42: requeue disabled"

@@ -28,10 +28,23 @@ def call(folder: Path, slurm: FakeSlurm) -> Call:
     """Submit a micro run on a site with an account: `call(*options, site={…}, clap={…})`."""
 
     def submit(*options: str, site: dict[str, Any] | None = None, **changes: Any) -> int:
-        fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
+        fields = {
+            "account": "mine",
+            "sbatch": ["--exclusive"],
+            "run_root": str(folder / "runs"),
+            **(site or {}),
+        }
         (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
         (folder / "cluster.json").write_text(json.dumps(fields))
-        return main(["--cluster", str(folder / "cluster.json"), "--config", str(folder / "tiny.json"), *options])
+        return main(
+            [
+                "--cluster",
+                str(folder / "cluster.json"),
+                "--config",
+                str(folder / "tiny.json"),
+                *options,
+            ]
+        )
 
     return submit
 
@@ -45,10 +58,19 @@ def test_everything_of_the_site_is_in_the_script(
 ) -> None:
     site = {"partition": "gpu", "cpus_per_task": 8, "gpus_per_node": 2}
     # SLURM counts only nodes in service; a submitted job would wait for the others.
-    slurm.write("refuse_test", "allocation failure: Requested node configuration is not available\n")
+    slurm.write(
+        "refuse_test", "allocation failure: Requested node configuration is not available\n"
+    )
     assert call("--nodes", "2", "--exclude", "n[1-2]", site=site) == 0
     (job,) = _jobs(folder)
-    expected = {"--account=mine", "--partition=gpu", "--exclusive", "--nodes=2", "--gres=gpu:2", "--exclude=n[1-2]"}
+    expected = {
+        "--account=mine",
+        "--partition=gpu",
+        "--exclusive",
+        "--nodes=2",
+        "--gres=gpu:2",
+        "--exclude=n[1-2]",
+    }
     assert expected <= {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")}
     assert slurm.lines("calls") == [f"--parsable {job}/tiny.sbatch"]
     assert json.loads((job / "submission.json").read_text())["jobs"][0]["slurm_id"] == "101"
@@ -56,10 +78,15 @@ def test_everything_of_the_site_is_in_the_script(
     assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "tiny"}
     shown = capsys.readouterr().out
     assert "Requested node configuration is not available" in shown
-    assert all(how in shown for how in ("submitted job 101", f"tail -F '{job}/tiny-101.out'", "scancel 101"))
+    assert all(
+        how in shown
+        for how in ("submitted job 101", f"tail -F '{job}/tiny-101.out'", "scancel 101")
+    )
 
 
-def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(call: Call, folder: Path) -> None:
+def test_progress_by_the_line_of_the_watching_page_is_that_of_the_job(
+    call: Call, folder: Path
+) -> None:
     assert call() == 0
     (job,) = _jobs(folder)
     (job / "tiny-101.out").write_text("loading\nstep 1/2\n")
@@ -114,14 +141,21 @@ def test_refused_before_it_is_queued(
     ],
 )
 def test_time_limit_that_another_partition_or_qos_may_allow_is_submitted(
-    call: Call, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], site: dict[str, Any], options: str, note: str
+    call: Call,
+    slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    site: dict[str, Any],
+    options: str,
+    note: str,
 ) -> None:
     assert call("--time", "2-0", *options.split(), site=site) == 0
     assert note in capsys.readouterr().out
     assert len(slurm.lines("calls")) == 1
 
 
-def test_partition_of_the_environment_counts(call: Call, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_of_the_environment_counts(
+    call: Call, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
     assert call("--time", "UNLIMITED", "--gpus_per_node", "2") == 0
     assert not any(line.startswith("#SBATCH --gres") for line in slurm.lines("tested"))
@@ -130,15 +164,27 @@ def test_partition_of_the_environment_counts(call: Call, slurm: FakeSlurm, monke
 def test_options_of_sbatch_override_the_profiles_and_a_dependency_counts_once(
     call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site = {"partition": "gpu", "gpus_per_node": 2, "sbatch": ["--qos=small", "--constraint=a", "--exclusive"]}
+    site = {
+        "partition": "gpu",
+        "gpus_per_node": 2,
+        "sbatch": ["--qos=small", "--constraint=a", "--exclusive"],
+    }
     options = "--qos=big -A theirs -p cpu -C b --reservation r --dependency afterok:7 --parsable"
     assert call(*options.split(), site=site) == 0
     assert capsys.readouterr().out == "101\n"
     (job,) = _jobs(folder)
     assert slurm.lines("calls") == [f"--parsable --dependency=afterok:7 {job}/tiny.sbatch"]
     # The last value counts.
-    values = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in slurm.lines("tested"))
-    expected = {"qos": "big", "account": "theirs", "partition": "cpu", "constraint": "b", "reservation": "r"}
+    values = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in slurm.lines("tested")
+    )
+    expected = {
+        "qos": "big",
+        "account": "theirs",
+        "partition": "cpu",
+        "constraint": "b",
+        "reservation": "r",
+    }
     assert expected.items() <= values.items()
     assert not {"gres", "dependency"} & values.keys(), "partition cpu has no GPUs"
 
@@ -168,7 +214,11 @@ def test_job_that_sbatch_rejects_can_be_submitted_again(
 def test_paths_that_are_missing_where_their_folder_exists_are_rejected(
     call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shards = {"source": "webdataset", "shards": f"{folder}/x-{{0..3}}.tar", "tokenizer": f"{folder}/tokenizer"}
+    shards = {
+        "source": "webdataset",
+        "shards": f"{folder}/x-{{0..3}}.tar",
+        "tokenizer": f"{folder}/tokenizer",
+    }
     assert call(clap={"data": shards}) == 2
     shown = capsys.readouterr().err
     assert f"{folder / 'tiny.json'}: clap.data.shards: " in shown

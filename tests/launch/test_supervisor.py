@@ -37,7 +37,9 @@ def job_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
     """Return a job on n1, n2, … before its start."""
-    (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
+    (folder / "hostfile").write_text(
+        "".join(f"n{index} slots=4\n" for index in range(1, hosts + 1))
+    )
     (folder / "cluster.json").write_text('{"requeues": 1}')
     return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
@@ -46,14 +48,22 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
     """The package is found through PYTHONPATH alone, as on hosts without an installation."""
     scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
     program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
-    shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
+    shown = subprocess.run(
+        [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {
+        name.split(".")[0] for name in eval(shown.stdout)
+    }
 
 
 def test_error_of_a_rank_reaches_the_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slurm: FakeSlurm
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    slurm: FakeSlurm,
 ) -> None:
-    """The program's own error ends the job after one attempt, and not with srun's code for ranks that it killed."""
+    """The program's own error ends the job after one attempt, and not with srun's code for ranks
+    that it killed."""
     launch = lambda site, python, slots, hostfile, words, step: [sys.executable, "-c", RANK, *words]  # noqa: E731
     monkeypatch.setattr(supervisor, "launch_command", launch)
     slurm.write("partitions", "n1 idle\n")
@@ -67,7 +77,10 @@ def test_error_of_a_rank_reaches_the_records(
 
 
 def test_a_second_job_in_a_folder_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slurm: FakeSlurm
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    slurm: FakeSlurm,
 ) -> None:
     job = _job(tmp_path, 2)
     job.begin(job.slots)
@@ -108,9 +121,12 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [(KILLED, "rank 3 on n2 exited"), (IMPORT, "rank 3 on n2: ModuleNotFoundError")]
+    ("kind", "error"),
+    [(KILLED, "rank 3 on n2 exited"), (IMPORT, "rank 3 on n2: ModuleNotFoundError")],
 )
-def test_failure_that_follows_the_program_is_no_second_hosts(tmp_path: Path, kind: str, error: str) -> None:
+def test_failure_that_follows_the_program_is_no_second_hosts(
+    tmp_path: Path, kind: str, error: str
+) -> None:
     job = _job(tmp_path, 4)
     told = []
     for host in ("n2", "n3", "n4"):
@@ -149,7 +165,11 @@ def test_start_that_slurm_ended_is_in_the_record(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert _job(tmp_path, 3, 1).run() == 0
     first, second = json.loads((tmp_path / "attempts.json").read_text())["attempts"]
-    assert (first["state"], first["error"], first["at_fault"]) == ("failed", "lost n1: down*", ["n1"])
+    assert (first["state"], first["error"], first["at_fault"]) == (
+        "failed",
+        "lost n1: down*",
+        ["n1"],
+    )
     assert (second["state"], second["hosts"], second["start"]) == ("completed", ["n2", "n3"], 1)
     assert json.loads((tmp_path / "run0" / "summary.json").read_text())["error"] == "lost n1: down*"
 
@@ -163,14 +183,26 @@ def test_start_that_slurm_ended_is_in_the_record(
         (LOST, "requeued saved-now", None, True),  # a checkpoint since
         (LOST, "", signal.SIGTERM, False),  # cancelled
         (AttemptOutcome("failed", "KeyError: 'loss'", 1), "", None, False),  # the program's fault
-        (AttemptOutcome("timeout", "saved", 0), "requeued", signal.SIGUSR1, True),  # unfinished training
+        (
+            AttemptOutcome("timeout", "saved", 0),
+            "requeued",
+            signal.SIGUSR1,
+            True,
+        ),  # unfinished training
         (AttemptOutcome("timeout", "not saved", 138), "", signal.SIGUSR1, False),
     ],
 )
 def test_when_slurm_is_asked_for_another_start(
-    tmp_path: Path, outcome: AttemptOutcome, earlier: str, stopped: signal.Signals | None, asks: bool
+    tmp_path: Path,
+    outcome: AttemptOutcome,
+    earlier: str,
+    stopped: signal.Signals | None,
+    asks: bool,
 ) -> None:
     job = _job(tmp_path, 2)
     first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
-    job.attempts, job.stopped = [first, {"requeued": False, "saved": "saved-now" in earlier}], stopped
+    job.attempts, job.stopped = (
+        [first, {"requeued": False, "saved": "saved-now" in earlier}],
+        stopped,
+    )
     assert job.asks_for_another_start(outcome) == asks

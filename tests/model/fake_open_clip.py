@@ -1,4 +1,5 @@
-"""A stand-in for open_clip, with the part of its interface that `OpenClipModel` uses, and small towers."""
+"""A stand-in for open_clip, with the part of its interface that `OpenClipModel` uses, and small
+towers."""
 
 import json
 from pathlib import Path
@@ -73,11 +74,19 @@ CONFIGS = {
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the package and make it importable, also in subprocesses."""
-    files = {"__init__.py": PACKAGE, "clap_model.py": f"CONFIG = {CONFIGS!r}", "audio/__init__.py": ""}
+    files = {
+        "__init__.py": PACKAGE,
+        "clap_model.py": f"CONFIG = {CONFIGS!r}",
+        "audio/__init__.py": "",
+    }
     text = {"context_length": 16, "vocab_size": 100}
     for name, audio in CONFIGS.items():
-        files[f"model_configs/{name}.json"] = json.dumps({"embed_dim": 8, "audio_cfg": audio, "text_cfg": text})
-    files["model_configs/ViT.json"] = json.dumps({"embed_dim": 8, "vision_cfg": {}, "text_cfg": text})
+        files[f"model_configs/{name}.json"] = json.dumps(
+            {"embed_dim": 8, "audio_cfg": audio, "text_cfg": text}
+        )
+    files["model_configs/ViT.json"] = json.dumps(
+        {"embed_dim": 8, "vision_cfg": {}, "text_cfg": text}
+    )
     for name, content in (files | {"audio/naflex_audio.py": PATCHES}).items():
         (folder / "open_clip" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "open_clip" / name).write_text(content)

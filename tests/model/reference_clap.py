@@ -1,4 +1,5 @@
-"""Reference CLAP models from HF `transformers`, with the published sizes and without this project's configurations."""
+"""Reference CLAP models from HF `transformers`, with the published sizes and without this project's
+configurations."""
 
 import math
 from collections.abc import Iterator
@@ -14,15 +15,30 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 import transformers  # isort: skip
 from transformers.models.clap.modeling_clap import ClapAudioModelWithProjection  # isort: skip
 
-SIZES = {"vocab_size": 512, "max_position_embeddings": 66, "hidden_size": 32, "num_hidden_layers": 2}
+SIZES = {
+    "vocab_size": 512,
+    "max_position_embeddings": 66,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+}
 MICRO_TEXT = {**SIZES, "num_attention_heads": 2, "intermediate_size": 64}
-STAGES = {"patch_embeds_hidden_size": 16, "depths": [2, 1], "num_attention_heads": [2, 4], "hidden_size": 32}
+STAGES = {
+    "patch_embeds_hidden_size": 16,
+    "depths": [2, 1],
+    "num_attention_heads": [2, 4],
+    "hidden_size": 32,
+}
 MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
 TINY_AUDIO = {"depths": [2, 2, 2, 2], "projection_dim": 768}
-BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 2, 2], "hidden_size": 1024, "projection_dim": 1024}
+BASE_AUDIO = {
+    "patch_embeds_hidden_size": 128,
+    "depths": [2, 2, 2, 2],
+    "hidden_size": 1024,
+    "projection_dim": 1024,
+}
 FEWER = {"vocab_size": 1000, "num_hidden_layers": 2}
-"""Reduced sizes of the benchmark's RoBERTa (50,265 tokens, 12 equal layers). HTSAT's third stage also has only 2 blocks.
-LAION's model has its full size."""
+"""Reduced sizes of the benchmark's RoBERTa (50,265 tokens, 12 equal layers). HTSAT's third stage
+also has only 2 blocks. LAION's model has its full size."""
 MEAN_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
@@ -32,7 +48,9 @@ class HfClap(nn.Module):
     def __init__(self, *, audio: dict, text: dict, joint_dim: int) -> None:
         super().__init__()
         text = {**text, "layer_norm_eps": 1e-5}
-        config = transformers.ClapConfig(audio_config=audio, text_config=text, projection_dim=joint_dim)
+        config = transformers.ClapConfig(
+            audio_config=audio, text_config=text, projection_dim=joint_dim
+        )
         self.clap = transformers.ClapModel(config)
         self.eval()
 
@@ -40,21 +58,26 @@ class HfClap(nn.Module):
         return self.clap.get_audio_features(input_features=features).pooler_output
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.clap.get_text_features(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+        return self.clap.get_text_features(
+            input_ids=input_ids, attention_mask=attention_mask
+        ).pooler_output
 
     def named(self) -> dict[str, Tensor]:
         return self.clap.state_dict(keep_vars=True)
 
 
 class HfTowers(nn.Module):
-    """Build a model of the benchmark from HF's towers, with pooling and heads that `transformers.ClapModel` doesn't support."""
+    """Build a model of the benchmark from HF's towers, with pooling and heads that
+    `transformers.ClapModel` doesn't support."""
 
     def __init__(self, *, audio: dict, text_hidden: int) -> None:
         super().__init__()
         config = transformers.ClapAudioConfig(**audio)
         config.projection_hidden_act = "gelu"
         self.audio = ClapAudioModelWithProjection(config)
-        self.roberta = transformers.RobertaModel(transformers.RobertaConfig(**MEAN_TEXT), add_pooling_layer=False)
+        self.roberta = transformers.RobertaModel(
+            transformers.RobertaConfig(**MEAN_TEXT), add_pooling_layer=False
+        )
         self.head1 = nn.Linear(768, text_hidden, bias=False)
         self.head2 = nn.Linear(text_hidden, audio["projection_dim"], bias=False)
         self.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
@@ -65,14 +88,19 @@ class HfTowers(nn.Module):
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         hidden = self.roberta(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        captions = [row[: int(mask.sum())].mean(0) for row, mask in zip(hidden, attention_mask, strict=True)]
+        captions = [
+            row[: int(mask.sum())].mean(0) for row, mask in zip(hidden, attention_mask, strict=True)
+        ]
         return F.normalize(self.head2(F.gelu(self.head1(torch.stack(captions)))), dim=-1)
 
     def named(self) -> dict[str, Tensor]:
         """Return weights with `transformers.ClapModel`'s names, for the loader under test."""
         return {
             **self.audio.state_dict(keep_vars=True),
-            **{f"text_model.{name}": tensor for name, tensor in self.roberta.state_dict(keep_vars=True).items()},
+            **{
+                f"text_model.{name}": tensor
+                for name, tensor in self.roberta.state_dict(keep_vars=True).items()
+            },
             "text_projection.linear1.weight": self.head1.weight,
             "text_projection.linear2.weight": self.head2.weight,
             "logit_scale_a": self.scale,
@@ -89,7 +117,8 @@ REFERENCES = {
 
 
 def randomise(tensors: dict[str, Tensor], seed: int) -> None:
-    """Draw every weight and statistic, large enough that omitting any of them changes the result."""
+    """Draw every weight and statistic, large enough that omitting any of them changes the
+    result."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(2**22, generator=generator)
     for name, tensor in tensors.items():
@@ -120,7 +149,8 @@ def randomise(tensors: dict[str, Tensor], seed: int) -> None:
 
 @contextmanager
 def no_initialisation() -> Iterator[None]:
-    """Skip PyTorch's random initialization of layers that are overwritten later: seconds for a full-size model."""
+    """Skip PyTorch's random initialization of layers that are overwritten later: seconds for a
+    full-size model."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("normal_", "kaiming_uniform_", "trunc_normal_"):
             patch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
@@ -128,7 +158,8 @@ def no_initialisation() -> Iterator[None]:
 
 
 def clips(num_clips: int, num_samples: int, seed: int) -> Tensor:
-    """Return (num_clips, num_samples): noise at several levels plus a tone; half of the last clip is silent."""
+    """Return (num_clips, num_samples): noise at several levels plus a tone; half of the last clip
+    is silent."""
     generator = torch.Generator().manual_seed(seed)
     levels = torch.logspace(-3, -0.5, num_clips)[:, None]
     time = torch.arange(num_samples) / 48000
@@ -138,8 +169,11 @@ def clips(num_clips: int, num_samples: int, seed: int) -> Tensor:
     return waveforms.clamp(-1, 1)
 
 
-def captions(num_captions: int, num_tokens: int, vocab_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and mask, each (num_captions, num_tokens), of captions of different lengths padded with id 1."""
+def captions(
+    num_captions: int, num_tokens: int, vocab_size: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return token ids and mask, each (num_captions, num_tokens), of captions of different lengths
+    padded with id 1."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, vocab_size, (num_captions, num_tokens), generator=generator)
     lengths = torch.linspace(num_tokens, num_tokens // 3, num_captions).long()

@@ -1,4 +1,5 @@
-"""Compare the whole model with HF models, LAION's tiny at full size: embeddings, gradients, precision."""
+"""Compare the whole model with HF models, LAION's tiny at full size: embeddings, gradients,
+precision."""
 
 from typing import Any
 
@@ -11,7 +12,15 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import transformers_names
-from tests.model.reference_clap import FEWER, REFERENCES, TINY_AUDIO, captions, clips, no_initialisation, randomise
+from tests.model.reference_clap import (
+    FEWER,
+    REFERENCES,
+    TINY_AUDIO,
+    captions,
+    clips,
+    no_initialisation,
+    randomise,
+)
 
 import transformers  # isort: skip
 
@@ -25,14 +34,27 @@ CASES = [*FULL_WIDTH, ("micro", "sdpa", 0), ("micro", "matmul", 1)]
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
     """Return (B, 1, frames, mel bins) from HF's feature extractor."""
     config = load_preset(preset).audio
-    kinds = {"hop_length": 480, "fft_window_size": 1024, "frequency_min": 50, "frequency_max": 14000}
-    lengths = {"sampling_rate": 48000, "max_length_s": config.num_samples // 48000, "truncation": "rand_trunc"}
+    kinds = {
+        "hop_length": 480,
+        "fft_window_size": 1024,
+        "frequency_min": 50,
+        "frequency_max": 14000,
+    }
+    lengths = {
+        "sampling_rate": 48000,
+        "max_length_s": config.num_samples // 48000,
+        "truncation": "rand_trunc",
+    }
     extractor = transformers.ClapFeatureExtractor(config.mel_bins, **kinds, **lengths)
-    return extractor(list(waveforms.numpy()), sampling_rate=48000, return_tensors="pt")["input_features"].float()
+    return extractor(list(waveforms.numpy()), sampling_rate=48000, return_tensors="pt")[
+        "input_features"
+    ].float()
 
 
 @pytest.mark.parametrize(("preset", "attention", "seed"), CASES)
-def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention: str, seed: int) -> None:
+def test_embeddings_and_gradients_agree_with_transformers(
+    preset: str, attention: str, seed: int
+) -> None:
     config = load_preset(preset)
     if preset.startswith("htsat"):
         fewer = {"num_layers": FEWER["num_hidden_layers"], "vocab_size": FEWER["vocab_size"]}
@@ -54,26 +76,40 @@ def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention
     assert (audio - expected_audio).abs().max() < 1e-4
     assert (text - expected_text).abs().max() < 1e-4
     for features in (audio, text):
-        assert (features[0] - features[1]).abs().max() > 1e-2, "inputs must matter for the comparison to mean anything"
+        assert (features[0] - features[1]).abs().max() > 1e-2, (
+            "inputs must matter for the comparison to mean anything"
+        )
     torch.testing.assert_close(scale, weights["logit_scale_a"].detach().exp().reshape(1))
 
     probe = torch.Generator().manual_seed(100 + seed)
-    probe_audio, probe_text = torch.randn(audio.shape, generator=probe), torch.randn(text.shape, generator=probe)
+    probe_audio, probe_text = (
+        torch.randn(audio.shape, generator=probe),
+        torch.randn(text.shape, generator=probe),
+    )
     ((audio * probe_audio).sum() + (text * probe_text).sum()).backward()
     ((expected_audio * probe_audio).sum() + (expected_text * probe_text).sum()).backward()
     compare_gradients(ours, weights)
 
 
 def compare_gradients(ours: ClapModel, weights: dict[str, Tensor]) -> None:
-    """Check that every gradient is within 1e-4 of its norm, except the logit scale's, on which embeddings don't depend.
+    """Check that every gradient is within 1e-4 of its norm, except the logit scale's, on which
+    embeddings don't depend.
 
-    fp32 rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers. Softmax doesn't depend on RoBERTa's
-    key biases, so that their gradients are rounding errors, which are compared with the gradients of the key weights.
+    fp32 rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers. Softmax
+    doesn't depend on RoBERTa's key biases, so that their gradients are rounding errors, which are
+    compared with the gradients of the key weights.
     """
-    own = {key: parameter.grad for key, parameter in ours.named_parameters() if key != "logit_scale"}
-    joined = {key: torch.cat([weights[name].grad for name in transformers_names(key)]) for key in own}
+    own = {
+        key: parameter.grad for key, parameter in ours.named_parameters() if key != "logit_scale"
+    }
+    joined = {
+        key: torch.cat([weights[name].grad for name in transformers_names(key)]) for key in own
+    }
     for key, gradient in joined.items():
-        error, size = (own[key] - gradient).norm(), joined[key.replace("self.key.bias", "self.key.weight")].norm()
+        error, size = (
+            (own[key] - gradient).norm(),
+            joined[key.replace("self.key.bias", "self.key.weight")].norm(),
+        )
         assert size > 0, key
         assert error <= 1e-4 * size, f"{key}: off by {error}, gradient {size}"
 
@@ -88,9 +124,13 @@ def micro(**options: Any) -> tuple[ClapModel, tuple[Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
-def test_outputs_are_unit_fp32_vectors_and_every_trained_parameter_gets_a_gradient(pooling: str) -> None:
+def test_outputs_are_unit_fp32_vectors_and_every_trained_parameter_gets_a_gradient(
+    pooling: str,
+) -> None:
     config = load_preset("micro")
-    model = ClapModel(config.model_copy(update={"text": config.text.model_copy(update={"pooling": pooling})}))
+    model = ClapModel(
+        config.model_copy(update={"text": config.text.model_copy(update={"pooling": pooling})})
+    )
     audio, text, scale = model(*micro()[1])
     for features in (audio, text):
         assert features.shape == (3, 32)
@@ -132,9 +172,12 @@ def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:
     assert model.mel.mel_filters.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("how", "training"), [("cast", False), ("engine", True), ("autocast", True)])
+@pytest.mark.parametrize(
+    ("how", "training"), [("cast", False), ("engine", True), ("autocast", True)]
+)
 def test_bf16_is_close_to_fp32(how: str, training: bool) -> None:
-    """Use `Module.to`, an engine that casts parameters' data but not buffers, and autocast with fp32 parameters."""
+    """Use `Module.to`, an engine that casts parameters' data but not buffers, and autocast with
+    fp32 parameters."""
     model, batch = micro(drop_path=0.0, text_dropout=0.0, spec_augment=False)
     model.train(training)
     expected = model(*batch)

@@ -1,4 +1,5 @@
-"""Dropout by hashed masks: the right share and scale, independent elements and calls, one mask forward and backward."""
+"""Dropout by hashed masks: the right share and scale, independent elements and calls, one mask
+forward and backward."""
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ def dropped(p: float = 0.1) -> Tensor:
 def test_elements_and_calls_are_independent() -> None:
     torch.manual_seed(0)
     first, second = dropped() - 0.1, dropped() - 0.1
-    pairs = [(first, second), *((first[lag:], first[:-lag]) for lag in (1, 2, 8, COLUMNS, 10 * COLUMNS))]
+    pairs = [
+        (first, second),
+        *((first[lag:], first[:-lag]) for lag in (1, 2, 8, COLUMNS, 10 * COLUMNS)),
+    ]
     for one, other in pairs:
         assert abs(float((one * other).sum())) < 5 * 0.09 * len(one) ** 0.5
 
@@ -30,7 +34,9 @@ def test_share_scale_seed_and_gradient(p: float) -> None:
     (gradient,) = torch.autograd.grad(found.sum(), values)
     assert torch.allclose(found, values * gradient)
     assert torch.allclose(gradient.unique(), torch.tensor([0, 1 / (1 - p)]))
-    assert abs(float((gradient == 0).double().mean()) - p) < 5 * (p * (1 - p) / values.numel()) ** 0.5
+    assert (
+        abs(float((gradient == 0).double().mean()) - p) < 5 * (p * (1 - p) / values.numel()) ** 0.5
+    )
     torch.manual_seed(3)
     assert torch.equal(found, hash_dropout(values, p))
 
@@ -46,7 +52,8 @@ def test_eager_mode_has_torchs_random_numbers() -> None:
 
 
 def test_compiled_layers_store_no_mask() -> None:
-    """Check two layers, between which torch.compile would store a mask that both passes compute by equal operations."""
+    """Check two layers, between which torch.compile would store a mask that both passes compute by
+    equal operations."""
     weights = [torch.randn(COLUMNS, COLUMNS, requires_grad=True) for _ in range(2)]
     kept: list[torch.dtype] = []
 
@@ -55,7 +62,9 @@ def test_compiled_layers_store_no_mask() -> None:
             values = F.layer_norm(hash_dropout(F.linear(values, weight), 0.3) + values, (COLUMNS,))
         return values
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.dtype) or each, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: kept.append(each.dtype) or each, lambda each: each
+    ):
         torch.compile(layers, backend="aot_eager_decomp_partition")(torch.randn(8, COLUMNS))
     assert kept.count(torch.int32) == 2, "seeds"
     assert torch.bool not in kept

@@ -1,4 +1,5 @@
-"""Test HTSAT's parts that comparisons of whole models don't cover: batch norm and SpecAugment in training, initialization."""
+"""Test HTSAT's parts that comparisons of whole models don't cover: batch norm and SpecAugment in
+training, initialization."""
 
 import pytest
 import torch
@@ -23,12 +24,16 @@ def test_spec_augment_draws_its_stripes_per_clip() -> None:
     torch.manual_seed(0)
     for num_mels, num_frames, dim, limit in ((16, 1001, 1, 64), (64, 150, 2, 8)):
         masked = SpecAugment()(torch.ones(1, 1, 1).expand(2000, num_mels, num_frames)) == 0
-        assert torch.equal(masked, masked.all(dim=1, keepdim=True) | masked.all(dim=2, keepdim=True)), "whole stripes"
+        assert torch.equal(
+            masked, masked.all(dim=1, keepdim=True) | masked.all(dim=2, keepdim=True)
+        ), "whole stripes"
         stripes = masked.all(dim=dim)
         total, starts = stripes.sum(dim=1), (stripes & ~F.pad(stripes, (1, 0))[:, :-1]).sum(dim=1)
         assert starts.max() == 2
         assert total.max() <= 2 * (limit - 1)
-        mean_width = (limit - 1) / 2  # of two stripes, uniform in 0 … limit - 1, which rarely overlap
+        mean_width = (
+            limit - 1
+        ) / 2  # of two stripes, uniform in 0 … limit - 1, which rarely overlap
         overlap = mean_width * mean_width / stripes.shape[1]
         assert total.float().mean().item() == pytest.approx(2 * mean_width - overlap, rel=0.03)
 
@@ -48,7 +53,9 @@ def test_full_size_starts_as_laions_with_shifts_where_there_is_more_than_one_win
     shifts = [[block.shift for block in stage.blocks] for stage in model.stages]
     assert shifts == [[0, 4], [0, 4], [0, 4, 0, 4, 0, 4], [0, 0]]
     blocks = [block for stage in model.stages for block in stage.blocks]
-    assert [block.drop_path.probability for block in blocks] == pytest.approx([0.1 * i / 11 for i in range(12)])
+    assert [block.drop_path.probability for block in blocks] == pytest.approx(
+        [0.1 * i / 11 for i in range(12)]
+    )
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), name

@@ -10,7 +10,9 @@ from clap_ds.model.kernels import Kernels, kernels_for
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_kernels_are_those_asked_for_or_the_devices_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_those_asked_for_or_the_devices_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "has_triton_package", lambda: True)
     assert kernels_for(ModelSettings(), CPU) == ("matmul", "torch", "torch")
     assert kernels_for(ModelSettings(), CUDA) == ("triton", "triton", "triton")

@@ -14,10 +14,14 @@ from clap_ds.planning.inductor import fused_kernels
 @pytest.mark.parametrize("preset", ["micro", "demo", "clap_htsat_tiny_roberta_base_fused"])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float64])
 def test_gpus_compute_the_same(preset: str, dtype: torch.dtype) -> None:
-    """Check in fp64, as a product over fewer frequencies rounds differently, with noise, which has power up to fmax."""
+    """Check in fp64, as a product over fewer frequencies rounds differently, with noise, which has
+    power up to fmax."""
     config = load_preset(preset).audio
     mel, generator = LogMel(config).double(), torch.Generator().manual_seed(0)
-    noise = torch.randn(2, config.num_samples, generator=generator, dtype=torch.float64).clamp(-4, 4) / 4
+    noise = (
+        torch.randn(2, config.num_samples, generator=generator, dtype=torch.float64).clamp(-4, 4)
+        / 4
+    )
     waveforms = (noise * 32767).to(dtype) if dtype == torch.int16 else noise
     expected = mel(waveforms)
     with mock.patch.object(Tensor, "is_cuda", True):
@@ -27,7 +31,8 @@ def test_gpus_compute_the_same(preset: str, dtype: torch.dtype) -> None:
 
 
 def test_no_copy_of_the_batch_is_stored_on_gpus() -> None:
-    """Frames, powers and decibels are stored once, and all they read is int16 samples, used frequencies and mel powers."""
+    """Frames, powers and decibels are stored once, and all they read is int16 samples, used
+    frequencies and mel powers."""
     mel, batch = LogMel(load_preset("htsat_tiny_roberta_base").audio), 8
     frames, samples = 4 * batch * 1001, 2 * batch * 480_000
     least = (samples + frames * 1024) + frames * (3 * 304) + frames * (2 * 64)

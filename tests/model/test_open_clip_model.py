@@ -38,9 +38,16 @@ def open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", fake_open_clip.CONFIGS)
-def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(name: str, tmp_path: Path) -> None:
+def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(
+    name: str, tmp_path: Path
+) -> None:
     config = load_preset(f"open_clip:{name}")
-    assert (config.open_clip, config.joint_dim, config.audio.clip_shape, config.text.max_tokens) == (
+    assert (
+        config.open_clip,
+        config.joint_dim,
+        config.audio.clip_shape,
+        config.text.max_tokens,
+    ) == (
         name,
         8,
         (16000,),
@@ -63,19 +70,32 @@ def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(name: str
     assert (scale.item(), bias.item()) == (pytest.approx(10), -10)
     with pytest.raises(ValueError, match="takes waveforms"):
         model.encode_audio(torch.zeros(3, 101, 64))
-    theirs = {f"module.{key}": each.squeeze() if "logit" in key else each for key, each in model.state_dict().items()}
+    theirs = {
+        f"module.{key}": each.squeeze() if "logit" in key else each
+        for key, each in model.state_dict().items()
+    }
     torch.save({"epoch": 1, "state_dict": theirs}, tmp_path / "epoch_1.pt")
-    load_weights(tmp_path / "epoch_1.pt", config).load_into(again := new_model(config, learns_bias=True))
-    assert all(torch.equal(each, again.state_dict()[key]) for key, each in model.state_dict().items())
+    load_weights(tmp_path / "epoch_1.pt", config).load_into(
+        again := new_model(config, learns_bias=True)
+    )
+    assert all(
+        torch.equal(each, again.state_dict()[key]) for key, each in model.state_dict().items()
+    )
 
 
-def test_names_that_open_clip_lacks_and_settings_that_do_not_fit(write_run: Callable[..., Path]) -> None:
-    for name, said in (("fake-htsta", "did you mean 'fake-htsat'"), ("ViT", "no audio–text model 'ViT'")):
+def test_names_that_open_clip_lacks_and_settings_that_do_not_fit(
+    write_run: Callable[..., Path],
+) -> None:
+    for name, said in (
+        ("fake-htsta", "did you mean 'fake-htsat'"),
+        ("ViT", "no audio–text model 'ViT'"),
+    ):
         with pytest.raises(ValueError, match=said):
             load_preset(f"open_clip:{name}")
     path = write_run(clap={"model": {"preset": "open_clip:fake-htsat"}, "text_packing": True})
     with pytest.raises(
-        UserError, match=r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16"
+        UserError,
+        match=r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16",
     ):
         load_run(path)
 
@@ -86,12 +106,16 @@ def test_the_needed_version_is_the_same_in_message_docs_and_extra(
     """No package index has the version, so it is installed by its address."""
     released = tmp_path / "released"
     (released / "open_clip_torch-3.3.0.dist-info").mkdir(parents=True)
-    (released / "open_clip_torch-3.3.0.dist-info" / "METADATA").write_text("Name: open_clip_torch\nVersion: 3.3.0\n")
+    (released / "open_clip_torch-3.3.0.dist-info" / "METADATA").write_text(
+        "Name: open_clip_torch\nVersion: 3.3.0\n"
+    )
     (released / "open_clip").mkdir()
     (released / "open_clip" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(released))
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    with pytest.raises(ValueError, match=rf"needs .*{VERSION} or later, found 3\.3\.0: .*git\+https") as refusal:
+    with pytest.raises(
+        ValueError, match=rf"needs .*{VERSION} or later, found 3\.3\.0: .*git\+https"
+    ) as refusal:
         load_preset("open_clip:CLAP-HTSAT-tiny")
     assert f"pip install '{REQUIREMENT}'" in str(refusal.value)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -118,8 +142,12 @@ def test_code_of_a_tokenizer_is_not_run_even_after_yes(
     folder.mkdir()
     (folder / "evil.py").write_text(EVIL.replace("__file__", repr(str(folder / "evil.py"))))
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map}))
-    loads = f"lambda name: __import__('transformers').AutoTokenizer.from_pretrained(name[10:]{options})"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map})
+    )
+    loads = (
+        f"lambda name: __import__('transformers').AutoTokenizer.from_pretrained(name[10:]{options})"
+    )
     package = tmp_path / "site" / "open_clip" / "__init__.py"
     package.write_text(f"get_tokenizer = {loads}")
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
@@ -138,7 +166,9 @@ def test_code_of_a_tokenizer_is_not_run_even_after_yes(
         {"audio_cfg": NAFLEX | {"hop_size": 0}},
     ],
 )
-def test_sizes_of_others_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_sizes_of_others_that_make_no_sense_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     sizes = {"embed_dim": 8, "audio_cfg": NAFLEX, "text_cfg": {}} | changes
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes}))
     with pytest.raises(ValueError, match="open_clip:local-dir"):
@@ -158,12 +188,14 @@ def test_a_missing_open_clip_is_a_message(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dict[str, float]]:
-    """Return the losses of two further steps, of the same after resuming, whether the checkpoint's model embeds as the
-    engine's, and FLOPs."""
+    """Return the losses of two further steps, of the same after resuming, whether the checkpoint's
+    model embeds as the engine's, and FLOPs."""
     sys.path.insert(0, site)
     run = settings(model={"preset": "open_clip:fake-htsat"})
     batches = micro_batches(run, 0, 1, 3)
-    engine, again = (engine_of(run, build_model(run.clap.model, run.clap.loss, CPU)) for _ in range(2))
+    engine, again = (
+        engine_of(run, build_model(run.clap.model, run.clap.loss, CPU)) for _ in range(2)
+    )
     with Checkpointer(folder) as checkpoints:
         engine.step(iter(batches[:1]))
         (saved,) = checkpoints.save(engine, TrainState(1, 3))
@@ -173,8 +205,15 @@ def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dic
     inputs = batches[0].model_inputs()
     same = all(map(torch.equal, weights.build().eval()(*inputs), again.model.eval()(*inputs)))
     again.model.train()
-    continued, resumed = ([float(each.step(iter([batch]))) for batch in batches[1:]] for each in (engine, again))
-    return continued, resumed, same, measure_flops(again, iter(batches), ModelSettings(), {}, folder)  # type: ignore[arg-type]
+    continued, resumed = (
+        [float(each.step(iter([batch]))) for batch in batches[1:]] for each in (engine, again)
+    )
+    return (
+        continued,
+        resumed,
+        same,
+        measure_flops(again, iter(batches), ModelSettings(), {}, folder),
+    )  # type: ignore[arg-type]
 
 
 def _recomputed_flops(site: str, folder: Path) -> dict[str, float]:
@@ -190,9 +229,13 @@ def test_cached_accumulation_recomputes_a_forward_pass(one_rank: RankPool, tmp_p
 
 
 def test_it_trains_resumes_and_counts_flops(one_rank: RankPool, tmp_path: Path) -> None:
-    ((continued, resumed, same, flops),) = one_rank.run(_train, str(tmp_path / "site"), tmp_path / "checkpoints")
+    ((continued, resumed, same, flops),) = one_rank.run(
+        _train, str(tmp_path / "site"), tmp_path / "checkpoints"
+    )
     assert continued == resumed
     assert continued[0] != continued[1]
     assert same
     assert flops["published_gflops"] is None
-    assert flops["training_gflops"] == 3 * flops["model_gflops"] == pytest.approx(3 * 2 * 16 * 8 / 1e9)
+    assert (
+        flops["training_gflops"] == 3 * flops["model_gflops"] == pytest.approx(3 * 2 * 16 * 8 / 1e9)
+    )

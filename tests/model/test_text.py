@@ -22,8 +22,11 @@ def tower(config: TextConfig = MICRO, **options) -> TextTower:
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 @pytest.mark.parametrize("kind", ["Roberta", "Bert"])
-def test_each_architecture_is_that_of_transformers_padded_and_packed(kind: str, pooling: str) -> None:
-    """Compare with transformers' attention, pooling and gradients in fp64; the tower sums means in fp32."""
+def test_each_architecture_is_that_of_transformers_padded_and_packed(
+    kind: str, pooling: str
+) -> None:
+    """Compare with transformers' attention, pooling and gradients in fp64; the tower sums means in
+    fp32."""
     sizes: dict[str, Any] = {**MICRO_TEXT, "layer_norm_eps": 1e-5, "attn_implementation": "eager"}
     if kind == "Roberta":  # like DistilRoBERTa
         sizes |= {"type_vocab_size": 1, "num_hidden_layers": 6}
@@ -36,7 +39,9 @@ def test_each_architecture_is_that_of_transformers_padded_and_packed(kind: str, 
     ours, theirs = tower(config).double(), theirs.double().eval()
     ours.roberta.load_state_dict(theirs.state_dict(), strict=pooling == "cls_pooler")
     mask = (torch.arange(24) < torch.tensor([24, 3, 17, 2])[:, None]).long()
-    ids = torch.randint(5, MICRO.vocab_size, (4, 24)).where(mask.bool(), torch.tensor(theirs.config.pad_token_id))
+    ids = torch.randint(5, MICRO.vocab_size, (4, 24)).where(
+        mask.bool(), torch.tensor(theirs.config.pad_token_id)
+    )
     output = theirs(input_ids=ids, attention_mask=mask)
     means = (output.last_hidden_state * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
     expected = output.pooler_output if pooling == "cls_pooler" else means
@@ -52,4 +57,6 @@ def test_each_architecture_is_that_of_transformers_padded_and_packed(kind: str, 
         (pooled * probe).sum().backward()
         for name, found in ours.roberta.named_parameters():
             wanted = theirs.get_parameter(name).grad
-            torch.testing.assert_close(found.grad, wanted, rtol=10 * rounding, atol=10 * rounding, msg=name)
+            torch.testing.assert_close(
+                found.grad, wanted, rtol=10 * rounding, atol=10 * rounding, msg=name
+            )

@@ -1,4 +1,5 @@
-"""Test Triton kernels with its interpreter, on a GPU and in traces, and compile them for every architecture.
+"""Test Triton kernels with its interpreter, on a GPU and in traces, and compile them for every
+architecture.
 
 Compiled as the stages of tiny and base launch them, they must use few enough registers."""
 
@@ -47,7 +48,9 @@ def test_the_kernels_agree_with_the_eager_forms_under_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*MLP_CASES, (40960, 96)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(dtype: torch.dtype, case: tuple[int, int]) -> None:
+def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(
+    dtype: torch.dtype, case: tuple[int, int]
+) -> None:
     assert largest_error(triton_mlp, eager_mlp, draw_mlp(*case), dtype, "cuda") < TOLERANCE[dtype]
 
 
@@ -71,7 +74,9 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
             output = mlp(tokens)
             output.sum().backward()
             assert output.shape == tokens.shape
-            assert all(each.grad is not None and each.grad.shape == each.shape for each in mlp.parameters())
+            assert all(
+                each.grad is not None and each.grad.shape == each.shape for each in mlp.parameters()
+            )
         mlp.zero_grad(set_to_none=True)
         totals[kernel] = counter.get_total_flops()
     assert {str(name) for name in counter.get_flop_counts()["Global"]} == {
@@ -83,16 +88,23 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
 
 
 LARGEST_SHARED = 99 * 2**10
-"""Bytes of shared memory that every architecture gives a program: sm_86, sm_89 and sm_120 have the least."""
+"""Bytes of shared memory that every architecture gives a program: sm_86, sm_89 and sm_120 have the
+least."""
 
 
 @pytest.mark.end_to_end
 def test_kernels_of_every_stage_and_architecture() -> None:
-    """They don't spill much, a multiprocessor's 65,536 registers suffice for 28 warps of window attention forward, 12 backward
-    and 24 of GELU, and shared memory suffices everywhere."""
-    most = {("window_attention", "forward"): 80, ("window_attention", "backward"): 168, ("gelu", "backward"): 80}
+    """They don't spill much, a multiprocessor's 65,536 registers suffice for 28 warps of window
+    attention forward, 12 backward and 24 of GELU, and shared memory suffices everywhere."""
+    most = {
+        ("window_attention", "forward"): 80,
+        ("window_attention", "backward"): 168,
+        ("gelu", "backward"): 80,
+    }
     for each in compile_all():
         name = each.module.rpartition(".")[2].removesuffix("_triton")
-        assert each.spilled <= (64 if name == "window_attention" or each.architecture in (90, 100) else 450), each
+        assert each.spilled <= (
+            64 if name == "window_attention" or each.architecture in (90, 100) else 450
+        ), each
         assert each.registers <= most.get((name, each.way), each.launch.max_registers or 255), each
         assert each.shared <= LARGEST_SHARED, each

@@ -1,4 +1,5 @@
-"""Compare window attention kernels with the eager form: outputs and gradients, with and without shift."""
+"""Compare window attention kernels with the eager form: outputs and gradients, with and without
+shift."""
 
 import pytest
 import torch
@@ -22,20 +23,26 @@ def test_kernels_agree_with_the_eager_form(kernel: str, dtype: torch.dtype, case
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", ["sdpa", "triton"])
-def test_kernels_agree_with_the_eager_form_on_a_gpu(kernel: str, dtype: torch.dtype, case: Case) -> None:
-    assert largest_error(by(kernel, case), eager(case), draw(case), dtype, "cuda") < TOLERANCE[dtype]
+def test_kernels_agree_with_the_eager_form_on_a_gpu(
+    kernel: str, dtype: torch.dtype, case: Case
+) -> None:
+    assert (
+        largest_error(by(kernel, case), eager(case), draw(case), dtype, "cuda") < TOLERANCE[dtype]
+    )
 
 
 def test_the_bias_tables_gradient_is_summed_in_fp32() -> None:
-    """Each row gets a sum over up to 64 places. If rounded only before and after, its error is below two bf16 roundings of
-    2⁻⁹ on average; if summed in bf16, above three."""
+    """Each row gets a sum over up to 64 places. If rounded only before and after, its error is
+    below two bf16 roundings of 2⁻⁹ on average; if summed in bf16, above three."""
     *qkv, _, probe = draw((16, 4, 24, 0), clips=4)
     table = torch.randn(225, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def gradient(dtype: torch.dtype) -> torch.Tensor:
         attention = WindowAttention(96, 8, 4).to(dtype)
         attention.relative_position_bias.data = table.to(dtype)
-        output = attend_windows(torch.cat(qkv, dim=3).to(dtype), attention.position_bias(), None, 8, 0, "sdpa")
+        output = attend_windows(
+            torch.cat(qkv, dim=3).to(dtype), attention.position_bias(), None, 8, 0, "sdpa"
+        )
         (found,) = torch.autograd.grad(output, attention.relative_position_bias, probe.to(dtype))
         return found.double()
 

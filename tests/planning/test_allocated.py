@@ -1,4 +1,5 @@
-"""Test a planned step's memory against the CPU allocator's in a real step, measured with torch's profiler."""
+"""Test a planned step's memory against the CPU allocator's in a real step, measured with torch's
+profiler."""
 
 import gc
 from collections.abc import Callable
@@ -25,15 +26,22 @@ PRECISION = {
 
 
 def _run(precision: str) -> RunSettings:
-    """Return a run with one batch on the device and dropout; with autocast, the towers are recomputed."""
+    """Return a run with one batch on the device and dropout; with autocast, the towers are
+    recomputed."""
     model: dict[str, Any] = {"preset": "demo", "attention_impl": "matmul"}
     model |= {"activation_checkpointing": ["audio", "text"]} if precision == "autocast" else {}
     data = {"source": "synthetic", "placement": "device", "num_batches": 1}
     clap = {"context_length": 64, "cpu_kernels": "off", "data": data, "model": model}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}
-    config = {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 0.0, "optimizer": optimizer}
+    config = {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_clipping": 0.0,
+        "optimizer": optimizer,
+    }
     return RunSettings(
-        Path("run.json"), ClapSettings.model_validate(clap), config | PRECISION[precision] | {"log_level": "error"}
+        Path("run.json"),
+        ClapSettings.model_validate(clap),
+        config | PRECISION[precision] | {"log_level": "error"},
     )
 
 
@@ -76,4 +84,6 @@ def _allocated(precision: str) -> int:
 @pytest.mark.parametrize("precision", PRECISION)
 def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, precision: str) -> None:
     (allocated,) = one_rank.run(_allocated, precision)
-    assert trace_step(_run(precision), 16, cuda=False).recorded.at_peak.total() == pytest.approx(allocated, rel=0.005)
+    assert trace_step(_run(precision), 16, cuda=False).recorded.at_peak.total() == pytest.approx(
+        allocated, rel=0.005
+    )

@@ -13,14 +13,20 @@ from tests.processes import ROOT
 
 
 def test_what_lies_between_products_is_one_kernel_per_direction() -> None:
-    size, weights = 1024 * 512 * 2, [torch.empty(512, 512, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    size, weights = (
+        1024 * 512 * 2,
+        [torch.empty(512, 512, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)],
+    )
 
     def layers(tokens: torch.Tensor) -> torch.Tensor:
         return F.linear(F.gelu(F.linear(tokens, weights[0])) * 2, weights[1])
 
     for _ in range(2):  # the second time too
         kernels = fused_kernels(layers, torch.empty(1024, 512, dtype=torch.bfloat16))
-        assert kernels == [(False, 2 * size), (True, 3 * size)]  # GELU backward also reads its input
+        assert kernels == [
+            (False, 2 * size),
+            (True, 3 * size),
+        ]  # GELU backward also reads its input
 
 
 @pytest.mark.end_to_end  # takes half a minute
@@ -31,5 +37,10 @@ def test_bytes_of_the_published_workloads_towers() -> None:
     gigabytes = Counter[tuple[str, bool]]()
     for each in compiled_kernels(run, 616):
         gigabytes[each.part, each.backward] += each.bytes_moved / 1e9
-    expected = {("audio", False): 38.9, ("audio", True): 32.4, ("text", False): 14.3, ("text", True): 12.1}
+    expected = {
+        ("audio", False): 38.9,
+        ("audio", True): 32.4,
+        ("text", False): 14.3,
+        ("text", True): 12.1,
+    }
     assert gigabytes == pytest.approx(expected, rel=0.02)

@@ -1,4 +1,5 @@
-"""The bound is below what autograd and the optimizer hold, and refuses runs by the limits that ranks share."""
+"""The bound is below what autograd and the optimizer hold, and refuses runs by the limits that
+ranks share."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,12 @@ from clap_ds.data.batch import Batch
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.loss import build_loss
-from clap_ds.planning.least_memory import LeastMemory, describe_shortage, least_activations, least_memory
+from clap_ds.planning.least_memory import (
+    LeastMemory,
+    describe_shortage,
+    least_activations,
+    least_memory,
+)
 from clap_ds.run_records.environment import MemoryLimit
 from tests.conftest import micro_run
 from tests.rank_pool import RankPool
@@ -30,9 +36,12 @@ def _settings(folder: Path, **changes: Any) -> RunSettings:
 
 
 def _kept_bytes(run: RunSettings) -> tuple[int, int]:
-    """Return the bytes that one step's forward pass keeps for the backward pass, and those of weights and optimizer state."""
+    """Return the bytes that one step's forward pass keeps for the backward pass, and those of
+    weights and optimizer state."""
     model = build_model(run.clap.model, run.clap.loss, CPU, run.clap.train.freeze)
-    engine = ClapEngine(model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train)
+    engine = ClapEngine(
+        model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train
+    )
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +51,9 @@ def _kept_bytes(run: RunSettings) -> tuple[int, int]:
 
     config = model.config
     ids = torch.full((BATCH, run.clap.context_length), 5)
-    batch = Batch(torch.zeros(BATCH, *config.audio.clip_shape, dtype=torch.int16), ids, torch.ones_like(ids))
+    batch = Batch(
+        torch.zeros(BATCH, *config.audio.clip_shape, dtype=torch.int16), ids, torch.ones_like(ids)
+    )
     if run.clap.text_packing:
         batch.pack()
     engine.step(iter([batch]))
@@ -52,7 +63,9 @@ def _kept_bytes(run: RunSettings) -> tuple[int, int]:
         tensors += [each for each in state.values() if each.dim()]
     if engine.average is not None:
         tensors += engine.average.weights.values()
-    state_bytes = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    state_bytes = {
+        each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors
+    }
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         features = engine.deepspeed(*batch.model_inputs())
     del features
@@ -73,7 +86,9 @@ def _kept_bytes(run: RunSettings) -> tuple[int, int]:
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     ],
 )
-def test_the_bound_is_below_what_a_step_keeps(one_rank: RankPool, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_bound_is_below_what_a_step_keeps(
+    one_rank: RankPool, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     run = _settings(tmp_path, **changes)
     [(activations, state)] = one_rank.run(_kept_bytes, run)
     least = least_memory(run, CPU)
@@ -87,15 +102,25 @@ def test_checkpointed_towers_need_their_inputs_or_their_largest_block(tmp_path: 
     plain = _settings(tmp_path)
     assert 0 < least_activations(checkpointed, CPU) < 0.6 * least_activations(plain, CPU)
     compiled = _settings(tmp_path, clap={"compile": "towers"})
-    assert least_activations(plain, CUDA) == least_activations(compiled, CPU) < least_activations(plain, CPU)
+    assert (
+        least_activations(plain, CUDA)
+        == least_activations(compiled, CPU)
+        < least_activations(plain, CPU)
+    )
 
 
-def _shortage(run: RunSettings, device: torch.device, *limits: list[tuple[str, MemoryLimit]]) -> str:
+def _shortage(
+    run: RunSettings, device: torch.device, *limits: list[tuple[str, MemoryLimit]]
+) -> str:
     return describe_shortage(least_memory(run, device), run.micro_batch, device.type, [*limits])
 
 
-@pytest.mark.parametrize(("available", "is_refused"), [(8 * GB, True), (24 * GB, True), (200 * GB, False)])
-def test_the_benchmark_of_a_gpu_needs_a_host_with_much_memory(available: int, is_refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("available", "is_refused"), [(8 * GB, True), (24 * GB, True), (200 * GB, False)]
+)
+def test_the_benchmark_of_a_gpu_needs_a_host_with_much_memory(
+    available: int, is_refused: bool
+) -> None:
     run = load_run(ROOT / "ds_configs" / "htsat_tiny.json", 1)
     text = _shortage(run, CPU, [("tux", MemoryLimit("available memory", available))])
     assert ("htsat_tiny_cpu" in text and "at most" in text and "tux" in text) == is_refused
@@ -115,7 +140,9 @@ def test_a_gpu_too_small_gets_advice_for_gpus() -> None:
 def test_ranks_share_their_hosts_limits_and_have_their_own() -> None:
     least = LeastMemory(state=4 * GB, gradients=GB, per_sample=GB // 4)
     host = MemoryLimit("available memory", 17 * GB)
-    ranks = [[("n1", host), ("n1", MemoryLimit(f"ulimit -v of process {pid}", 9 * GB))] for pid in (5, 6)]
+    ranks = [
+        [("n1", host), ("n1", MemoryLimit(f"ulimit -v of process {pid}", 9 * GB))] for pid in (5, 6)
+    ]
     assert not describe_shortage(least, 16, "cpu", ranks)
     assert "n1 has 17.0 GB for 2 ranks" in describe_shortage(least, 20, "cpu", ranks)
     assert not describe_shortage(least, 20, "cpu", [[("n1", host)], [("n2", host)]])

@@ -18,7 +18,16 @@ from clap_ds.config.paths import CHECKOUT
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning import roofline
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.roofline import HOST_S, KERNEL_S, TABLE, class_of, seconds, seconds_by_part, share, shares_of
+from clap_ds.planning.roofline import (
+    HOST_S,
+    KERNEL_S,
+    TABLE,
+    class_of,
+    seconds,
+    seconds_by_part,
+    share,
+    shares_of,
+)
 from clap_ds.planning.tracing import Operation, Recorded
 
 H100, BF16 = GPUS["h100-sxm"], torch.bfloat16
@@ -31,7 +40,9 @@ def classes_of(work: Callable[[], torch.Tensor]) -> list[str]:
     with like_cuda(), FakeTensorMode(), Recorded() as recorded:
         work().sum().backward()
     return [
-        class_of(op) for op in recorded.operations if op.bytes_moved and op.name not in ("aten.ones_like", "aten.sum")
+        class_of(op)
+        for op in recorded.operations
+        if op.bytes_moved and op.name not in ("aten.ones_like", "aten.sum")
     ]
 
 
@@ -55,25 +66,40 @@ def test_classes_are_those_of_what_is_dispatched() -> None:
     for width, norm in ((96, "narrow norm"), (192, "medium norm"), (768, "norm")):
         assert classes_of(lambda width=width: normed(width)) == [norm, f"{norm} backward"]
     assert {"flash attention", "flash attention backward"} <= set(classes_of(lambda: attend(64)))
-    assert {"attention", "attention backward"} <= set(classes_of(lambda: attend(24, leaf(1, 3, 64, 64))))
+    assert {"attention", "attention backward"} <= set(
+        classes_of(lambda: attend(24, leaf(1, 3, 64, 64)))
+    )
     assert {"strided copy", "scatter"} <= set(
         classes_of(lambda: F.embedding(torch.zeros(7, dtype=torch.long), leaf(50, 96)))
     )
     assert set(classes_of(lambda: F.gelu(leaf(50, 96)))) == {"element-wise"}
-    assert class_of(Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1)) == "triton gelu backward"
+    assert (
+        class_of(Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1))
+        == "triton gelu backward"
+    )
 
 
 def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert CHECKOUT
-    measured = json.loads((CHECKOUT / "results" / "h200" / "efficiencies.json").read_text())["classes"]
-    for name in TABLE.keys() - {"attention", "attention backward", "softmax", "triton gelu backward"}:
+    measured = json.loads((CHECKOUT / "results" / "h200" / "efficiencies.json").read_text())[
+        "classes"
+    ]
+    for name in TABLE.keys() - {
+        "attention",
+        "attention backward",
+        "softmax",
+        "triton gelu backward",
+    }:
         assert TABLE[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
     monkeypatch.setattr(roofline, "work_folder", lambda: tmp_path)
     before, other = shares_of(H100), shares_of(GPUS["h200"])
-    # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as there are as many processors.
+    # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as
+    # there are as many processors.
     assert before["softmax"]["middle"] == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))
     middle = 1 / (1 + (1 / 0.7 - 1) * 2.039 / 4.8 * 132 / 108)
-    assert shares_of(GPUS["a100-sxm-80gb"])["softmax"] == pytest.approx(share(middle, 0.3, before["softmax"]["source"]))
+    assert shares_of(GPUS["a100-sxm-80gb"])["softmax"] == pytest.approx(
+        share(middle, 0.3, before["softmax"]["source"])
+    )
     path = tmp_path / "results" / "h100" / "efficiencies.json"
     path.parent.mkdir(parents=True)
     classes = {"softmax": {"efficiency": 0.5}, "gone": {"efficiency": 0.1}}
@@ -83,15 +109,20 @@ def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_the_least_time_of_a_kernel_is_that_of_short_ones_in_a_row_on_an_h200() -> None:
-    """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a compiled step."""
+    """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a
+    compiled step."""
     assert CHECKOUT
     with tarfile.open(CHECKOUT / "results" / "h200" / "step.tar.xz") as archive:
         trace = archive.extractfile("step/trace.json.gz")
         assert trace is not None
         events = json.loads(gzip.decompress(trace.read()))["traceEvents"]
-    kernels = sorted((event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel")
+    kernels = sorted(
+        (event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"
+    )
     intervals_us = [
-        later_us - start_us for (start_us, duration_us), (later_us, _) in pairwise(kernels) if duration_us < 3
+        later_us - start_us
+        for (start_us, duration_us), (later_us, _) in pairwise(kernels)
+        if duration_us < 3
     ]
     assert len(intervals_us) > 900
     assert min(intervals_us) < 1e6 * KERNEL_S < median(intervals_us)
@@ -102,7 +133,12 @@ def test_launching_an_operation_from_python_takes_5_to_25_microseconds() -> None
 
 
 def test_no_share_exceeds_the_data_sheet() -> None:
-    assert share(0.8, 0.3, "") == {"source": "", "low": pytest.approx(0.56), "middle": 0.8, "high": 1.0}
+    assert share(0.8, 0.3, "") == {
+        "source": "",
+        "low": pytest.approx(0.56),
+        "middle": 0.8,
+        "high": 1.0,
+    }
 
 
 def test_an_operation_takes_what_it_needs_most_of() -> None:

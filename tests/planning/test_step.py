@@ -53,19 +53,29 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     assert _at_peak(step, "batches") == samples * (2 + 2) + 2 * ids_and_mask
 
 
-def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
+def test_recomputation_trades_memory_for_the_closed_forms_flops(
+    traced: Callable[..., Step],
+) -> None:
     config = load_preset("demo")
-    model: dict[str, Any] = {"preset": "demo", "mlp_impl": "torch"}  # its last product isn't recomputed
+    model: dict[str, Any] = {
+        "preset": "demo",
+        "mlp_impl": "torch",
+    }  # its last product isn't recomputed
     plain, again = (
-        traced(clap={"model": {**model, "activation_checkpointing": towers}}) for towers in ([], ["audio", "text"])
+        traced(clap={"model": {**model, "activation_checkpointing": towers}})
+        for towers in ([], ["audio", "text"])
     )
     more = flops(again.recorded) - flops(plain.recorded)
-    assert more == pytest.approx(8 * recomputed_flops(config, TextLengths.fixed(16), ("audio", "text"), drop_path=0.1))
+    assert more == pytest.approx(
+        8 * recomputed_flops(config, TextLengths.fixed(16), ("audio", "text"), drop_path=0.1)
+    )
     assert _at_peak(again, "audio") < 0.7 * _at_peak(plain, "audio")
 
 
 @pytest.mark.parametrize(("compiled", "stored"), [("auto", 0), ("off", 5)])
-def test_compiled_towers_store_no_dropout_masks(traced: Callable[..., Step], compiled: str, stored: int) -> None:
+def test_compiled_towers_store_no_dropout_masks(
+    traced: Callable[..., Step], compiled: str, stored: int
+) -> None:
     """Check the embeddings' mask and two of each layer."""
     step = traced(clap={"compile": compiled, "model": {"preset": "micro"}})
     assert sum(each.name == "aten.native_dropout" for each in step.recorded.operations) == stored
@@ -79,11 +89,15 @@ def test_packed_captions_cost_their_mean_length(traced: Callable[..., Step]) -> 
         assert flops(step.recorded, part="text", backward=False) == 8 * forward["text_tower"]
 
 
-def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Callable[..., Step]) -> None:
+def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(
+    traced: Callable[..., Step],
+) -> None:
     plain = traced(gradient_accumulation_steps=3)
     cached = traced(gradient_accumulation_steps=3, clap={"train": {"accumulation": "gradcache"}})
     assert (plain.num_samples, cached.num_samples) == (24, 24)
-    assert _at_peak(cached, "batches") - _at_peak(plain, "batches") == 2 * (8 * 48000 * 2 + 2 * 8 * 16 * 8)
+    assert _at_peak(cached, "batches") - _at_peak(plain, "batches") == 2 * (
+        8 * 48000 * 2 + 2 * 8 * 16 * 8
+    )
 
     def forward_flops(step: Step) -> float:
         work = step.work()
@@ -93,9 +107,15 @@ def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Ca
     loss = next(op for op in cached.recorded.operations if op.part == "loss" and op.flops)
     assert loss.flops == 2 * 24 * 24 * 32  # over the whole batch
     times = [{op.part: times for op, times in step.work()} for step in (plain, cached)]
-    assert (times[1]["loss"], times[0]["loss"], times[0]["optimizer"]) == (1, 1.5, 1)  # two were recorded of three
+    assert (times[1]["loss"], times[0]["loss"], times[0]["optimizer"]) == (
+        1,
+        1.5,
+        1,
+    )  # two were recorded of three
     fused = [Operation("fused", "audio", backward, 0, 1) for backward in (False, True)]
-    repetitions = [[times for op, times in step.work(fused) if op in fused] for step in (plain, cached)]
+    repetitions = [
+        [times for op, times in step.work(fused) if op in fused] for step in (plain, cached)
+    ]
     assert repetitions == [[3, 3], [6, 3]]
 
 
@@ -104,10 +124,13 @@ def test_a_loss_of_more_ranks_takes_more(traced: Callable[..., Step]) -> None:
     buckets = _at_peak(among, "gradients") - _at_peak(alone, "gradients")
     assert buckets == pytest.approx(2 * alone.num_parameters, rel=0.01)
     many = among.recorded.operations
-    # Log-sum-exps, recomputed similarities and gradients: three products with all features per tower.
+    # Log-sum-exps, recomputed similarities and gradients: three products with all features per
+    # tower.
     products = [op for op in many if op.part == "loss" and op.flops]
     assert sum(op.flops for op in products) == 6 * 2 * 8 * 64 * 8 * 32
-    assert {(op.name, op.dtype) for op in products} == {("aten.mm", torch.bfloat16)}  # the inputs' dtype
+    assert {(op.name, op.dtype) for op in products} == {
+        ("aten.mm", torch.bfloat16)
+    }  # the inputs' dtype
     assert not torch.distributed.is_initialized()  # the group is destroyed
     assert not torch.empty(1).is_cuda
 
@@ -115,4 +138,6 @@ def test_a_loss_of_more_ranks_takes_more(traced: Callable[..., Step]) -> None:
 def test_another_optimizer_is_refused(write_run: WriteRun) -> None:
     run = load_run(write_run())
     with pytest.raises(UserError, match="'Lion'"):
-        trace_step(RunSettings(run.path, run.clap, run.deepspeed | {"optimizer": {"type": "Lion"}}), 8)
+        trace_step(
+            RunSettings(run.path, run.clap, run.deepspeed | {"optimizer": {"type": "Lion"}}), 8
+        )

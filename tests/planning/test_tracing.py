@@ -1,4 +1,5 @@
-"""Test the tracer against the model's closed-form FLOPs, sizes computed by hand, and a real run of the same code."""
+"""Test the tracer against the model's closed-form FLOPs, sizes computed by hand, and a real run of
+the same code."""
 
 import pytest
 import torch
@@ -18,7 +19,11 @@ BATCH, TOKENS = 3, 20
 
 def flops(recorded: Recorded, part: str | None = None, backward: bool | None = None) -> int:
     """Sum FLOPs of a part and direction."""
-    own = [each for each in recorded.operations if part in (None, each.part) and backward in (None, each.backward)]
+    own = [
+        each
+        for each in recorded.operations
+        if part in (None, each.part) and backward in (None, each.backward)
+    ]
     return sum(each.flops for each in own)
 
 
@@ -27,17 +32,23 @@ def _traced(config: ClapConfig, kernel: str) -> Recorded:
     with torch.device("meta"):
         model = ClapModel(config, attention=kernel).train().bfloat16()
     recorded = Recorded(
-        audio=[model.mel, model.audio, model.audio_projection], text=[model.text, model.text_projection]
+        audio=[model.mel, model.audio, model.audio_projection],
+        text=[model.text, model.text_projection],
     )
     with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True), recorded:
         model.to_empty(device="cpu")
-        waveforms, ids = torch.empty(BATCH, config.audio.num_samples), torch.zeros(BATCH, TOKENS, dtype=torch.long)
+        waveforms, ids = (
+            torch.empty(BATCH, config.audio.num_samples),
+            torch.zeros(BATCH, TOKENS, dtype=torch.long),
+        )
         audio, text, scale = model(waveforms, ids, None)
         (audio * text * scale).sum().backward()
     return recorded
 
 
-@pytest.mark.parametrize(("preset", "kernel"), [("micro", "matmul"), ("micro", "sdpa"), ("demo", "triton")])
+@pytest.mark.parametrize(
+    ("preset", "kernel"), [("micro", "matmul"), ("micro", "sdpa"), ("demo", "triton")]
+)
 def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: str) -> None:
     if kernel == "triton":
         pytest.importorskip("triton")
@@ -53,10 +64,14 @@ def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: str) -> No
     for part, more in (("audio", padded - unused), ("text", 0)):
         expected = BATCH * (forward[f"{part}_tower"] + more)
         assert flops(recorded, part=part, backward=False) == pytest.approx(expected, abs=1)
-    # Two products backward per forward product; none for the spectrogram, one for the stretch, which has no weights. Fused
-    # attention recomputes the scores.
-    backward = 2 * forward["forward"] - 2 * (forward["fft"] + forward["mel"]) - forward["stretch"] + padded
-    backward += 0.5 * forward["text_attention"] + 0.5 * forward["window_attention"] * (kernel != "matmul")
+    # Two products backward per forward product; none for the spectrogram, one for the stretch,
+    # which has no weights. Fused attention recomputes the scores.
+    backward = (
+        2 * forward["forward"] - 2 * (forward["fft"] + forward["mel"]) - forward["stretch"] + padded
+    )
+    backward += 0.5 * forward["text_attention"] + 0.5 * forward["window_attention"] * (
+        kernel != "matmul"
+    )
     assert flops(recorded, backward=True) == pytest.approx(BATCH * backward, rel=1e-12)
 
 
@@ -72,15 +87,26 @@ def test_bytes_and_kernels_of_operations() -> None:
     moved = {op.name: op.bytes_moved for op in recorded.operations}
     assert moved["aten.mm"] == 4 * (6 * 4 + 4 * 5 + 6 * 5)
     assert moved["aten.add"] == 4 * (2 * 6 * 4 + 7 * 6 * 4)  # expanded memory counts once
-    assert moved["aten.mul_"] == moved["aten.copy_"] == 4 * 2 * 6 * 4  # what a copy writes to isn't read
-    assert [name for name, size in moved.items() if size] == ["aten.mm", "aten.add", "aten.mul_", "aten.copy_"]
+    assert (
+        moved["aten.mul_"] == moved["aten.copy_"] == 4 * 2 * 6 * 4
+    )  # what a copy writes to isn't read
+    assert [name for name, size in moved.items() if size] == [
+        "aten.mm",
+        "aten.add",
+        "aten.mul_",
+        "aten.copy_",
+    ]
 
 
 def test_the_backward_pass_is_of_the_part_that_it_differentiates() -> None:
     with FakeTensorMode(), Recorded() as recorded:
         x = torch.empty(8, 8, requires_grad=True)
         with recorded.part("inner"):
-            y = checkpoint(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)), x, use_reentrant=False)
+            y = checkpoint(
+                nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)),
+                x,
+                use_reentrant=False,
+            )
         with recorded.part("outer"):
             z = torch.mm(y, y)
         z.sum().backward()

@@ -33,13 +33,23 @@ def bound_ranks(*cores: Iterable[int], host: str = "n1", host_cores: int = 16) -
         (bound_ranks(range(2), range(2), host_cores=2), 8, []),  # a laptop without binding
         (bound_ranks(range(8), range(8, 16)), 7, []),
         (bound_ranks(range(8), range(8)), 3, []),  # a job's cores, without binding
-        (bound_ranks(range(2), range(2)), 1, ["rank 0 may use 2 of 16 cores (0-1)", "2 rank", "expected 2"]),
+        (
+            bound_ranks(range(2), range(2)),
+            1,
+            ["rank 0 may use 2 of 16 cores (0-1)", "2 rank", "expected 2"],
+        ),
         (bound_ranks(range(8), range(4, 12)), 0, ["rank 0 may use 8", "shares some"]),
         (bound_ranks(range(16)) + bound_ranks(range(2), host="n2"), 2, ["n2: rank 1 may use 2"]),
-        (bound_ranks(range(1)) + bound_ranks(range(1), host="n2"), 1, ["n1: rank 0", "1 other host(s)"]),
+        (
+            bound_ranks(range(1)) + bound_ranks(range(1), host="n2"),
+            1,
+            ["n1: rank 0", "1 other host(s)"],
+        ),
     ],
 )
-def test_only_shared_or_too_few_cores_are_named(places: list[RankPlace], num_workers: int, words: list[str]) -> None:
+def test_only_shared_or_too_few_cores_are_named(
+    places: list[RankPlace], num_workers: int, words: list[str]
+) -> None:
     problem = find_wrong_binding(places, num_workers)
     assert (problem is None) == (not words)
     assert [word for word in words if word not in str(problem)] == []
@@ -48,7 +58,12 @@ def test_only_shared_or_too_few_cores_are_named(places: list[RankPlace], num_wor
 def test_cores_of_a_rank_are_recorded_as_ranges() -> None:
     assert place_of_rank("n1", "CPU")["cores"] == sorted(os.sched_getaffinity(0))
     (described,) = describe_places(bound_ranks([0, 1, 2, 8]))
-    assert described == {"host": "n1", "cores": "0-2,8", "numa_nodes": "0", "device_numa_node": None}
+    assert described == {
+        "host": "n1",
+        "cores": "0-2,8",
+        "numa_nodes": "0",
+        "device_numa_node": None,
+    }
 
 
 def test_numa_nodes_are_the_kernels(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 from clap_ds.run_records.csv_text import guard_formula, unguarded, write_csv
 
 
-@pytest.mark.parametrize("cell", ["=1+1", "+cmd|' /C calc'!A1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "'=1"])
+@pytest.mark.parametrize(
+    "cell", ["=1+1", "+cmd|' /C calc'!A1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "'=1"]
+)
 def test_text_that_a_spreadsheet_would_compute_gets_an_apostrophe(cell: str) -> None:
     assert guard_formula(cell) == f"'{cell}"
     assert unguarded(f"'{cell}") == cell

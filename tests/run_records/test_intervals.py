@@ -37,7 +37,14 @@ def test_windows_have_a_range_without_a_percentage() -> None:
 
 @pytest.mark.parametrize(
     ("coverage", "degrees", "quantile"),
-    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 7, 2.365), (0.99, 3, 5.841), (0.99, 10, 3.169), (0.99, 1000, 2.581)],
+    [
+        (0.95, 1, 12.706),
+        (0.95, 2, 4.303),
+        (0.95, 7, 2.365),
+        (0.99, 3, 5.841),
+        (0.99, 10, 3.169),
+        (0.99, 1000, 2.581),
+    ],
 )
 def test_students_t_is_the_tables(coverage: float, degrees: int, quantile: float) -> None:
     assert student_t(coverage, degrees) == pytest.approx(quantile, abs=6e-4)

@@ -21,14 +21,21 @@ def test_a_restart_goes_on_where_it_resumes(tmp_path: Path) -> None:
         each.close()
         with lines.open("a") as file:
             file.write('{"step": 2, "lo')  # cut by a kill
-    expected = [(step, 1 + step / 10) for step in (1, 2, 3)] + [(step, 4 + step / 10) for step in (4, 5, 6, 7)]
+    expected = [(step, 1 + step / 10) for step in (1, 2, 3)] + [
+        (step, 4 + step / 10) for step in (4, 5, 6, 7)
+    ]
     found = [json.loads(line) for line in lines.read_text().splitlines()[:-1]]
     assert [(line["step"], line["loss"]) for line in found] == expected
 
 
-def test_a_full_disk_costs_lines_and_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_costs_lines_and_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A file size limit simulates a full disk."""
-    each, limits = JsonlWriter(tmp_path / "metrics.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    each, limits = (
+        JsonlWriter(tmp_path / "metrics.jsonl"),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     each.append({"step": 1})
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))
@@ -40,4 +47,7 @@ def test_a_full_disk_costs_lines_and_is_said_once(tmp_path: Path, capsys: pytest
         signal.signal(signal.SIGXFSZ, before)
     each.append({"step": 4})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 4}\n'
-    assert capsys.readouterr().err.count(f"warning: {tmp_path}{os.sep}metrics.jsonl can't be written") == 1
+    assert (
+        capsys.readouterr().err.count(f"warning: {tmp_path}{os.sep}metrics.jsonl can't be written")
+        == 1
+    )

@@ -15,7 +15,9 @@ JOB = Path("/jobs/12")
 
 def _left_behind(folder: Path, **changes: Any) -> dict[str, Any]:
     """Write a holder's file, by default of another host and job."""
-    left = FolderLock(folder)._own | {"host": "tux7", "kernel": "another", "job": "/jobs/9"} | changes
+    left = (
+        FolderLock(folder)._own | {"host": "tux7", "kernel": "another", "job": "/jobs/9"} | changes
+    )
     (folder / "writer.json").write_text(json.dumps(left))
     return left
 
@@ -25,7 +27,12 @@ def test_a_holder_is_named_with_what_to_do_and_leaves_nothing(tmp_path: Path) ->
     (first := FolderLock(folder, JOB)).acquire()
     with pytest.raises(ValueError, match="is locked by") as refusal:
         FolderLock(folder, JOB).acquire()
-    for part in (os.uname().nodename, str(os.getpid()), str(JOB), f"delete {folder / 'writer.json'}"):
+    for part in (
+        os.uname().nodename,
+        str(os.getpid()),
+        str(JOB),
+        f"delete {folder / 'writer.json'}",
+    ):
         assert part in str(refusal.value)
     (folder / "writer.json").unlink()  # deleted by hand
     first.check()
@@ -47,10 +54,14 @@ def test_a_holder_that_is_known_to_be_gone_is_replaced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], is_over: bool
 ) -> None:
     process = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as in a container without an init process
+    os.waitid(
+        os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
+    )  # a zombie, as in a container without an init process
     lock = FolderLock(tmp_path, JOB)
     known = {"pid": process.pid, "kernel": lock._own["kernel"]}
-    left = _left_behind(tmp_path, **{name: known.get(name, value) for name, value in changes.items()})
+    left = _left_behind(
+        tmp_path, **{name: known.get(name, value) for name, value in changes.items()}
+    )
     if is_over:
         lock.acquire()
         lock.check()
@@ -79,7 +90,11 @@ SQUEUE = {
         ("over", {}, True),
         ("forgotten", {}, True),
         ("controller down", {}, False),
-        ("controller down", {"job": str(JOB)}, True),  # another SLURM job in the same folder of a job
+        (
+            "controller down",
+            {"job": str(JOB)},
+            True,
+        ),  # another SLURM job in the same folder of a job
         ("running", {"job": str(JOB)}, False),
         ("no SLURM", {}, False),
         ("over", {"slurm_cluster": "another", "slurm_job": "12", "job": str(JOB)}, False),
@@ -88,7 +103,11 @@ SQUEUE = {
     ],
 )
 def test_slurm_says_whether_a_holder_on_another_host_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, changes: dict[str, Any], is_over: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    changes: dict[str, Any],
+    is_over: bool,
 ) -> None:
     squeue = tmp_path / "squeue"
     squeue.write_text(f"#!/bin/sh\n[ $3 = 9_4 ] || exit 3\n{SQUEUE[answer]}\n")
@@ -98,12 +117,16 @@ def test_slurm_says_whether_a_holder_on_another_host_is_over(
         monkeypatch.setenv(f"SLURM_{name}", value)
     lock = FolderLock(tmp_path / "folder", JOB)
     (tmp_path / "folder").mkdir()
-    _left_behind(tmp_path / "folder", **{"user": "", "slurm_job": "9_4", "slurm_start": "1"} | changes)
+    _left_behind(
+        tmp_path / "folder", **{"user": "", "slurm_job": "9_4", "slurm_start": "1"} | changes
+    )
     if is_over:
         lock.acquire()
         lock.check()
     else:
-        with pytest.raises(ValueError, match=f"tux7.*SLURM job {changes.get('slurm_job', '9_4')}, "):
+        with pytest.raises(
+            ValueError, match=f"tux7.*SLURM job {changes.get('slurm_job', '9_4')}, "
+        ):
             lock.acquire()
     assert len([*(tmp_path / "folder").iterdir()]) == 1
 

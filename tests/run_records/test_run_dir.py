@@ -13,7 +13,10 @@ def test_first_ending_stays(tmp_path: Path) -> None:
     record.finish("out_of_memory", "rank 3: out of memory at micro-batch 616")
     RunDirectory(tmp_path).finish("terminated", "stopped by SIGTERM")
     found = record.summary()
-    assert (found["state"], found["error"]) == ("out_of_memory", "rank 3: out of memory at micro-batch 616")
+    assert (found["state"], found["error"]) == (
+        "out_of_memory",
+        "rank 3: out of memory at micro-batch 616",
+    )
 
 
 def test_what_one_of_them_does_not_take_the_other_gets_and_no_progress_bar_is_logged() -> None:

@@ -14,14 +14,18 @@ def noise(kind: str, size: tuple[int, int], generator: np.random.Generator) -> A
     spread = {
         "normal": lambda: generator.normal(0, 0.1, size),
         "skew": lambda: np.exp(generator.normal(0, 0.3, size)) - 1,
-        "now and then": lambda: generator.normal(0, 0.02, size) + 2 * (generator.random(size) < 0.1),
+        "now and then": lambda: (
+            generator.normal(0, 0.02, size) + 2 * (generator.random(size) < 0.1)
+        ),
     }[kind]()
     return np.maximum(0.1, 1 + spread) * (1 + generator.random((size[0], 1)))
 
 
 @pytest.mark.parametrize("kind", ["normal", "skew", "now and then"])
 @pytest.mark.parametrize(("ranks", "trials"), [(2, 200), (6, 200), (512, 4)])
-def test_noise_alone_names_nobody_and_a_slow_rank_is_named(kind: str, ranks: int, trials: int) -> None:
+def test_noise_alone_names_nobody_and_a_slow_rank_is_named(
+    kind: str, ranks: int, trials: int
+) -> None:
     generator = np.random.default_rng(1)
     for _ in range(trials):
         own_s = noise(kind, (30, ranks), generator)
@@ -34,11 +38,23 @@ def test_noise_alone_names_nobody_and_a_slow_rank_is_named(kind: str, ranks: int
 
 def test_how_much_slower_a_slow_rank_is_and_how_long_that_must_be_known() -> None:
     own_s = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
-    for factor, is_slow in {1.045: False, 1.075: True, 0.8: False}.items():  # 3 spreads: 6% of a step, 2% of ten
+    for factor, is_slow in {
+        1.045: False,
+        1.075: True,
+        0.8: False,
+    }.items():  # 3 spreads: 6% of a step, 2% of ten
         assert slow_ranks(own_s[:30] * [1, 1, 1, 1, factor, 1]) == [4] * is_slow, factor
-    assert slow_ranks(own_s**0 * [1, 1, 1.001, 1, 1.05, 1]) == slow_ranks(own_s * [1, 1, 1.001, 1, 1.045, 1]) == [4]
-    assert slow_ranks(own_s[:30] * [1, 1, 1, 1, 1.045, 1], before=[4]) == [4]  # a reported rank stays slow for a while
-    slow_now_and_then = own_s * np.where((np.arange(300)[:, None] % 5 == 0) & (np.arange(6) == 1), 2, 1)
+    assert (
+        slow_ranks(own_s**0 * [1, 1, 1.001, 1, 1.05, 1])
+        == slow_ranks(own_s * [1, 1, 1.001, 1, 1.045, 1])
+        == [4]
+    )
+    assert slow_ranks(own_s[:30] * [1, 1, 1, 1, 1.045, 1], before=[4]) == [
+        4
+    ]  # a reported rank stays slow for a while
+    slow_now_and_then = own_s * np.where(
+        (np.arange(300)[:, None] % 5 == 0) & (np.arange(6) == 1), 2, 1
+    )
     assert slow_ranks(slow_now_and_then) == [1]  # like a data wait in every fifth step
     assert slow_ranks(own_s[:19] * [1, 2, 1, 1, 1, 1]) == slow_ranks(own_s[:, :1]) == []
     assert slow_ranks(own_s * [1, 1.5, 1, 1, 1, 1.2]) == [1, 5]
@@ -53,20 +69,36 @@ def test_the_cost_is_what_the_steps_would_be_shorter() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 25])
-def test_a_run_says_who_is_slow_once_and_that_it_is_over(window: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank 0 is slightly faster."""
+def test_a_run_says_who_is_slow_once_and_that_it_is_over(
+    window: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank 0 is slightly
+    faster."""
     watched, found = Stragglers(["a", "a", "b", "b"]), []
     for step in range(0, 3 * KEPT_STEPS, window):
         data_wait_s = np.full((window, 4), 0.1) + 0.2 * (np.arange(4) == 3) * (step < 300)
-        own_s = 0.9 + data_wait_s + 0.1 * (np.arange(4) == 3) * (step < 300) - 0.02 * (np.arange(4) == 0)
+        own_s = (
+            0.9
+            + data_wait_s
+            + 0.1 * (np.arange(4) == 3) * (step < 300)
+            - 0.02 * (np.arange(4) == 0)
+        )
         found.append(watched.add(8, own_s.max(axis=1), own_s, data_wait_s))
     ((slow,), cost) = found[299 // window].values()
-    assert slow == pytest.approx({"rank": 3, "host": "b", "lag_s": 0.3, "lag_percent": 30, "data_wait_s": 0.2})
+    assert slow == pytest.approx(
+        {"rank": 3, "host": "b", "lag_s": 0.3, "lag_percent": 30, "data_wait_s": 0.2}
+    )
     assert cost == pytest.approx(8 / 1 - 8 / 1.3)
     assert [bool(each["stragglers"]) for each in found].index(True) == -(-20 // window) - 1
-    assert (found[-1], watched.warnings) == ({"stragglers": [], "stragglers_cost_samples_per_s": 0}, [])
+    assert (found[-1], watched.warnings) == (
+        {"stragglers": [], "stragglers_cost_samples_per_s": 0},
+        [],
+    )
     first, last = capsys.readouterr().out.splitlines()
-    assert all(part in first for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms"))
+    assert all(
+        part in first
+        for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms")
+    )
     assert "no stragglers" in last
 
 

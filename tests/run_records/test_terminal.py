@@ -41,14 +41,19 @@ def test_lines_and_their_units(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_utilization_stands_under_its_own_name() -> None:
-    """The published convention counts more FLOPs than are executed, and HFU counts recomputed ones, too."""
+    """The published convention counts more FLOPs than are executed, and HFU counts recomputed ones,
+    too."""
     flops = {
         "published_gflops": 111.196718,
         "model_gflops": 25.3,
         "training_gflops": 75.7095,
         "recomputed_gflops": 15.0,
     }
-    percentages = {"mfu_published_percent": 112.705, "mfu_model_percent": 25.579, "hfu_percent": 30.647}
+    percentages = {
+        "mfu_published_percent": 112.705,
+        "mfu_model_percent": 25.579,
+        "hfu_percent": 30.647,
+    }
     used = {
         "flops": flops,
         **percentages,
@@ -71,11 +76,14 @@ def test_each_utilization_stands_under_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "left"), [(6, "12 s"), (600, "20.0 minutes"), (6000, "3.3 hours"), (15611534, "361.4 days")]
+    ("elapsed_s", "left"),
+    [(6, "12 s"), (600, "20.0 minutes"), (6000, "3.3 hours"), (15611534, "361.4 days")],
 )
 def test_time_left_is_by_the_steps_of_this_start_and_in_a_fitting_unit(
     capsys: pytest.CaptureFixture[str], elapsed_s: int, left: str
 ) -> None:
-    with mock.patch("clap_ds.run_records.terminal.time.monotonic", side_effect=[100, 100 + elapsed_s]):
+    with mock.patch(
+        "clap_ds.run_records.terminal.time.monotonic", side_effect=[100, 100 + elapsed_s]
+    ):
         Progress(10, enabled=True, first=4).advance(2, "loss 1.5")
     assert capsys.readouterr().out == f"step 6/10  loss 1.5  {left} left\n"

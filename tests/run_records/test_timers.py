@@ -19,7 +19,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return now.append
 
 
-def test_steps_cover_the_window_and_waits_are_not_their_own(passes: Callable[[float], None]) -> None:
+def test_steps_cover_the_window_and_waits_are_not_their_own(
+    passes: Callable[[float], None],
+) -> None:
     timer = StepTimer(CPU)
     for _ in range(2):
         with timer.peer_wait(), timer("data_wait"):
@@ -39,7 +41,10 @@ def test_steps_cover_the_window_and_waits_are_not_their_own(passes: Callable[[fl
 
 @pytest.mark.parametrize(
     ("instrumented", "seconds"),
-    [(True, {"data_wait": 1.0, "communication": 5.0, "backward": 3.0}), (False, {"data_wait": 1.0})],
+    [
+        (True, {"data_wait": 1.0, "communication": 5.0, "backward": 3.0}),
+        (False, {"data_wait": 1.0}),
+    ],
 )
 def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always_timed(
     passes: Callable[[float], None], instrumented: bool, seconds: dict[str, float]
@@ -60,7 +65,8 @@ def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always
 
 
 def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a fake stream that reaches an event when earlier work is done, without blocking the host."""
+    """Use a fake stream that reaches an event when earlier work is done, without blocking the
+    host."""
     reached, synchronised = 0.0, []
 
     class Event:

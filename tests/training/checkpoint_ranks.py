@@ -1,4 +1,5 @@
-"""Functions that ranks run in checkpoint tests: train a micro model a few steps, save, continue, load elsewhere."""
+"""Functions that ranks run in checkpoint tests: train a micro model a few steps, save, continue,
+load elsewhere."""
 
 import errno
 import io
@@ -43,7 +44,12 @@ from tests.training.reference_steps import engine_of, run_settings
 ROWS = 6
 """Rows of a global batch for any number of ranks."""
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-_COURSE = {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_type": "linear", "cos_min_ratio": 0.1}
+_COURSE = {
+    "total_num_steps": 12,
+    "warmup_num_steps": 4,
+    "warmup_type": "linear",
+    "cos_min_ratio": 0.1,
+}
 SCHEDULER = {"type": "WarmupCosineLR", "params": _COURSE}
 
 
@@ -57,31 +63,45 @@ def warned() -> Iterator[list[str]]:
 
 
 def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
-    run = {"bf16": {"enabled": precision == "bf16"}, **(AUTOCAST if precision == "autocast" else {})}
+    run = {
+        "bf16": {"enabled": precision == "bf16"},
+        **(AUTOCAST if precision == "autocast" else {}),
+    }
     adam, size = {"type": "AdamW", "params": {"lr": 5e-3}}, ROWS // world_size()
-    return run_settings(**run | {"optimizer": adam, "train_micro_batch_size_per_gpu": size} | changes)
+    return run_settings(
+        **run | {"optimizer": adam, "train_micro_batch_size_per_gpu": size} | changes
+    )
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     """Return a new engine; `noisy`: with dropout, stochastic depth and SpecAugment."""
     torch.manual_seed(seed)
-    noise: dict[str, Any] = {"drop_path": 0.3 * noisy, "text_dropout": 0.3 * noisy, "spec_augment": noisy}
+    noise: dict[str, Any] = {
+        "drop_path": 0.3 * noisy,
+        "text_dropout": 0.3 * noisy,
+        "spec_augment": noisy,
+    }
     model = ClapModel(run.clap.preset(), **noise, learns_bias=LOSSES[run.clap.loss.kind].needs_bias)
     freeze(model, run.clap.train.freeze)
     built = engine_of(run, model)
     torch.manual_seed(seed + 10 + rank())
     if not noisy:
-        norm = model.audio.batch_norm.eval()  # statistics of one rank's rows would depend on the number of ranks
+        norm = (
+            model.audio.batch_norm.eval()
+        )  # statistics of one rank's rows would depend on the number of ranks
         norm.running_mean.fill_(-20)
         norm.running_var.fill_(90)
     return built
 
 
 def batches(start: int) -> Iterator[Batch]:
-    """Yield this rank's rows of the global batches from `start` on: tones and captions, constant except for noise."""
+    """Yield this rank's rows of the global batches from `start` on: tones and captions, constant
+    except for noise."""
     rows = ROWS // world_size()
     mine = slice(rank() * rows, (rank() + 1) * rows)
-    tones = torch.sin(2 * torch.pi * 200 * 2 ** torch.arange(ROWS)[:, None] * torch.arange(48000) / 48000)
+    tones = torch.sin(
+        2 * torch.pi * 200 * 2 ** torch.arange(ROWS)[:, None] * torch.arange(48000) / 48000
+    )
     ids = torch.randint(3, 512, (ROWS, 16), generator=torch.Generator().manual_seed(0))
     for number in itertools.count(start):
         noise = torch.randn(ROWS, 48000, generator=torch.Generator().manual_seed(number))
@@ -103,18 +123,27 @@ def trained_engine(steps: int = 1) -> ClapEngine:
 
 def progress(step: int) -> TrainState:
     data = [{"rank": number, "step": step} for number in range(world_size())]
-    return TrainState(step, step * ROWS, step / 7, data, 1.5, {"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
+    return TrainState(
+        step, step * ROWS, step / 7, data, 1.5, {"zero_shot_top1": 0.25}, {"ramp": [1, 2]}
+    )
 
 
-def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainState:
+def load(
+    folder: Checkpointer, into: ClapEngine, path: Path | None = None, **options: Any
+) -> TrainState:
     found = folder.find(path and str(path))
     assert found is not None
     return folder.load(found, into, **options)
 
 
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
-    """Return losses of a run that continues, and of one that resumes from its checkpoint, with dropout."""
-    train = {"freeze": list(frozen), "ema_decay": 0.9, "lr_scale": {"text": 0.5} if "audio" in frozen else {}}
+    """Return losses of a run that continues, and of one that resumes from its checkpoint, with
+    dropout."""
+    train = {
+        "freeze": list(frozen),
+        "ema_decay": 0.9,
+        "lr_scale": {"text": 0.5} if "audio" in frozen else {},
+    }
     run = settings(precision, scheduler=SCHEDULER, clap={"train": train})
 
     def three_steps(trained: ClapEngine) -> tuple[object, ...]:
@@ -138,8 +167,8 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
 def resumed_in_another_order(
     folder: str, precision: str, optimizer: dict[str, Any], alignments: tuple[int, int]
 ) -> tuple[list[list[str]], list[dict[str, list[float]]]]:
-    """Save a run with groups of one alignment, and resume it with another. Return both optimizers' orders of parameters, and
-    their masters and moments by name."""
+    """Save a run with groups of one alignment, and resume it with another. Return both optimizers'
+    orders of parameters, and their masters and moments by name."""
     run = settings(precision, optimizer=optimizer)
     engines = []
     for alignment in alignments:
@@ -158,7 +187,9 @@ def _masters_and_moments(trained: ClapEngine) -> dict[str, list[float]]:
     """Return each parameter's master weights, first and second moments. Overwrites the engine's."""
     outer = trained.deepspeed.optimizer
     inner = getattr(outer, "optimizer", outer)
-    values: dict[str, list[float]] = {name: master.flatten().tolist() for name, master in trained.masters.items()}
+    values: dict[str, list[float]] = {
+        name: master.flatten().tolist() for name, master in trained.masters.items()
+    }
     for moment in ("exp_avg", "exp_avg_sq"):
         for group in inner.param_groups:
             for master in group["params"]:
@@ -169,13 +200,20 @@ def _masters_and_moments(trained: ClapEngine) -> dict[str, list[float]]:
 
 
 def save(
-    folder: str, scores: tuple[float | None, ...] = (None,), tokenizer: str | None = None, **options: Any
+    folder: str,
+    scores: tuple[float | None, ...] = (None,),
+    tokenizer: str | None = None,
+    **options: Any,
 ) -> list[SavedCheckpoint]:
     """Save checkpoints of a bf16 run after two steps, one per score."""
     trained = trained_engine(2)
-    checkpoints = Checkpointer(folder, CheckpointSettings(**options), tokenizer=tokenizer, config=settings().resolved())
+    checkpoints = Checkpointer(
+        folder, CheckpointSettings(**options), tokenizer=tokenizer, config=settings().resolved()
+    )
     saved = [
-        checkpoints.save(trained, progress(step), None if score is None else {"zero_shot_top1": score})[0]
+        checkpoints.save(
+            trained, progress(step), None if score is None else {"zero_shot_top1": score}
+        )[0]
         for step, score in enumerate(scores, start=1)
     ]
     assert checkpoints.close() == []
@@ -183,7 +221,8 @@ def save(
 
 
 def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]:
-    """Save, fail with a full disk at the weights, train, and save. Return the failed result, warnings and files."""
+    """Save, fail with a full disk at the weights, train, and save. Return the failed result,
+    warnings and files."""
     trained, write = trained_engine(), checkpoint.write_tensors
     checkpoints = Checkpointer(folder)
     assert checkpoints.save(trained, progress(1))[0].saved
@@ -204,22 +243,29 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
 
 
 def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float], list[float]]:
-    """Write a checkpoint during three steps, and another one. Return losses of the steps and of a run that resumes from
-    the first. Starting the first takes 2 s, the steps 10 s, and its end 3 s."""
+    """Write a checkpoint during three steps, and another one. Return losses of the steps and of a
+    run that resumes from the first. Starting the first takes 2 s, the steps 10 s, and its end 3
+    s."""
     run, now = settings(clap={"train": {"ema_decay": 0.9}}), [100.0]
     trained = engine(run, 1, noisy=True)
     losses(trained, 0, 2)
     checkpoints, goes_on, write = Checkpointer(folder), threading.Event(), checkpoint.write_tensors
     lasting = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content))
+        patch.setattr(
+            checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content)
+        )
         patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
-        patch.setattr(checkpoint, "gather_tensor", lambda own: (lasting(2.0), gather_tensor(own))[1])
+        patch.setattr(
+            checkpoint, "gather_tensor", lambda own: (lasting(2.0), gather_tensor(own))[1]
+        )
         checkpoints.save(trained, progress(2), wait=False)
         uninterrupted = losses(trained, 2, 3)
         lasting(10.0)
         assert not checkpoints.poll()
-        patch.setattr(checkpoint, "wait", lambda *futures: (lasting(3.0), goes_on.set(), wait(*futures))[2])
+        patch.setattr(
+            checkpoint, "wait", lambda *futures: (lasting(3.0), goes_on.set(), wait(*futures))[2]
+        )
         first = checkpoints.finish()
     (second,) = checkpoints.save(trained, progress(5))
     assert first is not None
@@ -229,7 +275,8 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
 
 
 def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
-    """Return rank 0's result of a checkpoint that isn't finite, and the error on all ranks at the next one."""
+    """Return rank 0's result of a checkpoint that isn't finite, and the error on all ranks at the
+    next one."""
     trained, checkpoints = trained_engine(), Checkpointer(folder)
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
@@ -240,9 +287,12 @@ def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     return told, str(refusal.value)
 
 
-def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accept: bool = False) -> tuple[str, Any]:
-    """Resume a run with settings that differ from the checkpoint's. Return the error or warning, and its learning rate,
-    whether its fp32 weights equal the checkpoint's bits, its first loss, and its next learning rate."""
+def resume_otherwise(
+    folder: str, precision: str, changes: dict[str, Any], accept: bool = False
+) -> tuple[str, Any]:
+    """Resume a run with settings that differ from the checkpoint's. Return the error or warning,
+    and its learning rate, whether its fp32 weights equal the checkpoint's bits, its first loss, and
+    its next learning rate."""
     run = settings(precision, **changes)
     other = engine(run, 99)
     with warned() as warnings:
@@ -251,15 +301,28 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
         except ValueError as error:
             return str(error), None
     saved = load_weights(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
-    trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
-    same = all(torch.equal(tensor, saved[name]) for name, tensor in fp32_state(other).items() if name in trained)
+    trained = {
+        name
+        for name, parameter in other.model.named_parameters()
+        if parameter.requires_grad and name in saved
+    }
+    same = all(
+        torch.equal(tensor, saved[name])
+        for name, tensor in fp32_state(other).items()
+        if name in trained
+    )
     rate = other.deepspeed.get_lr()[0]
-    return "".join(warnings), (rate, same, losses(other, other.steps, 1)[0], other.deepspeed.get_lr()[0])
+    return "".join(warnings), (
+        rate,
+        same,
+        losses(other, other.steps, 1)[0],
+        other.deepspeed.get_lr()[0],
+    )
 
 
 def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "auto") -> list[int]:
-    """Return the steps at which starts of one command begin, given their job attempts, in a folder with step 5 of another run;
-    each start saves one more step."""
+    """Return the steps at which starts of one command begin, given their job attempts, in a folder
+    with step 5 of another run; each start saves one more step."""
     trained = trained_engine()
     theirs = Checkpointer(folder)
     theirs.run_id = "theirs"

@@ -1,4 +1,5 @@
-"""Reference steps of several ranks, computed in one process with plain torch from all ranks' micro-batches."""
+"""Reference steps of several ranks, computed in one process with plain torch from all ranks'
+micro-batches."""
 
 import json
 import tempfile
@@ -29,8 +30,9 @@ def run_settings(**changes: Any) -> RunSettings:
 
 
 def settings(**changes: Any) -> RunSettings:
-    """Return an fp32 micro run with plain SGD, so that weights show the gradient. `train`, `evaluation`, `checkpoint`, `data`,
-    `loss`, `text_packing`, `gradient_sync` and `model` go into `clap`."""
+    """Return an fp32 micro run with plain SGD, so that weights show the gradient. `train`,
+    `evaluation`, `checkpoint`, `data`, `loss`, `text_packing`, `gradient_sync` and `model` go into
+    `clap`."""
     own = ("train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync")
     clap = {name: changes.pop(name) for name in own if name in changes}
     if "model" in changes:
@@ -49,15 +51,23 @@ def engine_of(run: RunSettings, model: ClapModel) -> ClapEngine:
 
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
     """Return the first micro-batches of a rank, all different."""
-    data = run.clap.data.model_copy(update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}})
-    sizes: dict[str, Any] = {"context_length": run.clap.context_length, "micro_batch": run.micro_batch}
+    data = run.clap.data.model_copy(
+        update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}
+    )
+    sizes: dict[str, Any] = {
+        "context_length": run.clap.context_length,
+        "micro_batch": run.micro_batch,
+    }
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": 7, "device": CPU}
     source = build_batches(data, model=run.clap.preset(), **sizes, **place)
     return [next(source) for _ in range(number)]
 
 
-def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor | None, ids_NL: Tensor) -> Tensor:
-    """Symmetric cross entropy over all pairs or, with a bias, SigLIP's loss; equal captions are positives."""
+def contrastive_loss(
+    audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor | None, ids_NL: Tensor
+) -> Tensor:
+    """Symmetric cross entropy over all pairs or, with a bias, SigLIP's loss; equal captions are
+    positives."""
     logits = scale * audio_ND @ text_ND.T
     same_NN = (ids_NL[:, None] == ids_NL).all(-1).float()
     if bias is not None:
@@ -69,12 +79,17 @@ def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Ten
 def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """Return the mean over micro-steps of the loss over all ranks' micro-batches."""
     steps = zip(*by_rank, strict=True)
-    return torch.stack([whole_loss(model, [[batch] for batch in together]) for together in steps]).mean()
+    return torch.stack(
+        [whole_loss(model, [[batch] for batch in together]) for together in steps]
+    ).mean()
 
 
 def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
-    """Return one loss over all micro-batches of all ranks, with separate forward passes in the ranks' order."""
+    """Return one loss over all micro-batches of all ranks, with separate forward passes in the
+    ranks' order."""
     outputs = [model(*batch.model_inputs()) for own in by_rank for batch in own]
     audio, text, scale, *bias = zip(*outputs, strict=True)
     ids_NL = torch.cat([batch.input_ids for own in by_rank for batch in own])
-    return contrastive_loss(torch.cat(audio), torch.cat(text), scale[0], bias[0][0] if bias else None, ids_NL)
+    return contrastive_loss(
+        torch.cat(audio), torch.cat(text), scale[0], bias[0][0] if bias else None, ids_NL
+    )

@@ -1,5 +1,5 @@
-"""An interrupted run resumes exactly; changes are reported; a failing disk costs only the checkpoint; a
-run deletes only its own checkpoints."""
+"""An interrupted run resumes exactly; changes are reported; a failing disk costs only the
+checkpoint; a run deletes only its own checkpoints."""
 
 from functools import partial
 from pathlib import Path
@@ -44,25 +44,37 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     ids=["flat", "parameter by parameter", "fp32"],
 )
 def test_a_checkpoint_of_another_order_of_parameters_resumes_exactly(
-    one_rank: RankPool, tmp_path: Path, precision: str, optimizer: dict[str, Any], alignments: tuple[int, int]
+    one_rank: RankPool,
+    tmp_path: Path,
+    precision: str,
+    optimizer: dict[str, Any],
+    alignments: tuple[int, int],
 ) -> None:
     """Optimizer groups in the model's order (alignment 1) are those of earlier versions."""
-    ((orders, states),) = one_rank.run(ranks.resumed_in_another_order, str(tmp_path), precision, optimizer, alignments)
+    ((orders, states),) = one_rank.run(
+        ranks.resumed_in_another_order, str(tmp_path), precision, optimizer, alignments
+    )
     assert orders[0] != orders[1]
     assert states[0] == states[1]
 
 
-def test_what_is_written_behind_training_is_the_state_when_it_began(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_what_is_written_behind_training_is_the_state_when_it_began(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
     found = two_ranks.run(ranks.save_behind, str(tmp_path))
     assert found[0][0][0].stalled_s == 5.0
     for saved, uninterrupted, resumed in found:
         assert [each.problem for each in saved] == [None, None]
-        sizes = [path.stat().st_size for path in saved[0].path.rglob("*") if path.name != "manifest.json"]
+        sizes = [
+            path.stat().st_size for path in saved[0].path.rglob("*") if path.name != "manifest.json"
+        ]
         assert (saved[0].begin, saved[0].end, saved[0].bytes) == (100.0, 115.0, sum(sizes))
         assert resumed == uninterrupted
 
 
-def test_numbers_that_are_not_finite_behind_training_end_it(one_rank: RankPool, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_behind_training_end_it(
+    one_rank: RankPool, tmp_path: Path
+) -> None:
     ((told, refusal),) = one_rank.run(ranks.poisoned_behind, str(tmp_path))
     assert (told.saved, told.problem) == (False, refusal)
     assert "are NaN or infinite after step 1" in refusal
@@ -87,7 +99,11 @@ def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"clap": {"train": {"lr_scale": {"text": 0.1}}}},
             "clap.train.lr_scale is {} there, {'text': 0.1} here",
         ),
-        ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
+        (
+            "bf16",
+            {"clap": {"loss": {"kind": "sigmoid"}}},
+            "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here",
+        ),
     ],
 )
 def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
@@ -115,7 +131,10 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
     warning, found = resume({"scheduler": ranks.SCHEDULER})
     assert "scheduler is None there, 'WarmupCosineLR' here" in warning
     assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))
-    cooldown = {"type": "WarmupStableDecayLR", "params": {"total_num_steps": 4, "decay_num_steps": 3}}
+    cooldown = {
+        "type": "WarmupStableDecayLR",
+        "params": {"total_num_steps": 4, "decay_num_steps": 3},
+    }
     assert resume({"scheduler": cooldown})[1][::3] == pytest.approx((5e-3 * 2 / 3, 5e-3 / 3))
     assert resume({})[0] == ""
 
@@ -123,14 +142,24 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
 @pytest.mark.parametrize(
     ("choices", "resume", "jobs", "begun_at"),
     [
-        (ResumeOptions(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"], [0, 1, 0, 1]),
+        (
+            ResumeOptions(restart=True),
+            "auto",
+            ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"],
+            [0, 1, 0, 1],
+        ),
         (ResumeOptions(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
         (ResumeOptions(), "auto", ["", ""], [5, 6]),
     ],
     ids=["restart", "path", "auto"],
 )
 def test_a_job_does_once_what_its_command_says_of_the_beginning(
-    one_rank: RankPool, tmp_path: Path, choices: ResumeOptions, resume: str, jobs: list[str], begun_at: list[int]
+    one_rank: RankPool,
+    tmp_path: Path,
+    choices: ResumeOptions,
+    resume: str,
+    jobs: list[str],
+    begun_at: list[int],
 ) -> None:
     assert one_rank.run(ranks.starts, str(tmp_path / "here"), jobs, choices, resume) == [begun_at]
 
@@ -144,7 +173,12 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
         Checkpointer(tmp_path).find()
-    for reason in ("step-00000001", f"{STATE} has changed", "weights.safetensors has changed", "--restart"):
+    for reason in (
+        "step-00000001",
+        f"{STATE} has changed",
+        "weights.safetensors has changed",
+        "--restart",
+    ):
         assert reason in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -164,15 +198,22 @@ def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
             here.find(wrong)
 
 
-def test_a_checkpoint_is_late_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_late_after_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
-    folders = [Checkpointer(tmp_path, CheckpointSettings(every_minutes=minutes)) for minutes in (None, 3.0, 2.0)]
+    folders = [
+        Checkpointer(tmp_path, CheckpointSettings(every_minutes=minutes))
+        for minutes in (None, 3.0, 2.0)
+    ]
     now[0] += 120
     assert [each.is_late() for each in folders] == [False, False, True]
 
 
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
+    one_rank: RankPool, tmp_path: Path
+) -> None:
     ((failed, (warning,), left),) = one_rank.run(ranks.fail_at_weights, str(tmp_path))
     assert all(part in warning for part in ("step 2", failed.problem, "training continues"))
     assert (failed.saved, failed.bytes, left) == (False, 0, ["step-00000001"])
@@ -190,14 +231,22 @@ def test_what_others_wrote_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "4"]
 
 
-def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool, tmp_path: Path) -> None:
+def test_last_and_best_are_kept_and_copied_with_the_tokenizer(
+    one_rank: RankPool, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("made up")
     there, scores = str(tmp_path / "there"), (0.1, 0.9, float("nan"), 0.3, 0.2)
-    save = partial(ranks.save, keep_last=2, keep_best=1, best_metric="zero_shot_top1", remote_sync=there)
+    save = partial(
+        ranks.save, keep_last=2, keep_best=1, best_metric="zero_shot_top1", remote_sync=there
+    )
     one_rank.run(save, str(tmp_path / "here"), scores, str(tmp_path / "tokenizer"))
     kept = [f"step-0000000{step}" for step in (2, 4, 5)]
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == sorted(RemoteFolder(there).read_all()) == kept
+    assert (
+        sorted(path.name for path in (tmp_path / "here").iterdir())
+        == sorted(RemoteFolder(there).read_all())
+        == kept
+    )
     newest = Checkpointer(tmp_path / "elsewhere", CheckpointSettings(remote_sync=there)).find()
     assert newest == tmp_path / "elsewhere" / "step-00000005"
     assert Checkpointer(tmp_path / "empty").find() is None

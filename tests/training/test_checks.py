@@ -33,19 +33,28 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"train": {"max_samples": 9, "target_metrics": {"top1": 0.9}}, "evaluation": ZERO_SHOT},
         "available: zero_shot_top1",
     ),
-    ({"train": STOP, "evaluation": ZERO_SHOT | {"every_steps": None}}, "clap.evaluation.every_steps is missing"),
+    (
+        {"train": STOP, "evaluation": ZERO_SHOT | {"every_steps": None}},
+        "clap.evaluation.every_steps is missing",
+    ),
     ({"train": STOP, "evaluation": ZERO_SHOT}, None),
     (
         {"train": {"max_samples": 9}, "checkpoint": {"best_metric": "top1"}},
         "clap.checkpoint.best_metric: no evaluation computes",
     ),
-    (copied_to("s3://key:hush@bucket/run"), "remote_sync: the s3 URL of bucket contains credentials"),
+    (
+        copied_to("s3://key:hush@bucket/run"),
+        "remote_sync: the s3 URL of bucket contains credentials",
+    ),
     (copied_to("gopher://host/run"), "gopher"),
     (sized("plain"), ONE_PAIR),
     (sized("gradcache"), None),
     (sized("gradcache", steps=1), ONE_PAIR),
     *(
-        ({"train": {"max_samples": 9, "batch_ramp": ramp}, "gradient_accumulation_steps": 4}, problem)
+        (
+            {"train": {"max_samples": 9, "batch_ramp": ramp}, "gradient_accumulation_steps": 4},
+            problem,
+        )
         for ramp, problem in (
             ([[0, 6], [30, 12]], None),
             ([[9, 6], [30, 12]], "the first 0"),
@@ -68,9 +77,13 @@ def test_problems_name_the_field(
     assert (expected or "") in "".join(found)
     assert "hush" not in "".join(found)
     if expected == ONE_PAIR:  # not a problem for more ranks, or an unknown number
-        assert not problems_for_training(run.clap, run.deepspeed, 2) + problems_for_training(run.clap, run.deepspeed)
+        assert not problems_for_training(run.clap, run.deepspeed, 2) + problems_for_training(
+            run.clap, run.deepspeed
+        )
 
 
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
-    program = "import sys, clap_ds.train; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
+    program = (
+        "import sys, clap_ds.train; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180).returncode == 0

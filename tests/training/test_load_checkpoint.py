@@ -1,4 +1,5 @@
-"""A run finds its checkpoints after its data or initial weights have moved, and names others of its name."""
+"""A run finds its checkpoints after its data or initial weights have moved, and names others of its
+name."""
 
 import os
 import shutil
@@ -24,7 +25,9 @@ def open_run(write_run: WriteRun) -> Callable[..., RunSettings]:
     """Return a function that reads a run on shards."""
 
     def read(shards: Any, seed: int = 0, **train: Any) -> RunSettings:
-        return load_run(write_run(clap={"data": {**SETTINGS, "shards": shards}, "seed": seed, "train": train}))
+        return load_run(
+            write_run(clap={"data": {**SETTINGS, "shards": shards}, "seed": seed, "train": train})
+        )
 
     return read
 
@@ -82,7 +85,10 @@ def replace_by_link(shards: Path, to: Path) -> str:
     ],
 )
 def test_checkpoints_of_data_that_moved_or_is_spelled_otherwise_are_found(
-    respell: Callable[[Path, Path], Any], open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    respell: Callable[[Path, Path], Any],
+    open_run: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = open_run(marked_tars(tmp_path / "shards", 3, 4))
     folder = save(run)
@@ -92,7 +98,9 @@ def test_checkpoints_of_data_that_moved_or_is_spelled_otherwise_are_found(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("sizes", [(3, 4, 50), (3, 5, 0), (4, 4, 0)], ids=["other", "more samples", "more tars"])
+@pytest.mark.parametrize(
+    "sizes", [(3, 4, 50), (3, 5, 0), (4, 4, 0)], ids=["other", "more samples", "more tars"]
+)
 def test_other_contents_at_the_same_path_are_another_run(
     sizes: tuple[int, int, int], open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +113,10 @@ def test_other_contents_at_the_same_path_are_another_run(
     second = save(open_run(pattern), step=2)
     assert second != first
     output = capsys.readouterr().out
-    assert f"--set clap.checkpoint.folder={first} (step 5; clap.contents.data.shards: '3 file(s)" in output
+    assert (
+        f"--set clap.checkpoint.folder={first} (step 5; clap.contents.data.shards: '3 file(s)"
+        in output
+    )
     assert find(open_run(pattern)) == find(open_run(f"{tmp_path}/shards/00[0-9].tar")) == second
     shutil.rmtree(tmp_path / "shards")
     assert find(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
@@ -113,7 +124,10 @@ def test_other_contents_at_the_same_path_are_another_run(
 
 def test_checkpoints_of_a_name_with_brackets_are_found(write_run: WriteRun, tmp_path: Path) -> None:
     def read(shards: str) -> RunSettings:
-        clap = {"data": {**SETTINGS, "shards": shards}, "output": {"dir": str(tmp_path), "run_name": "lr[1e-3]"}}
+        clap = {
+            "data": {**SETTINGS, "shards": shards},
+            "output": {"dir": str(tmp_path), "run_name": "lr[1e-3]"},
+        }
         return load_run(write_run(clap=clap))
 
     folder = save(read(marked_tars(tmp_path / "shards", 3, 4)))
@@ -130,7 +144,9 @@ def test_a_new_run_names_another_whose_checkpoints_are_unreadable(
     assert f"--set clap.checkpoint.folder={folder} (none of" in capsys.readouterr().out
 
 
-def test_a_new_run_names_others_of_its_name(open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_names_others_of_its_name(
+    open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pattern = marked_tars(tmp_path / "shards", 2, 2)
     first = save(open_run(pattern))
     longer_name = first.with_name("run-big-0a1b2c3d-checkpoints")
@@ -169,7 +185,9 @@ def test_initial_weights_count_by_content(open_run: Any, tmp_path: Path) -> None
     for file in ("", "weights.safetensors"):
         first = save(open_run(pattern, pretrained=f"{tmp_path}/a/{file}"))
         shutil.copytree(tmp_path / "a", tmp_path / "copies" / "a", dirs_exist_ok=True)
-        assert find_from(tmp_path / "copies" / "a" / file) == find_from(tmp_path / "a" / file) == first
+        assert (
+            find_from(tmp_path / "copies" / "a" / file) == find_from(tmp_path / "a" / file) == first
+        )
         assert find_from(tmp_path / "b" / file) != first
         (tmp_path / "copies" / "a" / "weights.safetensors").write_bytes(b"two")
         assert find_from(tmp_path / "copies" / "a" / file) != first

@@ -43,23 +43,37 @@ def _logged(folder: str) -> dict[str, Any]:
     deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
     scale = torch.tensor([math.log(4.0 + rank)])
     cpu = torch.device("cpu")
-    engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale), device=cpu)
+    engine: Any = SimpleNamespace(
+        deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale), device=cpu
+    )
     engine.count_skipped = engine.check_loss = lambda: None
     engine.timer, plan = StepTimer(cpu), TrainPlan(120, 20, 160)
     engine.stop_timers = engine.timer.stop
-    ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
+    ranks: Any = SimpleNamespace(
+        is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}"
+    )
     scalars: list[Any] = []
     record = RunDirectory(Path(folder))
-    pieces: Any = SimpleNamespace(throughput=lambda: LoaderThroughput(1000.0, 4, "encoded"), state=dict)
-    loader, writer = BatchSource(pieces, cpu, copy_ahead=False), SimpleNamespace(write=scalars.extend)
+    pieces: Any = SimpleNamespace(
+        throughput=lambda: LoaderThroughput(1000.0, 4, "encoded"), state=dict
+    )
+    loader, writer = (
+        BatchSource(pieces, cpu, copy_ahead=False),
+        SimpleNamespace(write=scalars.extend),
+    )
     state = TrainState(train_s=1000.0)
     with (
         redirect_stdout(io.StringIO()) as shown,
         redirect_stderr(io.StringIO()) as errors,
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
-        mock.patch.object(environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
-        mock.patch("clap_ds.engine.throughput.energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
+        mock.patch.object(
+            environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]
+        ),
+        mock.patch(
+            "clap_ds.engine.throughput.energy_joules",
+            side_effect=lambda _: (100 + 50 * rank) * now[0],
+        ),
     ):
         log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder))  # type: ignore[arg-type]
         for step in range(1, 7):
@@ -67,7 +81,10 @@ def _logged(folder: str) -> dict[str, Any]:
             with engine.timer("data_wait"):
                 now[0] += 0.1 * (1 + rank)
             now[0] += step * (1 + 0.5 * rank) - 0.1 * (1 + rank)
-            engine.gradient_norm, engine.is_skipped = torch.tensor(2.0 * step), torch.tensor(step == 2)
+            engine.gradient_norm, engine.is_skipped = (
+                torch.tensor(2.0 * step),
+                torch.tensor(step == 2),
+            )
             plan.advance(state)
             log.end_step(torch.tensor(step + 10.0 * rank))
             if step % 2 == 0:
@@ -78,7 +95,12 @@ def _logged(folder: str) -> dict[str, Any]:
         for step in (7, 8, 9, 10):
             log.saved(SavedCheckpoint(step, 100.0 + 3600 * (step - 6), 109.0, problem="disk full"))
         log.close()
-    return {"summary": record.summary(), "scalars": scalars, "shown": shown.getvalue(), "errors": errors.getvalue()}
+    return {
+        "summary": record.summary(),
+        "scalars": scalars,
+        "shown": shown.getvalue(),
+        "errors": errors.getvalue(),
+    }
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -86,16 +108,27 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     summary = found["summary"]
     assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([20 / 10.5, 20 / 16.5])
     assert summary["samples_per_s"] == pytest.approx(80 / 27)
-    assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85, "slowest_rank_median": 6.75})
+    assert summary["step_time_s"] == pytest.approx(
+        {"median": 4.5, "p95": 5.85, "slowest_rank_median": 6.75}
+    )
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
     joules = [
-        100 * (3 + 7 * n + 50 * n + 4 * (n == 2)) + 150 * (4.5 + 10.5 * n + 50 * n + 6 * (n == 2)) for n in range(3)
+        100 * (3 + 7 * n + 50 * n + 4 * (n == 2)) + 150 * (4.5 + 10.5 * n + 50 * n + 6 * (n == 2))
+        for n in range(3)
     ]
     assert summary["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
     assert summary["joules_per_sample"] == pytest.approx(joules[2] / 120)
-    assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
-    assert "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s" in found["shown"]
+    assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (
+        6,
+        120,
+        0.75,
+        11,
+    )
+    assert (
+        "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s"
+        in found["shown"]
+    )
     assert "their rank's step needs 11: enough" in found["shown"]  # 10 in 0.9 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
@@ -110,14 +143,31 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert "the checkpoint of step 7 could not be saved: disk full" in summary["warnings"]
     assert [lines.pop()["saved"] for _ in range(4)] == [False] * 4
     for failed, unsaved in (("3 checkpoints", "3.0 hours"), ("4 checkpoints", "4.0 hours")):
-        (line,) = [line for line in found["errors"].splitlines() if line.startswith(f"error: {failed} in a row")]
+        (line,) = [
+            line
+            for line in found["errors"].splitlines()
+            if line.startswith(f"error: {failed} in a row")
+        ]
         assert unsaved in line
     saved = lines.pop()
-    assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (7.5, 1.25, [100.0, 101.25])
+    assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (
+        7.5,
+        1.25,
+        [100.0, 101.25],
+    )
     for step, line in enumerate(lines, start=1):
         assert (line["time_s"], line["data_wait_s"]) == (pytest.approx(step), pytest.approx(0.1))
-        assert (line["loss"], line["gradient_norm"], line.get("skipped", False)) == (step + 5, 2 * step, step == 2)
-        assert (line["step"], line["samples"], line["epoch"], line["lr"]) == (step, 20 * step, step / 8, 0.25)
+        assert (line["loss"], line["gradient_norm"], line.get("skipped", False)) == (
+            step + 5,
+            2 * step,
+            step == 2,
+        )
+        assert (line["step"], line["samples"], line["epoch"], line["lr"]) == (
+            step,
+            20 * step,
+            step / 8,
+            0.25,
+        )
     scalars: dict[str, list[Any]] = {}
     for tag, value, samples in found["scalars"]:
         scalars.setdefault(tag, []).append((samples, value))

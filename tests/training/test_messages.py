@@ -23,7 +23,11 @@ def test_a_batch_larger_than_the_data_is_a_warning(
 
 @pytest.mark.parametrize(
     ("preset", "export"),
-    [("htsat_tiny_roberta_base", "--format open_clip"), ("clap_htsat_tiny_roberta_base", "FOLDER"), ("demo", None)],
+    [
+        ("htsat_tiny_roberta_base", "--format open_clip"),
+        ("clap_htsat_tiny_roberta_base", "FOLDER"),
+        ("demo", None),
+    ],
 )
 def test_the_end_names_an_export_that_the_model_has(
     write_run: Callable[..., Path], preset: str, export: str | None

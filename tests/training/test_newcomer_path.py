@@ -1,4 +1,5 @@
-"""Run docs/training.md's commands, from a folder of sounds and a CSV to retrieval metrics and an exported model."""
+"""Run docs/training.md's commands, from a folder of sounds and a CSV to retrieval metrics and an
+exported model."""
 
 import json
 import re
@@ -24,7 +25,8 @@ KINDS = ("hum", "whistle", "click")
 
 
 def write_sounds(folder: Path) -> None:
-    """Write 48 WAVs of tones, longer than the model's clips, and a CSV with two caption columns and one of classes."""
+    """Write 48 WAVs of tones, longer than the model's clips, and a CSV with two caption columns and
+    one of classes."""
     (folder / "sounds").mkdir()
     rows = ["path,caption_1,caption_2,kind"]
     for number in range(48):
@@ -42,12 +44,18 @@ def in_docs(language: str) -> str:
 
 
 def run(folder: Path, command: list[str], *more: str) -> str:
-    program, *arguments = (str(*folder.glob(word)) if word.endswith("-checkpoints") else word for word in command)
+    program, *arguments = (
+        str(*folder.glob(word)) if word.endswith("-checkpoints") else word for word in command
+    )
     modules = {"python": [], "clap-ds": ["-m", "clap_ds"]}
     if (module := modules.get(program)) is not None:
-        return processes.run([*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
+        return processes.run(
+            [*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True
+        ).stdout
     launched, env = [*commands.deepspeed_launcher(), *arguments, *more], commands.environment()
-    result = subprocess.run(launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env)
+    result = subprocess.run(
+        launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -56,7 +64,9 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     (tmp_path / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
     write_sounds(tmp_path)
     lines = in_docs("console").splitlines()
-    build, train, evaluate, export = (shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ "))
+    build, train, evaluate, export = (
+        shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ ")
+    )
     output = run(tmp_path, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
     data = json.loads(re.search(r'^"data": (\{.*?^\})', output, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
     data |= {"num_workers": 0, "shuffle_buffer": 8}
@@ -68,15 +78,21 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "found.json")
     assert "16 text tokens" in shown  # as trained
     found = json.loads((tmp_path / "found.json").read_text())
-    (record,) = (path for path in (tmp_path / "runs").glob("my_run-*") if (path / "summary.json").exists())
+    (record,) = (
+        path for path in (tmp_path / "runs").glob("my_run-*") if (path / "summary.json").exists()
+    )
     in_training = json.loads((record / "summary.json").read_text())["evaluation"]
     # One rank here, two there.
-    assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
+    assert found["metrics"] == pytest.approx(
+        {name: in_training[name] for name in found["metrics"]}, abs=1e-9
+    )
     run(tmp_path, export)
     found = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
     assert found.context_length == 16
     trained = found.build()
     exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
-    assert torch.equal(exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight)
+    assert torch.equal(
+        exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight
+    )
     shown = run(tmp_path, ["python", "-c", in_docs("python")])
     assert re.search(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", shown)

@@ -42,7 +42,9 @@ def url() -> str:
 def copy(url: str, *checkpoints: Path, keep_last: int = 3, minutes: float = 0.0) -> list[Path]:
     """Copy checkpoints and return those that failed."""
     rule = CheckpointSettings(keep_last=keep_last, keep_best=0, remote_sync_every_minutes=minutes)
-    sync = BackgroundSync(url, rule, checkpoints[0].parent, checkpoints[0].parent / "runs" / "run-1")
+    sync = BackgroundSync(
+        url, rule, checkpoints[0].parent, checkpoints[0].parent / "runs" / "run-1"
+    )
     for checkpoint in checkpoints:
         sync.submit(checkpoint)
     return sync.close(30)
@@ -52,7 +54,9 @@ def names(url: str) -> list[str]:
     return sorted(path.rsplit("/", 1)[1] for path in fsspec.url_to_fs(url)[0].ls(url, detail=False))
 
 
-def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back_is_the_same(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) is None
     saved = [make_checkpoint(tmp_path / "here", step) for step in (1, 2)]
     assert copy(url, *saved) == []
@@ -84,7 +88,9 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     Unreliable.faults.extend([False, True])  # only one file of the second is uploaded
     assert copy(url, second) == [second]
     failed, summary = capsys.readouterr().err.splitlines()
-    assert all(part in failed for part in ("step-00000002", "the network is down", "training continues"))
+    assert all(
+        part in failed for part in ("step-00000002", "the network is down", "training continues")
+    )
     assert f"not copied to {url}: {second}" in summary
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
     assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []
@@ -95,10 +101,20 @@ def test_another_runs_copy_stays_and_a_damaged_one_is_passed_over(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert copy(url, make_checkpoint(tmp_path / "theirs", 1, run="theirs")) == []
-    assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)), keep_last=1) == []
+    assert (
+        copy(
+            url,
+            *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)),
+            keep_last=1,
+        )
+        == []
+    )
     assert names(url) == ["step-00000001", "step-00000003"]
     fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000003/weights.safetensors", bytes(10**6))
-    assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / "step-00000001"
+    assert (
+        RemoteFolder(url).download_newest(tmp_path / "new", {})
+        == tmp_path / "new" / "step-00000001"
+    )
     (warning,) = capsys.readouterr().err.splitlines()
     assert all(part in warning for part in ("step-00000003", "weights.safetensors has more than"))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
@@ -109,13 +125,19 @@ def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
     for good in (url, str(tmp_path / "new" / "folder")):
         remote_sync.try_target(good)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
-    with pytest.raises(ValueError, match=r"clap\.checkpoint\.remote_sync: .*file/run can't be written \(NotADirectory"):
+    with pytest.raises(
+        ValueError,
+        match=r"clap\.checkpoint\.remote_sync: .*file/run can't be written \(NotADirectory",
+    ):
         remote_sync.try_target(str(tmp_path / "file" / "run"))
 
 
 def test_links_of_others_are_left_alone(tmp_path: Path) -> None:
-    """Rotation must not delete through links to other folders, and uploads must not write through them."""
-    first, second, third = (make_checkpoint(tmp_path / "here", step, run="ours") for step in (1, 2, 3))
+    """Rotation must not delete through links to other folders, and uploads must not write through
+    them."""
+    first, second, third = (
+        make_checkpoint(tmp_path / "here", step, run="ours") for step in (1, 2, 3)
+    )
     there = tmp_path / "there"
     there.mkdir()
     (there / first.name).symlink_to(first)
@@ -126,8 +148,11 @@ def test_links_of_others_are_left_alone(tmp_path: Path) -> None:
     assert checkpoint_files.verify(there / f"{third.name}-2").step == 3
 
 
-def test_links_beside_checkpoints_are_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They could lead to private files. `tests/test_hostile_files.py` has links in the other folder."""
+def test_links_beside_checkpoints_are_not_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They could lead to private files. `tests/test_hostile_files.py` has links in the other
+    folder."""
     here, there = tmp_path / "here", tmp_path / "there"
     saved = make_checkpoint(here, 1)
     (tmp_path / "victim").mkdir()
@@ -143,7 +168,10 @@ def test_links_beside_checkpoints_are_not_copied(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("planted", ["link", "large"])
 def test_a_history_that_is_refused_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    planted: str,
 ) -> None:
     there, new = tmp_path / "there", tmp_path / "new"
     saved = make_checkpoint(there, 1)
@@ -165,14 +193,27 @@ def test_uploads_under_way_and_folders_of_others_stay(
     Unreliable.faults.extend([False, True])
     theirs = make_checkpoint(tmp_path / "theirs", 1, run="theirs")
     assert copy(url, theirs) == [theirs]
-    assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 100)), keep_last=1) == []
+    assert (
+        copy(
+            url,
+            *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 100)),
+            keep_last=1,
+        )
+        == []
+    )
     left = ["step-00000001", "step-00000100", "step-00000100-2"]
     assert names(url) == left
     assert remote.cat_file(f"{url}/step-00000100/other_tools_model.pt") == b"model"
     warnings = capsys.readouterr().err.splitlines()
-    assert [name for name in left if any(f"{name} has no manifest" in warning for warning in warnings)] == left[:2]
+    assert [
+        name for name in left if any(f"{name} has no manifest" in warning for warning in warnings)
+    ] == left[:2]
     assert copy(url, theirs) == []
-    assert names(f"{url}/step-00000001") == ["manifest.json", "state.safetensors", "weights.safetensors"]
+    assert names(f"{url}/step-00000001") == [
+        "manifest.json",
+        "state.safetensors",
+        "weights.safetensors",
+    ]
 
 
 def test_logs_are_uploaded_again_only_if_they_changed(url: str, tmp_path: Path) -> None:

@@ -34,32 +34,48 @@ def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     assert not tmp_path.exists(), "nothing was saved"
 
 
-def _taken(path: Path, tokenizer: str | None = None, preset: str = "micro", **options: Any) -> ClapModel:
+def _taken(
+    path: Path, tokenizer: str | None = None, preset: str = "micro", **options: Any
+) -> ClapModel:
     model = ClapModel(load_preset(preset))
     load_pretrained(str(path), model, tokenizer, ResumeOptions(**options))
     return model
 
 
-def test_pretrained_weights_are_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pretrained_weights_are_taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(9)
     model, path = ClapModel(MICRO), tmp_path / "weights.safetensors"
     save_safetensors(model, path)
     taken = _taken(path).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
     assert f"initial weights: {path}\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"clap\.train\.pretrained: .* contains model micro, .* demo"):
+    with pytest.raises(
+        ValueError, match=r"clap\.train\.pretrained: .* contains model micro, .* demo"
+    ):
         _taken(path, preset="demo")
 
 
 def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) -> None:
-    for name, words in (("one", "a dog barks"), ("copy", "a dog barks"), ("other", "rain on a roof")):
+    for name, words in (
+        ("one", "a dog barks"),
+        ("copy", "a dog barks"),
+        ("other", "rain on a roof"),
+    ):
         train_tokenizer([words] * 3, tmp_path / name, vocab_size=280)
     one, copied, other = (str(tmp_path / name) for name in ("one", "copy", "other"))
     assert tokenizer_problem(one, copied, MICRO.text) is None
-    assert tokenizer_problem(None, other, MICRO.text) is tokenizer_problem(one, None, MICRO.text) is None
+    assert (
+        tokenizer_problem(None, other, MICRO.text)
+        is tokenizer_problem(one, None, MICRO.text)
+        is None
+    )
     assert "can't be compared" in str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
     gone = {"clap": {"train": {"shuffle_captions": True}}}
-    checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one", settings=gone)
+    checkpoint = checkpoint_of(
+        ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one", settings=gone
+    )
 
     def compared(tokenizer: str) -> tuple[list[str], list[str]]:
         return compare(checkpoint, MICRO, {}, reference.settings().resolved(), tokenizer)
@@ -71,17 +87,26 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     assert change.startswith(f"the tokenizer: {said}")
     deepspeed = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), lr_scheduler=None)
     engine: Any = SimpleNamespace(model=ClapModel(MICRO), loss=None, deepspeed=deepspeed)
-    with pytest.raises(ValueError, match=r"can't be resumed: the tokenizer.* Set clap\.data\.tokenizer") as refusal:
+    with pytest.raises(
+        ValueError, match=r"can't be resumed: the tokenizer.* Set clap\.data\.tokenizer"
+    ) as refusal:
         restore(checkpoint, engine, {}, other, resume_weights_only=False)
     assert "--resume_weights_only" not in str(refusal.value)
-    assert _taken(checkpoint, one).config == _taken(checkpoint, other, resume_weights_only=True).config == MICRO
-    with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* Set clap\.data\.tokenizer to") as refusal:
+    assert (
+        _taken(checkpoint, one).config
+        == _taken(checkpoint, other, resume_weights_only=True).config
+        == MICRO
+    )
+    with pytest.raises(
+        ValueError, match=rf"clap\.train\.pretrained: {said}.* Set clap\.data\.tokenizer to"
+    ) as refusal:
         _taken(checkpoint, other)
     assert "--resume_weights_only" not in str(refusal.value)
 
 
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:
-    """If the name differed between versions, `resume: auto` would find no checkpoint and start from scratch."""
+    """If the name differed between versions, `resume: auto` would find no checkpoint and start from
+    scratch."""
     freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}
     for changes, digest in (({}, "ffb28286"), (freeze, "7fc3ca81")):
         folder = reference.settings(**changes).checkpoint_folder

@@ -14,8 +14,9 @@ LIMIT = timedelta(seconds=60)
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[tuple[int, bool]], bool]:
-    """Return the agreed signal after each of four steps, and whether signal handlers are restored. Signals arrive after ranks
-    have asked. In each step, another rank asks after the previous one has continued, which must not wait for it."""
+    """Return the agreed signal after each of four steps, and whether signal handlers are restored.
+    Signals arrive after ranks have asked. In each step, another rank asks after the previous one
+    has continued, which must not wait for it."""
     before, answers = list(map(signal.getsignal, signal_handler.STOP_SIGNALS)), []
     with signal_handler.StopRequest() as request:
         store, key = request._store, request._key
@@ -35,9 +36,12 @@ def _agreed(signalled: int, number: int) -> tuple[list[tuple[int, bool]], bool]:
 
 
 @pytest.mark.parametrize(
-    ("signalled", "number"), [(at % 2, number) for at, number in enumerate(signal_handler.STOP_SIGNALS)]
+    ("signalled", "number"),
+    [(at % 2, number) for at, number in enumerate(signal_handler.STOP_SIGNALS)],
 )
-def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
+def test_all_ranks_stop_after_the_same_step(
+    two_ranks: RankPool, signalled: int, number: signal.Signals
+) -> None:
     assert (
         two_ranks.run(_agreed, signalled, int(number))
         == [([(0, False), (0, False), (number, True), (number, False)], True)] * 2

@@ -10,7 +10,8 @@ from tests.training import training_commands as commands
 
 pytestmark = pytest.mark.end_to_end
 LIMIT = 5 / len(KINDS)
-"""Clips of a kind mostly get the same name, so chance gives five or more kinds the right one in 4 of 1,000 runs."""
+"""Clips of a kind mostly get the same name, so chance gives five or more kinds the right one in 4
+of 1,000 runs."""
 NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 50 * len(KINDS), 10 * len(KINDS), 8
 
 
@@ -18,7 +19,16 @@ NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 50 * len(KINDS), 10 * len(KINDS), 8
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     for name, clips, seed in (("train", NUM_TRAIN, 0), ("held_out", NUM_HELD_OUT, 1)):
-        options = ["--wordings", name, "--clips", str(clips), "--seed", str(seed), "--seconds", "1-3"]
+        options = [
+            "--wordings",
+            name,
+            "--clips",
+            str(clips),
+            "--seed",
+            str(seed),
+            "--seconds",
+            "1-3",
+        ]
         commands.make_sounds(folder / name, *options, "--sample_rate", "16000", "--format", "wav")
     return folder
 
@@ -27,9 +37,15 @@ def test_learns_what_unseen_sounds_are_called(tmp_path: Path, data: Path) -> Non
     text = (commands.ROOT / "ds_configs" / "train_demo_cpu.json").read_text()
     content = json.loads(text.replace("runs/train_demo_data", str(data)))
     content["train_micro_batch_size_per_gpu"] = 16
-    content["scheduler"]["params"] |= {"total_num_steps": NUM_TRAIN * EPOCHS // 32, "warmup_num_steps": 10}
+    content["scheduler"]["params"] |= {
+        "total_num_steps": NUM_TRAIN * EPOCHS // 32,
+        "warmup_num_steps": 10,
+    }
     content["clap"]["evaluation"] |= {"every_steps": None, "retrieval": None}
-    content["clap"] |= {"train": {"epochs": float(EPOCHS)}, "output": {"dir": str(tmp_path / "runs")}}
+    content["clap"] |= {
+        "train": {"epochs": float(EPOCHS)},
+        "output": {"dir": str(tmp_path / "runs")},
+    }
     config = tmp_path / "demo.json"
     config.write_text(json.dumps(content))
     commands.train(config)

@@ -13,11 +13,21 @@ from clap_ds.training.train_state import Due, TrainPlan, TrainState
 
 
 @examples(deadline=None)
-@given(st.integers(1, 5000), st.integers(1, 500), st.integers(0, 5000), st.lists(st.integers(1, 3000), max_size=3))
-def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int, starts: list[int]) -> None:
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 500),
+    st.integers(0, 5000),
+    st.lists(st.integers(1, 3000), max_size=3),
+)
+def test_steps_are_those_a_run_takes(
+    total: int, per_step: int, done: int, starts: list[int]
+) -> None:
     batches = [per_step + number for number in range(len(starts))]
     ramp = [[start, batch] for start, batch in zip(sorted({0, *starts}), batches, strict=False)]
-    plan, state = TrainPlan(total, ramp[-1][1] if ramp else per_step, ramp=ramp), TrainState(samples=done)
+    plan, state = (
+        TrainPlan(total, ramp[-1][1] if ramp else per_step, ramp=ramp),
+        TrainState(samples=done),
+    )
     last, taken = plan.last_step(state), list[int]()
     while not plan.is_done(state):
         taken.append(plan.batch(state.samples))
@@ -27,7 +37,11 @@ def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int, start
 
 
 def test_a_ramp_is_of_samples() -> None:
-    plan, state, seen = TrainPlan(100, 32, ramp=[[0, 8], [20, 16], [50, 32]]), TrainState(), list[int]()
+    plan, state, seen = (
+        TrainPlan(100, 32, ramp=[[0, 8], [20, 16], [50, 32]]),
+        TrainState(),
+        list[int](),
+    )
     while not plan.is_done(state):
         plan.advance(state)
         seen.append(state.samples)
@@ -78,8 +92,14 @@ def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
         state = TrainState.from_json(state.to_json())  # another start
         assert state.saved_step == step
     assert state.best == {"top1": 0.6, "retrieval_loss": 0.1}
-    assert (state.time_to(wanted), state.time_to({}), state.time_to({"top1": 0.5})) == (4.0, None, None)
-    assert state.reached(wanted) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"
+    assert (state.time_to(wanted), state.time_to({}), state.time_to({"top1": 0.5})) == (
+        4.0,
+        None,
+        None,
+    )
+    assert (
+        state.reached(wanted) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"
+    )
     assert state.reached({}) is None
 
 

@@ -22,7 +22,15 @@ def environment(**more: str) -> dict[str, str]:
 
 def deepspeed_launcher() -> list[str]:
     """Return the launcher's command for two local ranks."""
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -33,8 +41,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
-    """Write an fp32 training run of the micro preset that logs every step; runs and checkpoints go to `folder`. `changes`: as
-    for `micro_run`, with `clap.train` merged into the defaults here."""
+    """Write an fp32 training run of the micro preset that logs every step; runs and checkpoints go
+    to `folder`. `changes`: as for `micro_run`, with `clap.train` merged into the defaults here."""
     clap = {"output": {"dir": str(folder / "runs")}, **changes.pop("clap", {})}
     clap["train"] = {"log_every_steps": 1, **clap.get("train", {})}
     plan = {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -57,9 +65,12 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 
 
 class RunningRanks:
-    """Ranks of one run as separate processes, which can be signaled alone; `constants`: as for `processes.Command`."""
+    """Ranks of one run as separate processes, which can be signaled alone; `constants`: as for
+    `processes.Command`."""
 
-    def __init__(self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None
+    ) -> None:
         self.config = config
         # Without a launcher, other ranks continue after one has ended.
         brief = {"clap_ds.distributed.init.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
@@ -105,8 +116,14 @@ def summaries(config: Path) -> list[dict[str, Any]]:
 
 def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl` of all starts."""
-    files = [path for directory in run_directories(config) if (path := directory / "metrics.jsonl").exists()]
-    texts = (line for path in files for line in path.read_text().split("\n")[:-1])  # the last may be incomplete
+    files = [
+        path
+        for directory in run_directories(config)
+        if (path := directory / "metrics.jsonl").exists()
+    ]
+    texts = (
+        line for path in files for line in path.read_text().split("\n")[:-1]
+    )  # the last may be incomplete
     return [line for line in map(json.loads, texts) if line["phase"] == phase]
 
 

@@ -22,13 +22,18 @@ def make_checkpoint(
     contents: dict[str, bytes] | None = None,
     **told: Any,
 ) -> Path:
-    """Create a checkpoint like `Checkpointer.save`, without an engine. Default `contents` depend on the step; `told`
-    are further manifest fields."""
+    """Create a checkpoint like `Checkpointer.save`, without an engine. Default `contents` depend on
+    the step; `told` are further manifest fields."""
     contents = contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}
-    serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
+    serial = 1 + max(
+        (manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0
+    )
     fields = {"model": {}, "engine": {}, "tokenizer": tokenizer, "metrics": metrics or {}, **told}
     with checkpoint_files.begin(folder, step) as draft:
-        files = {name: checkpoint_files.write_file(draft / name, content) for name, content in contents.items()}
+        files = {
+            name: checkpoint_files.write_file(draft / name, content)
+            for name, content in contents.items()
+        }
         manifest = Manifest(serial, step, files=files, **fields)
         checkpoint_files.write_file(draft / "manifest.json", manifest.to_json().encode())
     return folder / draft.name
@@ -38,12 +43,18 @@ def checkpoint_of(
     model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None, **told: Any
 ) -> Path:
     """Create a checkpoint with a model's weights and a tokenizer by name or from a folder."""
-    contents = {"weights.safetensors": safetensors.torch.save(*to_safetensors(model.state_dict(), model.config))}
+    contents = {
+        "weights.safetensors": safetensors.torch.save(
+            *to_safetensors(model.state_dict(), model.config)
+        )
+    }
     if isinstance(tokenizer, Path):
         contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
         tokenizer = "tokenizer"
     sizes = model.config.model_dump(mode="json")
-    return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer, model=sizes, **told)
+    return make_checkpoint(
+        folder, step, contents=contents, tokenizer=tokenizer, model=sizes, **told
+    )
 
 
 def save_safetensors(model: ClapModel, path: Path) -> None:

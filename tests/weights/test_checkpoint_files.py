@@ -1,4 +1,5 @@
-"""Test that damaged checkpoints are rejected with reasons, and that a kill between operations leaves whole ones."""
+"""Test that damaged checkpoints are rejected with reasons, and that a kill between operations
+leaves whole ones."""
 
 import os
 from collections.abc import Callable
@@ -17,15 +18,27 @@ from clap_ds.weights.checkpoint_files import DamagedError, Manifest
 from tests.weights.fake_checkpoints import CONTENTS, flip_bit, make_checkpoint
 
 
-def test_what_is_written_is_found_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_is_found_and_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes").mkdir()
-    assert checkpoint_files.newest_good(tmp_path) is checkpoint_files.newest_good(tmp_path / "nowhere") is None
+    assert (
+        checkpoint_files.newest_good(tmp_path)
+        is checkpoint_files.newest_good(tmp_path / "nowhere")
+        is None
+    )
     path = make_checkpoint(tmp_path, 7, metrics={"zero_shot_top1": 0.5}, tokenizer="roberta-base")
     assert (
-        checkpoint_files.find_checkpoint(path) == checkpoint_files.newest_good(tmp_path) == tmp_path / "step-00000007"
+        checkpoint_files.find_checkpoint(path)
+        == checkpoint_files.newest_good(tmp_path)
+        == tmp_path / "step-00000007"
     )
     manifest = checkpoint_files.verify(path)
-    assert (manifest.step, manifest.metrics, manifest.tokenizer) == (7, {"zero_shot_top1": 0.5}, "roberta-base")
+    assert (manifest.step, manifest.metrics, manifest.tokenizer) == (
+        7,
+        {"zero_shot_top1": 0.5},
+        "roberta-base",
+    )
     contents = {name: content + b"7" for name, content in CONTENTS.items()}
     assert {name: (path / name).read_bytes() for name in manifest.files} == contents
     # A step that is saved again is the newest and overwrites nothing.
@@ -47,7 +60,11 @@ def _cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "reason"),
     [
-        (partial(flip_bit, position=3500), "weights.safetensors", r"weights\.safetensors has changed"),
+        (
+            partial(flip_bit, position=3500),
+            "weights.safetensors",
+            r"weights\.safetensors has changed",
+        ),
         (_cut, "state.safetensors", r"state\.safetensors has changed"),
         (Path.unlink, "weights.safetensors", r"weights\.safetensors: No such file"),
         (_cut, "manifest.json", "can't be read"),
@@ -56,7 +73,11 @@ def _cut(path: Path) -> None:
     ],
 )
 def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
-    tmp_path: Path, damage: Callable[[Path], None], name: str, reason: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    name: str,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     good, bad = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     damage(bad / name)
@@ -77,14 +98,18 @@ def test_the_best_good_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
         best("top1")
     for step, score in ((2, 0.2), (3, 0.3), (4, 0.1)):
         make_checkpoint(tmp_path / "top1", step, metrics={"m": score}, best_metric="m")
-        make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": score}, best_metric="retrieval_loss")
+        make_checkpoint(
+            tmp_path / "loss", step, metrics={"retrieval_loss": score}, best_metric="retrieval_loss"
+        )
     assert (best("top1"), best("loss")) == ("step-00000003", "step-00000004")
     flip_bit(tmp_path / "top1" / "step-00000003" / "weights.safetensors", 99)
     assert best("top1") == "step-00000002"
     assert "skipped" in capsys.readouterr().err
 
 
-def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, doomed = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
@@ -106,7 +131,9 @@ def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(tmp_path: Path, monk
         ([None, None, None], 2, 3, "12"),
     ],
 )
-def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, keep_best: int, kept: str) -> None:
+def test_the_last_and_the_best_stay(
+    scores: list[float | None], keep_last: int, keep_best: int, kept: str
+) -> None:
     told = [{} if score is None else {"m": score} for score in scores]
     made = [Manifest(at, 100 - at, {}, {}, None, each, {}) for at, each in enumerate(told)]
     manifests = {str(each.serial): each for each in reversed(made)}
@@ -125,9 +152,12 @@ def test_a_manifest_names_a_checkpoints_own_files_alone(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
-    "change", [{"serial": -1}, {"serial": 10**4299}, {"step": True}, {"step": 1.0}, {"serial": 2**53 + 1}]
+    "change",
+    [{"serial": -1}, {"serial": 10**4299}, {"step": True}, {"step": 1.0}, {"serial": 2**53 + 1}],
 )
-def test_a_manifest_with_an_impossible_number_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_manifest_with_an_impossible_number_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     manifest = replace(Manifest.read(make_checkpoint(tmp_path, 1)), **change)
     with pytest.raises(DamagedError, match="can't be read"):
         Manifest.from_json(manifest.to_json(), tmp_path)

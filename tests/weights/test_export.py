@@ -19,7 +19,12 @@ from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 import transformers  # isort: skip
 
 MICRO = load_preset("micro")
-CAPTIONS = ["a dog barks twice", "the sound of RAIN, on a tin roof; then thunder", "ein Hund bellt – 犬", "hum"]
+CAPTIONS = [
+    "a dog barks twice",
+    "the sound of RAIN, on a tin roof; then thunder",
+    "ein Hund bellt – 犬",
+    "hum",
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +58,46 @@ def test_transformers_gives_the_same_embeddings(tokenizer: Path, tmp_path: Path)
     model.logit_scale_text.fill_(3.0)  # untrained
     checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer)
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
-    theirs, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, report = transformers.ClapModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
-    inputs = processor(text=CAPTIONS, audio=sounds(), sampling_rate=48000, return_tensors="pt", padding=True)
+    inputs = processor(
+        text=CAPTIONS, audio=sounds(), sampling_rate=48000, return_tensors="pt", padding=True
+    )
     ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
-    assert torch.equal(processor(text=CAPTIONS, return_tensors="pt", padding="max_length")["input_ids"], ids)
+    assert torch.equal(
+        processor(text=CAPTIONS, return_tensors="pt", padding="max_length")["input_ids"], ids
+    )
     near = torch.testing.assert_close
     with torch.no_grad():
         output = theirs(**inputs)
-        audio, text = model.encode_audio(torch.from_numpy(np.stack(sounds()))), model.encode_text(ids, mask)
+        audio, text = (
+            model.encode_audio(torch.from_numpy(np.stack(sounds()))),
+            model.encode_text(ids, mask),
+        )
         read_back = load_weights(tmp_path / "out").build().eval().encode_text(ids, mask)
     scores = model.logit_scale.exp().detach() * audio @ text.T
     near(output.audio_embeds, audio, atol=1e-4, rtol=0)  # limited by the front ends' difference
     for found in (output.text_embeds, read_back):
         near(found, text, atol=2e-6, rtol=0)
-    assert min(float((each[0] - each[1]).abs().max()) for each in (audio, text)) > 0.01  # else it would be weak
+    assert (
+        min(float((each[0] - each[1]).abs().max()) for each in (audio, text)) > 0.01
+    )  # else it would be weak
     near(output.logits_per_audio, scores, atol=1e-2, rtol=0)
     near(output.logits_per_text, scores.T, atol=1e-2, rtol=0)
     (tmp_path / "file").touch()
-    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {(tmp_path / "file").stat().st_mode}
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {
+        (tmp_path / "file").stat().st_mode
+    }
 
 
 def test_what_transformers_cannot_express_is_refused_with_every_reason() -> None:
-    changes = {"num_samples": 48001, "projection": ProjectionConfig(hidden_dim=48, bias=True, activation="relu")}
+    changes = {
+        "num_samples": 48001,
+        "projection": ProjectionConfig(hidden_dim=48, bias=True, activation="relu"),
+    }
     towers = {
         "audio": MICRO.audio.model_copy(update=changes),
         "text": MICRO.text.model_copy(update={"pooling": "mean"}),
@@ -89,11 +110,15 @@ def test_what_transformers_cannot_express_is_refused_with_every_reason() -> None
 
 
 @pytest.mark.parametrize("form", ["transformers", "open_clip"])
-def test_a_run_of_an_open_clip_model_is_refused_with_the_file_that_open_clip_loads(form: str, tmp_path: Path) -> None:
+def test_a_run_of_an_open_clip_model_is_refused_with_the_file_that_open_clip_loads(
+    form: str, tmp_path: Path
+) -> None:
     model = random_model()
     model.config = MICRO.model_copy(update={"name": "open_clip:CLAP-HTSAT-tiny"})
     path = checkpoint_of(model, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"create_model\('CLAP-HTSAT-tiny', pretrained='.*'\)$") as refusal:
+    with pytest.raises(
+        ValueError, match=r"create_model\('CLAP-HTSAT-tiny', pretrained='.*'\)$"
+    ) as refusal:
         export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", form])
     assert f"pretrained='{path}/weights.safetensors'" in str(refusal.value)
     assert "projection" not in str(refusal.value)
@@ -107,15 +132,23 @@ def test_captions_are_cut_at_the_trained_length(
         "best_metric": "zero_shot_top1",
         "metrics": {"zero_shot_top1": 0.5},
     }
-    path = checkpoint_of(random_model(learns_bias=True), tmp_path / "run", 3, tokenizer=tokenizer, **told)
-    checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
+    path = checkpoint_of(
+        random_model(learns_bias=True), tmp_path / "run", 3, tokenizer=tokenizer, **told
+    )
+    checkpoint_of(
+        random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}}
+    )
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
     said = capsys.readouterr().out
     for part in (f"{path}, step 3, zero_shot_top1 0.5", "truncated to 12 tokens"):
         assert part in said
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
     # As in the note; plain truncation=True would also reach the front end, with another meaning.
-    asked = {"text_kwargs": {"padding": True, "truncation": True}, "sampling_rate": 48000, "return_tensors": "pt"}
+    asked = {
+        "text_kwargs": {"padding": True, "truncation": True},
+        "sampling_rate": 48000,
+        "return_tensors": "pt",
+    }
     inputs = processor(text=["rain " * 400], audio=sounds()[0], **asked)
     expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
     assert torch.equal(inputs["input_ids"], expected)
@@ -131,7 +164,10 @@ def test_captions_of_unknown_length_are_cut_alike_by_the_exported_processor_and_
     tokenizer: Path, tmp_path: Path
 ) -> None:
     longer = MICRO.text.model_copy(update={"max_positions": 130})
-    save_safetensors(random_model(MICRO.model_copy(update={"text": longer})), source := tmp_path / "m.safetensors")
+    save_safetensors(
+        random_model(MICRO.model_copy(update={"text": longer})),
+        source := tmp_path / "m.safetensors",
+    )
     export.main([str(source), str(tmp_path / "out"), "--tokenizer", str(tokenizer)])
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
     cut = {"padding": True, "truncation": True}
@@ -142,7 +178,9 @@ def test_captions_of_unknown_length_are_cut_alike_by_the_exported_processor_and_
         assert torch.equal(tokenize(["rain " * 400], clap.tokenizer, clap.context_length)[0], ids)
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_nothing_half_written_stays(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     path = checkpoint_of(random_model(), tmp_path / "run", tokenizer=tokenizer)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")

@@ -40,10 +40,17 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def without_classifier(model: ClapModel) -> dict[str, Tensor]:
     """Return the state that transformers' CLAP also has."""
     held = ("audio.tscam_conv.", "audio.head.")
-    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)}
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)
+    }
 
 
-FRONT_END: dict[str, Any] = {"feature_size": 16, "max_length_s": 1, "frequency_min": 50, "truncation": "rand_trunc"}
+FRONT_END: dict[str, Any] = {
+    "feature_size": 16,
+    "max_length_s": 1,
+    "frequency_min": 50,
+    "truncation": "rand_trunc",
+}
 
 
 def save_clap(folder: Path, *, fusion: bool = False) -> transformers.ClapModel:
@@ -59,7 +66,8 @@ def save_clap(folder: Path, *, fusion: bool = False) -> transformers.ClapModel:
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
-    """Save a micro `transformers.ClapModel` with transformers, including its text epsilon of 1e-12."""
+    """Save a micro `transformers.ClapModel` with transformers, including its text epsilon of
+    1e-12."""
     save_clap(tmp_path / "hf")
     transformers.ClapFeatureExtractor(**FRONT_END).save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
@@ -68,11 +76,15 @@ def hf_folder(tmp_path: Path) -> Path:
 def test_transformers_to_ours_and_back_is_exact(hf_folder: Path, tmp_path: Path) -> None:
     model = load_transformers(hf_folder).build()
     save_transformers(model, tmp_path / "back")
-    there, back = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
+    there, back = (
+        load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back")
+    )
     assert_same(back, {**there, "logit_scale_t": there["logit_scale_a"]})  # the trained one
     assert model.config.audio == MICRO.audio
     assert model.config.text.layer_norm_eps == 1e-12
-    transformers.ClapModel.from_pretrained(hf_folder).save_pretrained(hf_folder, max_shard_size="50KB")
+    transformers.ClapModel.from_pretrained(hf_folder).save_pretrained(
+        hf_folder, max_shard_size="50KB"
+    )
     (hf_folder / "model.safetensors").unlink()
     assert len(list(hf_folder.glob("model-*.safetensors"))) > 1
     assert_same(load_transformers(hf_folder).build().state_dict(), model.state_dict())
@@ -84,18 +96,26 @@ def test_ours_to_transformers_and_back_is_exact(tmp_path: Path, dtype: torch.dty
     save_transformers(model, tmp_path)
     again = load_transformers(tmp_path).build().to(dtype)
     assert_same(without_classifier(again), without_classifier(model))
-    assert again.config.model_dump(exclude={"name", "text"}) == MICRO.model_dump(exclude={"name", "text"})
+    assert again.config.model_dump(exclude={"name", "text"}) == MICRO.model_dump(
+        exclude={"name", "text"}
+    )
 
 
 def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
     theirs = save_clap(tmp_path / "hf", fusion=True)
-    transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1).save_pretrained(tmp_path / "hf")
+    transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1).save_pretrained(
+        tmp_path / "hf"
+    )
     model = load_transformers(tmp_path / "hf").build()
     save_transformers(model, tmp_path / "back")
     back = transformers.ClapModel.from_pretrained(tmp_path / "back")
     assert (model.config.audio.fusion, back.config.audio_config.enable_fusion) == (True, True)
-    assert_same(back.state_dict(), {**theirs.state_dict(), "logit_scale_t": theirs.logit_scale_a.detach()})
-    assert transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back").truncation == "fusion"
+    assert_same(
+        back.state_dict(), {**theirs.state_dict(), "logit_scale_t": theirs.logit_scale_a.detach()}
+    )
+    assert (
+        transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back").truncation == "fusion"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +125,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-SLOW = FRONT_END | {"sampling_rate": 16000, "hop_length": 160, "fft_window_size": 512, "frequency_max": 8000.0}
+SLOW = FRONT_END | {
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "fft_window_size": 512,
+    "frequency_max": 8000.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +158,9 @@ def test_folders_saved_by_transformers_are_read_with_their_front_end(
         assert load_preset(str(folder)) == load_weights(folder).config
         with torch.no_grad():
             theirs = model(**inputs, input_ids=torch.tensor([[0, 2]])).audio_embeds[0]
-        ours = torch.from_numpy(clap_ds.load(folder, device="cpu").embed_audio(sound.numpy(), extractor.sampling_rate))
+        ours = torch.from_numpy(
+            clap_ds.load(folder, device="cpu").embed_audio(sound.numpy(), extractor.sampling_rate)
+        )
         assert float(ours[0] @ theirs) > 0.999999
 
 
@@ -144,12 +171,18 @@ def change_front_end(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_of_two_front_ends_the_one_that_transformers_prefers_is_read(tokenizer: Any, tmp_path: Path) -> None:
+def test_of_two_front_ends_the_one_that_transformers_prefers_is_read(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     save_clap(tmp_path)
-    transformers.ClapProcessor(transformers.ClapFeatureExtractor(**SLOW), tokenizer).save_pretrained(tmp_path)
+    transformers.ClapProcessor(
+        transformers.ClapFeatureExtractor(**SLOW), tokenizer
+    ).save_pretrained(tmp_path)
     transformers.ClapFeatureExtractor(**FRONT_END).save_pretrained(tmp_path)
     for sample_rate in (16000, 48000):
-        assert transformers.ClapFeatureExtractor.from_pretrained(tmp_path).sampling_rate == sample_rate
+        assert (
+            transformers.ClapFeatureExtractor.from_pretrained(tmp_path).sampling_rate == sample_rate
+        )
         assert load_preset(str(tmp_path)).audio.sample_rate == sample_rate
         # A processor of version 4 names only its class.
         (tmp_path / "processor_config.json").write_text('{"processor_class": "ClapProcessor"}')
@@ -157,12 +190,19 @@ def test_of_two_front_ends_the_one_that_transformers_prefers_is_read(tokenizer: 
 
 def test_every_field_of_a_front_end_is_mapped_or_refused(tokenizer: Any, tmp_path: Path) -> None:
     save_clap(tmp_path)
-    processor = transformers.ClapProcessor(transformers.ClapFeatureExtractor(**FRONT_END), tokenizer)
+    processor = transformers.ClapProcessor(
+        transformers.ClapFeatureExtractor(**FRONT_END), tokenizer
+    )
     processor.save_pretrained(tmp_path)
     path = tmp_path / "processor_config.json"
     whole = path.read_text()
     config = load_preset(str(tmp_path))
-    changes: dict[str, Any] = {"padding": "pad", "padding_side": "left", "truncation": "fusion", "top_db": 80}
+    changes: dict[str, Any] = {
+        "padding": "pad",
+        "padding_side": "left",
+        "truncation": "fusion",
+        "top_db": 80,
+    }
     changes |= {"return_attention_mask": True, "feature_extractor_type": "WhisperFeatureExtractor"}
     fields = json.loads(whole)["feature_extractor"]
     assert len(fields) > 15
@@ -177,7 +217,9 @@ def test_every_field_of_a_front_end_is_mapped_or_refused(tokenizer: Any, tmp_pat
             named = "nb_frequency_bins" if field == "fft_window_size" else named
             assert f"{path}: {named} is" in str(error), field  # noqa: PT017
     path.write_text(whole)
-    change_front_end(path, chunk_length_s=10, n_fft=1024, processor_class="ClapProcessor")  # in published files, unused
+    change_front_end(
+        path, chunk_length_s=10, n_fft=1024, processor_class="ClapProcessor"
+    )  # in published files, unused
     assert load_preset(str(tmp_path)) == config
 
 
@@ -195,7 +237,11 @@ def test_without_a_front_end_the_assumed_one_is_printed_by_the_first_rank(
 
 KEY = "audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"
 WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
-    ("audio_config", {"enable_fusion": True, "fusion_type": "channel_map"}, "fusion_type is 'channel_map'"),
+    (
+        "audio_config",
+        {"enable_fusion": True, "fusion_type": "channel_map"},
+        "fusion_type is 'channel_map'",
+    ),
     ("audio_config", {"patch_size": [4, 2]}, "patch_stride is"),
     ("text_config", {"pad_token_id": 0}, "text_config.pad_token_id is 0"),
     ("", {"model_type": "bert"}, "model_type 'bert'"),
@@ -206,7 +252,11 @@ WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
         r"unexpected: \S*mel_conv2d\.weight$",
     ),
     (
-        {KEY: None, "surplus.weight": torch.zeros(2), "audio_projection.linear2.bias": torch.zeros(31)},
+        {
+            KEY: None,
+            "surplus.weight": torch.zeros(2),
+            "audio_projection.linear2.bias": torch.zeros(31),
+        },
         rf"missing: {KEY}\. unexpected: surplus\.weight\. .*audio_projection\.linear2\.bias \(31,\) instead of \(32,\)",
     ),
 ]
@@ -217,7 +267,9 @@ def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
         assert load_preset(str(path)) == load_transformers(hf_folder).config
     state = load_file(hf_folder / "model.safetensors")
     for tensors, reason in WRONG_TENSORS:
-        changed = {name: tensor for name, tensor in {**state, **tensors}.items() if tensor is not None}
+        changed = {
+            name: tensor for name, tensor in {**state, **tensors}.items() if tensor is not None
+        }
         save_file(changed, hf_folder / "model.safetensors")
         with pytest.raises(ValueError, match=reason):
             load_transformers(hf_folder)
@@ -233,7 +285,9 @@ def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
 
 
 def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
-    mean = MICRO.model_copy(update={"name": "other", "text": MICRO.text.model_copy(update={"pooling": "mean"})})
+    mean = MICRO.model_copy(
+        update={"name": "other", "text": MICRO.text.model_copy(update={"pooling": "mean"})}
+    )
     for config in (mean, MICRO):
         model = random_model(config)
         save_safetensors(model, tmp_path / "clap.safetensors")
@@ -245,7 +299,8 @@ def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
 
 
 def test_the_published_layouts_have_configurations() -> None:
-    """transformers' defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
+    """transformers' defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a
+    joint space of 512."""
 
     def sizes(**config: Any) -> ClapConfig:
         return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict()), "hf")

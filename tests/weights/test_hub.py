@@ -58,7 +58,9 @@ def test_places_are_asked_in_turn(
 
 
 def pretrained_folder(path: Path, **changes) -> str:
-    config = transformers.RobertaConfig(**{**MICRO_TEXT, "layer_norm_eps": 1e-5, "type_vocab_size": 1, **changes})
+    config = transformers.RobertaConfig(
+        **{**MICRO_TEXT, "layer_norm_eps": 1e-5, "type_vocab_size": 1, **changes}
+    )
     transformers.RobertaModel(config).save_pretrained(path)
     return str(path)
 
@@ -74,18 +76,26 @@ def test_pretrained_weights_come_from_the_named_place(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.state_dict().keys() == expected.keys()
     for found in towers:
-        of = {kind: [each for each in found.modules() if isinstance(each, kind)] for kind in (nn.Dropout, nn.LayerNorm)}
+        of = {
+            kind: [each for each in found.modules() if isinstance(each, kind)]
+            for kind in (nn.Dropout, nn.LayerNorm)
+        }
         assert {each.p for each in of[nn.Dropout]} == {0.2}
         assert {each.eps for each in of[nn.LayerNorm]} == {1e-5}
 
 
-def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(tmp_path: Path) -> None:
+def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(
+    tmp_path: Path,
+) -> None:
     other = pretrained_folder(tmp_path / "other", num_hidden_layers=1, vocab_size=100)
     transformers.BertModel(transformers.BertConfig(**MICRO_TEXT)).save_pretrained(tmp_path / "bert")
     for name, message in (
         (str(tmp_path / "bert"), r"model_type bert \(expected roberta\)"),
         (other, r"vocab_size 100 \(expected 512\), num_hidden_layers 1 \(expected 2\)"),
-        ("clap-ds-tests/no-such-checkpoint", "pretrained_text: no weights 'clap-ds-tests/no-such-.*HF_HUB_OFFLINE"),
+        (
+            "clap-ds-tests/no-such-checkpoint",
+            "pretrained_text: no weights 'clap-ds-tests/no-such-.*HF_HUB_OFFLINE",
+        ),
         ("/no/such/folder", "pretrained_text: no weights '/no/such/folder'; tried: no such folder"),
         (MICRO.hub_name, "hub_name is empty"),
     ):

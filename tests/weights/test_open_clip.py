@@ -1,4 +1,5 @@
-"""Test reading and writing open_clip's models. `benchmarks/open_clip_parity.py` compares embeddings with open_clip's own."""
+"""Test reading and writing open_clip's models. `benchmarks/open_clip_parity.py` compares embeddings
+with open_clip's own."""
 
 import hashlib
 import json
@@ -19,7 +20,9 @@ from clap_ds.weights.tokenizer import train_tokenizer
 from tests.weights.fake_checkpoints import checkpoint_of
 from tests.weights.test_export import MICRO, random_model
 
-NAMED = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"hub_name": "roberta-base"})})
+NAMED = MICRO.model_copy(
+    update={"text": MICRO.text.model_copy(update={"hub_name": "roberta-base"})}
+)
 FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion": True})})
 
 
@@ -35,39 +38,69 @@ FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion
 def test_names_shapes_and_types_are_open_clips(preset: str, digest: str) -> None:
     with torch.device("meta"):
         model = ClapModel(load_preset(preset))
-    lines = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in open_clip.to_open_clip(model).items()]
+    lines = [
+        f"{name} {tuple(each.shape)} {each.dtype}"
+        for name, each in open_clip.to_open_clip(model).items()
+    ]
     assert hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16] == digest
 
 
 def test_exported_front_end_is_ours() -> None:
     """open_clip loads its front end's filters from the file."""
     model, waveform = ClapModel(MICRO), torch.randn(1, 48000) / 10
-    parts = {name.rpartition("extractor.")[2]: each for name, each in open_clip.to_open_clip(model).items()}
+    parts = {
+        name.rpartition("extractor.")[2]: each
+        for name, each in open_clip.to_open_clip(model).items()
+    }
     padded = F.pad(waveform, (512, 512), mode="reflect")[:, None]
-    real, imaginary = (F.conv1d(padded, parts[f"stft.conv_{part}.weight"], stride=480) for part in ("real", "imag"))
+    real, imaginary = (
+        F.conv1d(padded, parts[f"stft.conv_{part}.weight"], stride=480) for part in ("real", "imag")
+    )
     power_BTF = (real.square() + imaginary.square()).transpose(1, 2) @ parts["melW"]
-    torch.testing.assert_close(10 * power_BTF.clamp(min=1e-10).log10(), model.mel(waveform), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        10 * power_BTF.clamp(min=1e-10).log10(), model.mel(waveform), atol=1e-3, rtol=0
+    )
 
 
 def test_sizes_are_in_open_clips_words() -> None:
     found = open_clip.model_cfg(load_preset("clap_htsat_tiny_roberta_base_fused"), 77)
     audio, text = found.pop("audio_cfg"), found.pop("text_cfg")
     assert found == {"embed_dim": 512}
-    expected: dict[str, Any] = {"model_name": "tiny", "clip_samples": 480000, "hop_size": 480, "proj_act": "relu"}
-    assert audio.items() >= (expected | {"enable_fusion": True, "fmin": 50, "class_num": 527}).items()
-    expected = {"hf_model_name": "roberta-base", "hf_pooler_type": "cls_pooler", "hf_proj_type": "clap_mlp"}
+    expected: dict[str, Any] = {
+        "model_name": "tiny",
+        "clip_samples": 480000,
+        "hop_size": 480,
+        "proj_act": "relu",
+    }
+    assert (
+        audio.items() >= (expected | {"enable_fusion": True, "fmin": 50, "class_num": 527}).items()
+    )
+    expected = {
+        "hf_model_name": "roberta-base",
+        "hf_pooler_type": "cls_pooler",
+        "hf_proj_type": "clap_mlp",
+    }
     assert text.items() >= expected.items()
     for size in ("tiny", "base", "large"):
         found = open_clip.model_cfg(load_preset(f"htsat_{size}_roberta_base"), 77)
         assert found["audio_cfg"]["model_name"] == size
-        assert (found["text_cfg"]["hf_pooler_type"], found["text_cfg"]["hf_proj_type"]) == ("mean_pooler", "mlp")
-    with pytest.raises(ValueError, match=r"demo .*not HTSAT-tiny.*; its text projection .*; .* no hub_name"):
+        assert (found["text_cfg"]["hf_pooler_type"], found["text_cfg"]["hf_proj_type"]) == (
+            "mean_pooler",
+            "mlp",
+        )
+    with pytest.raises(
+        ValueError, match=r"demo .*not HTSAT-tiny.*; its text projection .*; .* no hub_name"
+    ):
         open_clip.model_cfg(load_preset("demo"), 77)
 
 
 @pytest.mark.parametrize("learns_bias", [False, True])
-def test_an_exported_folder_loads_as_it_was(learns_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_clip, "_VARIANTS", {"micro": (MICRO.audio.embed_dim, MICRO.audio.depths)})
+def test_an_exported_folder_loads_as_it_was(
+    learns_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        open_clip, "_VARIANTS", {"micro": (MICRO.audio.embed_dim, MICRO.audio.depths)}
+    )
     monkeypatch.setattr(open_clip, "_FIXED", {})
     model = random_model(NAMED, learns_bias=learns_bias)
     settings = {"clap": {"context_length": 12}}
@@ -80,13 +113,16 @@ def test_an_exported_folder_loads_as_it_was(learns_bias: bool, tmp_path: Path, m
     state, metadata = open_clip.to_open_clip(model), {"epoch": 3, "optimizer": {}}
     assert state["logit_scale"].shape == ()
     torch.save(
-        {**metadata, "state_dict": {f"module.{name}": each for name, each in state.items()}}, tmp_path / "epoch_3.pt"
+        {**metadata, "state_dict": {f"module.{name}": each for name, each in state.items()}},
+        tmp_path / "epoch_3.pt",
     )
     for source in (tmp_path / "out", file, tmp_path / "epoch_3.pt"):
         found = load_weights(source)
         assert (found.config, found.loss_kind) == (MICRO, "sigmoid" if learns_bias else "softmax")
         assert found.tokenizer == (str(source) if source.is_dir() else None)
-        assert found.longest_caption == (12 if source.is_dir() else 64)  # of 64 positions; LAION's 77 are more
+        assert found.longest_caption == (
+            12 if source.is_dir() else 64
+        )  # of 64 positions; LAION's 77 are more
         own = model.state_dict()
         assert found.state.keys() == own.keys() - {"logit_scale_text"}
         assert all(torch.equal(each, own[name]) for name, each in found.state.items())
@@ -98,7 +134,10 @@ def test_htsats_own_weights_start_an_audio_tower(
     config: ClapConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, started = random_model(), ClapModel(config)
-    theirs = {name.replace("audio.encoder.", "sed_model."): t for name, t in open_clip.to_open_clip(source).items()}
+    theirs = {
+        name.replace("audio.encoder.", "sed_model."): t
+        for name, t in open_clip.to_open_clip(source).items()
+    }
     lightning = types.ModuleType("pytorch_lightning")
     lightning.ModelCheckpoint = type("ModelCheckpoint", (), {"__module__": lightning.__name__})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, lightning.__name__, lightning)

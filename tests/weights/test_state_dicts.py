@@ -26,29 +26,50 @@ TO_LAION = """audio_model.audio_encoder audio_branch, attention.self attn, atten
 intermediate.dense mlp.fc1, output.dense mlp.fc2, layernorm_before norm1, layernorm_after norm2, batch_norm bn0"""
 
 
-def saved_front_end(window: str = "hann", size: int = 1024, rate: int = 48000, fmin: float = 50) -> dict[str, Tensor]:
+def saved_front_end(
+    window: str = "hann", size: int = 1024, rate: int = 48000, fmin: float = 50
+) -> dict[str, Tensor]:
     """Compute what LAION-CLAP saves of torchlibrosa, in float64 as there."""
     waves_NK = np.fft.rfft(np.diag(window_function(size, window)), axis=0)
-    filters = mel_filter_bank(size // 2 + 1, 16, fmin, 14000, rate, norm="slaney", mel_scale="slaney")
-    parts = {"spectrogram_extractor.stft.conv_real.weight": waves_NK.real[:, None], "logmel_extractor.melW": filters}
+    filters = mel_filter_bank(
+        size // 2 + 1, 16, fmin, 14000, rate, norm="slaney", mel_scale="slaney"
+    )
+    parts = {
+        "spectrogram_extractor.stft.conv_real.weight": waves_NK.real[:, None],
+        "logmel_extractor.melW": filters,
+    }
     parts |= {"spectrogram_extractor.stft.conv_imag.weight": waves_NK.imag[:, None]}
-    return {f"audio_branch.{name}": torch.from_numpy(value).float() for name, value in parts.items()}
+    return {
+        f"audio_branch.{name}": torch.from_numpy(value).float() for name, value in parts.items()
+    }
 
 
 def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Build a LAION-CLAP state dict from a transformers one, renamed by hand, with LAION's additional parts."""
+    """Build a LAION-CLAP state dict from a transformers one, renamed by hand, with LAION's
+    additional parts."""
     named: dict[str, Tensor] = {}
     for name, tensor in source.items():
         if name.startswith("audio_model"):
             if ".self.key." in name or ".self.value." in name:
                 continue
             if ".self.query." in name:
-                tensor = torch.cat([source[name.replace("query", part)] for part in ("query", "key", "value")])
+                tensor = torch.cat(
+                    [source[name.replace("query", part)] for part in ("query", "key", "value")]
+                )
                 name = name.replace("self.query", "self.qkv")
             for pair in TO_LAION.split(","):
                 name = name.replace(*pair.split())
-        named[name.replace("text_model", "text_branch").replace("linear1", "0").replace("linear2", "2")] = tensor
-    shapes = {"tscam_conv.weight": (7, 32, 2, 3), "tscam_conv.bias": (7,), "head.weight": (7, 7), "head.bias": (7,)}
+        named[
+            name.replace("text_model", "text_branch")
+            .replace("linear1", "0")
+            .replace("linear2", "2")
+        ] = tensor
+    shapes = {
+        "tscam_conv.weight": (7, 32, 2, 3),
+        "tscam_conv.bias": (7,),
+        "head.weight": (7, 7),
+        "head.bias": (7,),
+    }
     shapes |= {"layers.0.blocks.1.attn_mask": (4, 64, 64)}
     named |= {f"audio_branch.{name}": torch.randn(shape) for name, shape in shapes.items()}
     named |= saved_front_end()
@@ -64,7 +85,13 @@ def published(state: dict[str, Any]) -> dict[str, Any]:
         "param_groups": [{"lr": np.float32(1e-4), "betas": (0.9, 0.98)}],
     }
     wrapped = OrderedDict((f"module.{name}", tensor) for name, tensor in state.items())
-    return {"epoch": np.int64(15), "name": "run", "optimizer": optimizer, "scaler": {}, "state_dict": wrapped}
+    return {
+        "epoch": np.int64(15),
+        "name": "run",
+        "optimizer": optimizer,
+        "scaler": {},
+        "state_dict": wrapped,
+    }
 
 
 def save_legacy(content: Any, path: Path) -> None:
@@ -88,19 +115,24 @@ def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., Non
             model = found.build()
             assert found.config == MICRO
             assert_same(without_classifier(model), without_classifier(expected))
-            assert torch.equal(model.audio.tscam_conv.weight, bare["audio_branch.tscam_conv.weight"])
+            assert torch.equal(
+                model.audio.tscam_conv.weight, bare["audio_branch.tscam_conv.weight"]
+            )
             assert torch.equal(model.audio.head.bias, bare["audio_branch.head.bias"])
 
 
 @pytest.fixture(scope="module")
 def laion() -> dict[str, Tensor]:
-    """Return a state dict with LAION's names and without the constants and transforms that LAION's training saves."""
+    """Return a state dict with LAION's names and without the constants and transforms that LAION's
+    training saves."""
     torch.manual_seed(2)
     return to_names(ClapModel(MICRO).state_dict(), laion_names) | saved_front_end()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_front_end_in_any_precision_is_accepted(tmp_path: Path, laion: dict[str, Tensor], dtype: torch.dtype) -> None:
+def test_front_end_in_any_precision_is_accepted(
+    tmp_path: Path, laion: dict[str, Tensor], dtype: torch.dtype
+) -> None:
     torch.save({name: tensor.to(dtype) for name, tensor in laion.items()}, tmp_path / "clap.pt")
     assert load_weights(tmp_path / "clap.pt").config == MICRO
 
@@ -108,7 +140,10 @@ def test_front_end_in_any_precision_is_accepted(tmp_path: Path, laion: dict[str,
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"size": 1536}, r"conv_real.*\(769, 1, 1536\).*\(513, 1, 1024\).*stft_window"),  # as HTSAT-tiny-win-1536
+        (
+            {"size": 1536},
+            r"conv_real.*\(769, 1, 1536\).*\(513, 1, 1024\).*stft_window",
+        ),  # as HTSAT-tiny-win-1536
         ({"window": "hamming"}, "conv_real"),
         ({"fmin": 0}, "melW"),
         ({"rate": 32000}, "melW"),
@@ -127,8 +162,12 @@ def test_another_front_end_is_refused_with_what_differs(
     assert load_weights(tmp_path / "htsat.ckpt", MICRO).is_audio_tower
 
 
-def test_a_preset_with_the_front_end_of_the_file_loads_it(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    config = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"stft_window": 1536})})
+def test_a_preset_with_the_front_end_of_the_file_loads_it(
+    tmp_path: Path, laion: dict[str, Tensor]
+) -> None:
+    config = MICRO.model_copy(
+        update={"audio": MICRO.audio.model_copy(update={"stft_window": 1536})}
+    )
     torch.save(laion | saved_front_end(size=1536), tmp_path / "clap.pt")
     assert load_weights(tmp_path / "clap.pt", config).config == config
 
@@ -173,25 +212,40 @@ def test_tensors_of_averaging_losses_and_optimizers_make_no_difference(
         assert load_weights(tmp_path / "clap.pt").config == MICRO
 
 
-def test_a_file_of_two_models_is_refused_with_their_prefixes(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    both = {f"{prefix}.{name}": tensor for prefix in ("model", "ema") for name, tensor in laion.items()}
+def test_a_file_of_two_models_is_refused_with_their_prefixes(
+    tmp_path: Path, laion: dict[str, Tensor]
+) -> None:
+    both = {
+        f"{prefix}.{name}": tensor for prefix in ("model", "ema") for name, tensor in laion.items()
+    }
     torch.save(both, tmp_path / "clap.pt")
     with pytest.raises(ValueError, match=r"2 models.*model\., ema\."):
         load_weights(tmp_path / "clap.pt")
 
 
 def test_towers_compiled_one_by_one_load(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    compiled = {name.replace("_branch.", "_branch._orig_mod."): tensor for name, tensor in laion.items()}
+    compiled = {
+        name.replace("_branch.", "_branch._orig_mod."): tensor for name, tensor in laion.items()
+    }
     torch.save({"module": compiled, "loss": torch.zeros(())}, tmp_path / "clap.pt")
     assert load_weights(tmp_path / "clap.pt").config == MICRO
 
 
 def test_a_missing_text_scale_is_no_obstacle(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    torch.save({name: tensor for name, tensor in laion.items() if name != "logit_scale_t"}, tmp_path / "clap.pt")
-    assert load_weights(tmp_path / "clap.pt").build().logit_scale.item() == laion["logit_scale_a"].item()
+    torch.save(
+        {name: tensor for name, tensor in laion.items() if name != "logit_scale_t"},
+        tmp_path / "clap.pt",
+    )
+    assert (
+        load_weights(tmp_path / "clap.pt").build().logit_scale.item()
+        == laion["logit_scale_a"].item()
+    )
 
 
-PANN = {"audio_branch.bn0.weight": torch.ones(64), "audio_branch.conv_block1.conv1.weight": torch.ones(64, 1, 3, 3)}
+PANN = {
+    "audio_branch.bn0.weight": torch.ones(64),
+    "audio_branch.conv_block1.conv1.weight": torch.ones(64, 1, 3, 3),
+}
 BERT = {"text_branch.embeddings.word_embeddings.weight": torch.ones(30522, 1)}
 MSCLAP = {
     "audio_encoder.base.htsat.bn0.weight": torch.ones(64),
@@ -222,7 +276,12 @@ def test_other_models_and_contents_are_named(tmp_path: Path, laion: dict[str, Te
 
 @pytest.mark.parametrize(
     "name",
-    ["clap_htsat_tiny_roberta_base", "laion_htsat_base_roberta_base", "clap_htsat_tiny_roberta_base_fused", "demo"],
+    [
+        "clap_htsat_tiny_roberta_base",
+        "laion_htsat_base_roberta_base",
+        "clap_htsat_tiny_roberta_base_fused",
+        "demo",
+    ],
 )
 def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
     tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
@@ -233,7 +292,10 @@ def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
     with torch.device("meta"):
         named = to_names(ClapModel(config).state_dict(), laion_names)
     # Zeros take no space in a file.
-    state = {key: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for key, tensor in named.items()}
+    state = {
+        key: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        for key, tensor in named.items()
+    }
     assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
     torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)
     found = load_weights(tmp_path / "clap.pt")
@@ -263,10 +325,18 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -
         ("exec", {"state_dict": {"module.a": [Reduced(exec, make)]}}),
         ("getattr", Reduced(Reduced(getattr, marker, "touch"))),
         ("torch.serialization.load", Reduced(torch.load, str(plain), None, None)),
-        ("open", Reduced(parts, Reduced(open, str(marker), "w"), 0, (1,), (1,), False, OrderedDict())),
+        (
+            "open",
+            Reduced(parts, Reduced(open, str(marker), "w"), 0, (1,), (1,), False, OrderedDict()),
+        ),
         ("PosixPath", {"args": Path("code")}),
     ):
-        torch.save(content, tmp_path / "clap.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=as_zip)
+        torch.save(
+            content,
+            tmp_path / "clap.pt",
+            pickle_protocol=protocol,
+            _use_new_zipfile_serialization=as_zip,
+        )
         with pytest.raises(ValueError, match=rf"it refers to \S*{name}"):
             load_weights(tmp_path / "clap.pt", MICRO)
         assert not marker.exists()

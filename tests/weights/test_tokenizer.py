@@ -24,7 +24,9 @@ def test_captions_are_framed_cut_and_padded(tokenizer_dir: str) -> None:
 
 
 @pytest.mark.parametrize("caption", ["</s> a <s><mask>", "🔔 鐘の音 café\n"])
-def test_every_script_and_what_looks_like_a_special_token_is_text(tokenizer_dir: str, caption: str) -> None:
+def test_every_script_and_what_looks_like_a_special_token_is_text(
+    tokenizer_dir: str, caption: str
+) -> None:
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
     input_ids, mask = tokenize([caption], tokenizer, 64)
     words = input_ids[0, 1 : int(mask.sum()) - 1].tolist()
@@ -32,7 +34,9 @@ def test_every_script_and_what_looks_like_a_special_token_is_text(tokenizer_dir:
     assert tokenizer.decode(words) == caption
 
 
-def test_tokenizers_that_do_not_fit_or_are_not_there_are_refused(tokenizer_dir: str, tmp_path: Path) -> None:
+def test_tokenizers_that_do_not_fit_or_are_not_there_are_refused(
+    tokenizer_dir: str, tmp_path: Path
+) -> None:
     size = len(AutoTokenizer.from_pretrained(tokenizer_dir))
     load_tokenizer(tokenizer_dir, vocab_size=size)
     other = AutoTokenizer.from_pretrained(tokenizer_dir)
@@ -41,7 +45,11 @@ def test_tokenizers_that_do_not_fit_or_are_not_there_are_refused(tokenizer_dir: 
     for name, vocab_size, message in (
         (tokenizer_dir, size - 1, f"ids up to {size - 1} .* below {size - 1}"),
         (str(tmp_path / "other"), 512, "pads with 3; expected .* 1 for padding"),
-        ("data/my/tokenizer", 512, f"no tokenizer 'data/my/tokenizer'.*no such folder.* {Path.cwd()}"),
+        (
+            "data/my/tokenizer",
+            512,
+            f"no tokenizer 'data/my/tokenizer'.*no such folder.* {Path.cwd()}",
+        ),
         (str(tmp_path), 512, "the folder .* holds no tokenizer"),
     ):
         with pytest.raises(ValueError, match=rf"clap\.data\.tokenizer: .*{message}"):

@@ -16,15 +16,33 @@ from string import Formatter
 from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import LONGEST_LINE, leads_outside, parse_json, read_bytes, read_object, refuse_duplicates
+from clap_ds.config.files import (
+    LONGEST_LINE,
+    leads_outside,
+    parse_json,
+    read_bytes,
+    read_object,
+    refuse_duplicates,
+)
 
 AUDIO_SUFFIXES = tuple(
     f".{name}"
     for name in "wav flac ogg oga mp3 mp2 opus aiff aif aifc au caf w64 m4a aac wma mp4 webm mka spx".split()  # noqa: SIM905
 )
 LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
-AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
-_CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ .]?\d*", re.IGNORECASE)
+AUDIO_COLUMNS = (
+    "path",
+    "audio_path",
+    "file",
+    "filename",
+    "file_name",
+    "audio",
+    "filepath",
+    "file_path",
+)
+_CAPTION_COLUMN = re.compile(
+    r"(caption|text|raw_text|sentence|description)s?[_ .]?\d*", re.IGNORECASE
+)
 
 MOST_OF_A_FILE = 2**30
 """Bytes of a list or an audio file."""
@@ -45,14 +63,18 @@ class Entry:
     def add(self, others: Sequence[Entry]) -> None:
         """Merge the captions and metadata of other entries of the same sound, which may be many."""
         entries = [self, *others]
-        self.captions = list(dict.fromkeys(caption for entry in entries for caption in entry.captions))
+        self.captions = list(
+            dict.fromkeys(caption for entry in entries for caption in entry.captions)
+        )
         columns: dict[str, dict[str, Any]] = defaultdict(dict)  # values by their JSON
         for entry in entries:
             for name in entry.more:
                 columns[name] |= {json.dumps(value): value for value in values_of(entry.more, name)}
         for name, values in columns.items():
             if len(values) > len(values_of(self.more, name)):
-                self.more[name] = [*values.values()] if len(values) > 1 else next(iter(values.values()))
+                self.more[name] = (
+                    [*values.values()] if len(values) > 1 else next(iter(values.values()))
+                )
 
 
 def values_of(row: Row, name: str) -> list[Any]:
@@ -63,19 +85,32 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 def add_columns(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("how to read a list (default: detected)").add_argument
-    add("--audio_column", metavar="NAME", help="read paths from this column, or a template such as '{id}_{start}.wav'")
-    add("--caption_columns", nargs="+", metavar="NAME", help="read captions or class names from these columns")
+    add(
+        "--audio_column",
+        metavar="NAME",
+        help="read paths from this column, or a template such as '{id}_{start}.wav'",
+    )
+    add(
+        "--caption_columns",
+        nargs="+",
+        metavar="NAME",
+        help="read captions or class names from these columns",
+    )
     more = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
     add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
-    add("--audio_root", type=Path, metavar="FOLDER", help="set the folder of relative paths (default: the list's)")
-    more = (
-        "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
+    add(
+        "--audio_root",
+        type=Path,
+        metavar="FOLDER",
+        help="set the folder of relative paths (default: the list's)",
     )
+    more = "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
     add("--follow_links", action="store_true", help=more)
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """Read the entries of a folder or list by the command's `options`, merging rows of the same file."""
+    """Read the entries of a folder or list by the command's `options`, merging rows of the same
+    file."""
     read = _read_folder if source.is_dir() else _read_list
     entries = merge((os.path.abspath(entry.path), entry) for entry in read(source, options))
     for entry in entries:
@@ -103,13 +138,16 @@ def read_paths(source: Path) -> list[Path]:
         rows, names = rows_of(source)
         audio = next(filter(is_of_audio, names), None)
         if audio is None:
-            raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
+            raise UserError(
+                f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}"
+            )
         paths = [path_in(row, audio) for _, row in rows]
     return [source.parent / path.strip() for path in paths if path.strip()]
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
-    """Read a list's rows, each with the number of its first line (in a JSON array, its own), and its column names."""
+    """Read a list's rows, each with the number of its first line (in a JSON array, its own), and
+    its column names."""
     suffix = source.suffix.lower()
     if suffix not in LIST_SUFFIXES:
         raise UserError(f"{source}: expected a folder, or a list in {', '.join(LIST_SUFFIXES)}")
@@ -140,13 +178,16 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
         # Absolute paths are in plain sight, and many published lists have them.
         problem = "" if Path(path).is_absolute() else _outside(folder / path, folder, options)
         more = {name: value for name, value in row.items() if value is not None and name != audio}
-        captions = options.caption_columns or find_caption_columns(more)  # rows of JSON may have other fields
+        captions = options.caption_columns or find_caption_columns(
+            more
+        )  # rows of JSON may have other fields
         texts, others = _divided(more, captions, options.multilabel_column)
         yield Entry(folder / path, texts, others, problem)
 
 
 def _outside(path: Path, folder: Path, options: Namespace) -> str:
-    """Return why a file may not be packed: it is elsewhere, such as a private file of whoever builds the shards. Else empty."""
+    """Return why a file may not be packed: it is elsewhere, such as a private file of whoever
+    builds the shards. Else empty."""
     if options.follow_links or "\0" in str(path) or not leads_outside(path, folder):
         return ""
     return f"{path.name} leads out of {folder} by a link or '..': if you trust that, pass --follow_links"
@@ -162,7 +203,8 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
-    """Read an object per line, or an array of objects: alone, or as the field `data` of WavCaps' lists."""
+    """Read an object per line, or an array of objects: alone, or as the field `data` of WavCaps'
+    lists."""
     try:
         content = parse_json(text, refuse_duplicates, allow_nan=True)
         if isinstance(content, dict):
@@ -196,20 +238,26 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
         complete = rf' *+(?:"(?:[^"]|"")*+"|[^ "{delimiter}\r\n][^{delimiter}\r\n]*+)?{delimiter}'
         from_wrong_field = re.sub(rf"\A(?:{complete})*+", "", "".join(lines[line - 1 :]))
         line = len(lines) + 1 - len(io.StringIO(from_wrong_field, newline="").readlines())
-        raise UserError(f"{source}:{line}: quotes of a field don't match: {error}, line {reader.line_num}") from None
+        raise UserError(
+            f"{source}:{line}: quotes of a field don't match: {error}, line {reader.line_num}"
+        ) from None
 
 
 def _headings(source: Path, cells: list[str]) -> list[str]:
     plain = ["".join(cell.split()).lower() for cell in cells]
     name, count = Counter(filter(None, plain)).most_common(1)[0] if any(plain) else ("", 0)
     if count > 1:
-        raise UserError(f"{source}: several columns are named {name!r}; expected one, and others as {name}_2")
+        raise UserError(
+            f"{source}: several columns are named {name!r}; expected one, and others as {name}_2"
+        )
     return [cell.strip() for cell in cells]
 
 
 def _row_of(place: str, names: list[str], cells: list[str]) -> Row:
     if len(cells) != len(names):
-        raise UserError(f"{place}: expected {len(names)} fields ({', '.join(names)}), found {len(cells)}")
+        raise UserError(
+            f"{place}: expected {len(names)} fields ({', '.join(names)}), found {len(cells)}"
+        )
     row = defaultdict[str, str](str)
     for name, cell in zip(names, cells, strict=True):
         row[name] += cell  # several columns may have no name
@@ -225,15 +273,21 @@ def _find_audio_column(source: Path, names: list[str], options: Namespace) -> st
     for option, columns in (
         ("--audio_column", _columns_in(audio) or [audio or "path"]),
         ("--multilabel_column", options.multilabel_column),
-        ("--caption_columns", options.caption_columns or find_caption_columns(names) or ["caption"]),
+        (
+            "--caption_columns",
+            options.caption_columns or find_caption_columns(names) or ["caption"],
+        ),
     ):
         if missing := [name for name in columns if name not in names]:
-            raise UserError(f"{source}: no column {missing[0]!r}; set {option}{did_you_mean(missing[0], names)}")
+            raise UserError(
+                f"{source}: no column {missing[0]!r}; set {option}{did_you_mean(missing[0], names)}"
+            )
     return audio
 
 
 def find_caption_columns(names: Iterable[str]) -> list[str]:
-    """Return the columns named caption, caption_1, …, or without any those named text, description and the like."""
+    """Return the columns named caption, caption_1, …, or without any those named text, description
+    and the like."""
     columns = list(filter(_CAPTION_COLUMN.fullmatch, names))
     return [name for name in columns if name.lower().startswith("caption")] or columns
 
@@ -242,7 +296,9 @@ def _columns_in(template: str) -> list[str]:
     try:
         return [name for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError as error:
-        raise UserError(f"--audio_column {template!r}: expected columns in braces: {error}") from None
+        raise UserError(
+            f"--audio_column {template!r}: expected columns in braces: {error}"
+        ) from None
 
 
 def path_in(row: Row, audio: str) -> str:
@@ -252,18 +308,24 @@ def path_in(row: Row, audio: str) -> str:
 
 
 def _divided(row: Row, columns: Sequence[str], lists: Iterable[str]) -> tuple[list[str], Row]:
-    """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is split into a list."""
+    """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is
+    split into a list."""
     for name in row.keys() & set(lists):
         if isinstance(cell := row[name], str):
             row[name] = [part.strip() for part in re.split("[,;|]", cell) if part.strip()]
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     known = {*columns}  # a list of others may have a million
-    more = {name: value for name, value in row.items() if name not in known or not _CAPTION_COLUMN.fullmatch(name)}
+    more = {
+        name: value
+        for name, value in row.items()
+        if name not in known or not _CAPTION_COLUMN.fullmatch(name)
+    }
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
 
 
 def in_words(name: str) -> str:
-    """Convert a class name to caption words: `low_hum` becomes "low hum". Text with spaces is unchanged."""
+    """Convert a class name to caption words: `low_hum` becomes "low hum". Text with spaces is
+    unchanged."""
     return name.strip() if " " in name else name.replace("_", " ").strip()
 
 
@@ -284,7 +346,8 @@ def audio_files_in(folder: Path) -> list[Path]:
 
 
 def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
-    """Read audio files with a .txt (one caption per line) or .json (field caption or text) of the same name."""
+    """Read audio files with a .txt (one caption per line) or .json (field caption or text) of the
+    same name."""
     for path in audio_files_in(folder):
         text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:

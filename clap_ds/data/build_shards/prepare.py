@@ -3,8 +3,8 @@
 Examples:
     clap-ds shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
-Each output tar has the name, items and order of its input; only the audio changes. Unusable items are skipped, counted
-and listed in `broken.jsonl`.
+Each output tar has the name, items and order of its input; only the audio changes. Unusable items
+are skipped, counted and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class EncodedClip(NamedTuple):
 
 
 def as_it_is(content: bytes, extension: str) -> EncodedClip:
-    """Keep a file, or convert it to mono FLAC if training doesn't support its format. Raises BrokenItemError."""
+    """Keep a file, or convert it to mono FLAC if training doesn't support its format. Raises
+    BrokenItemError."""
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
         samples = file.read(dtype="float32", always_2d=True)
@@ -82,13 +83,18 @@ class Preparation:
         rate, length, hop = self.audio.sample_rate, self.audio.num_samples, self.audio.hop_size
         with open_audio(content) as file:
             num_samples = math.ceil(file.frames * resampling_ratio(file.samplerate, rate))
-            row = torch.from_numpy(np.zeros(max(num_samples, length), np.int16))  # torch's error isn't a MemoryError
+            row = torch.from_numpy(
+                np.zeros(max(num_samples, length), np.int16)
+            )  # torch's error isn't a MemoryError
         found = decode_part(content, row[:num_samples], sample_rate=rate, rng=random.Random(0))
         if self._log_mel is None:
             return EncodedClip("wav", _encoded(row[:found].numpy(), rate, "WAV"), found / rate)
         repeat(row[: max(found, length)].numpy(), found)
         whole = length + max(found - length, 0) // hop * hop  # uncropped
-        np.save(features := io.BytesIO(), self._log_mel.of_any_length(row[None, :whole])[0].half().numpy())
+        np.save(
+            features := io.BytesIO(),
+            self._log_mel.of_any_length(row[None, :whole])[0].half().numpy(),
+        )
         return EncodedClip(FEATURES, features.getvalue(), found / rate)
 
 
@@ -112,7 +118,8 @@ def add_preparation_options(parser: ArgumentParser, kinds: tuple[Kind, ...], **m
 
 
 def preparation_of(options: Namespace) -> Preparation | None:
-    """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they conflict."""
+    """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they
+    conflict."""
     if (options.kind == "encoded") == bool(options.preset):
         raise UserError(
             f"--kind {options.kind}: waveform and mel require a --preset (see `clap-ds presets`); encoded takes none"
@@ -121,14 +128,18 @@ def preparation_of(options: Namespace) -> Preparation | None:
         return None
     audio = load_preset(options.preset).audio
     if options.kind == "mel" and audio.fusion:
-        raise UserError(f"--kind mel: {options.preset} has feature fusion: expected --kind waveform")
+        raise UserError(
+            f"--kind mel: {options.preset} has feature fusion: expected --kind waveform"
+        )
     return Preparation(options.kind, audio)
 
 
 def add_prepare_options(parser: ArgumentParser) -> None:
     more = "tars: paths, patterns or URLs, as in clap.data.shards"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume"
+    )
     add_preparation_options(parser, ("waveform", "mel"), required=True)
     shard_writer.add_work(parser)
 
@@ -144,7 +155,10 @@ def run_prepare(options: Namespace) -> int:
     shard_writer.print_amount(options.kind, [*records.values()])
     beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
     if beside.is_dir() and not leads_outside(beside, beside.parent):
-        outside = lambda at, names: [name for name in names if leads_outside(Path(at, name), beside)]  # noqa: E731
+
+        def outside(folder: str, names: list[str]) -> list[str]:
+            return [name for name in names if leads_outside(Path(folder, name), beside)]
+
         tokenizer = str(folder / beside.name)
         with replacing_files(folder / beside.name) as draft:
             shutil.copytree(beside, draft, ignore=outside, dirs_exist_ok=True)
@@ -161,7 +175,9 @@ def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Itera
         except BrokenItemError as error:
             broken.append((f"{tar}: {item['__key__']}", str(error)))
             continue
-        others = {name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
+        others = {
+            name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")
+        }
         yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds
 
 
@@ -170,5 +186,7 @@ def _by_name(tars: Iterable[str]) -> dict[str, str]:
     for tar in tars:
         name = tar.rpartition("/")[2].partition(".tar")[0] + ".tar"
         if named.setdefault(name, tar) != tar:
-            raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into separate folders")
+            raise UserError(
+                f"{named[name]} and {tar} would both become {name}; prepare them into separate folders"
+            )
     return named

@@ -38,7 +38,8 @@ Member = tuple[dict[str, Any], float]
 Members = Callable[[list[Named]], Iterable[Member]]
 """Yields a shard's members, and adds unusable files to the list."""
 Built = tuple[ShardRecord | None, list[Named]]
-"""A shard's record (None without a usable item, and then there is no tar), and its unusable files."""
+"""A shard's record (None without a usable item, and then there is no tar), and its unusable
+files."""
 
 
 def write_shards(
@@ -49,17 +50,21 @@ def write_shards(
     prepared: tuple[Kind, FrontEnd] | tuple[()] = (),
     unusable: Sequence[Named] = (),
 ) -> tuple[dict[str, ShardRecord], list[Named]]:
-    """Write the missing shards, the manifest and the list of unusable files, those already known first.
-    Return both. `plan` and `prepared` determine the shards."""
+    """Write the missing shards, the manifest and the list of unusable files, those already known
+    first. Return both. `plan` and `prepared` determine the shards."""
     _claim(folder, chain([repr(prepared)], plan))
     built = {name: there for name in shards if (there := _finished(folder, name))}
     waiting = {name: members for name, members in shards.items() if name not in built}
     if built:
         print(f"{len(built)} of {len(shards)} shards already exist", flush=True)
     try:
-        built |= tqdm(_write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None)
+        built |= tqdm(
+            _write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None
+        )
     except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror or error}; the same command resumes") from None
+        raise UserError(
+            f"{folder} can't be written: {error.strerror or error}; the same command resumes"
+        ) from None
     records = {name: record for name in shards if (record := built[name][0])}
     broken = [*unusable, *(each for name in shards for each in built[name][1])]
     listed = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in broken]
@@ -85,18 +90,25 @@ def _claim(folder: Path, plan: Iterable[str]) -> None:
             other = "made with other options, or from files or captions that have changed"
             raise UserError(f"{folder} contains shards {other}; choose a new folder or empty it")
         return
-    if folder.exists() and (not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir())):
+    if folder.exists() and (
+        not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir())
+    ):
         raise UserError(f"{folder} exists and isn't an empty folder; choose a new one or empty it")
     with own_folder(mark.parent) as records:
         write_atomically(records / mark.name, state.hexdigest())
 
 
-def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) -> Iterator[tuple[str, Built]]:
-    """Write in threads: decoding, features, checksums and writing release the GIL. If one fails, all stop."""
+def _write_all(
+    folder: Path, shards: Mapping[str, Members], num_workers: int
+) -> Iterator[tuple[str, Built]]:
+    """Write in threads: decoding, features, checksums and writing release the GIL. If one fails,
+    all stop."""
     stop = threading.Event()
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for future in as_completed([pool.submit(_write, folder, *shard, stop) for shard in shards.items()]):
+        for future in as_completed(
+            [pool.submit(_write, folder, *shard, stop) for shard in shards.items()]
+        ):
             yield future.result()
     finally:
         stop.set()
@@ -118,7 +130,10 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
     """Write one tar and its record. Raises OSError if writing fails or `stop` is set."""
     broken: list[Named] = []
     num_items, seconds, record, path = 0, 0.0, None, folder / name
-    with replacing(path) as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+    with (
+        replacing(path) as file,
+        TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar,
+    ):
         for content, length in members(broken):
             tar.write(content)
             num_items, seconds = num_items + 1, seconds + length
@@ -140,27 +155,41 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     more, cores = "write N shards in parallel (default: one per core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     more = "exit with code 1 if more than this fraction was unusable"
-    parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="FRACTION", help=more)
+    parser.add_argument(
+        "--max_left_out", type=number(0, 1), default=0.01, metavar="FRACTION", help=more
+    )
 
 
 def print_amount(title: str, records: Sequence[ShardRecord]) -> None:
-    items, size, seconds = (sum(getattr(record, name) for record in records) for name in ("items", "bytes", "seconds"))
-    print(f"{title}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h")
+    items, size, seconds = (
+        sum(getattr(record, name) for record in records) for name in ("items", "bytes", "seconds")
+    )
+    print(
+        f"{title}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h"
+    )
 
 
-def print_left_out(folder: Path, records: Iterable[ShardRecord], broken: Sequence[Named], most: float) -> int:
+def print_left_out(
+    folder: Path, records: Iterable[ShardRecord], broken: Sequence[Named], most: float
+) -> int:
     """Print the skipped items. Return the exit code: 1 if their fraction exceeds `most`."""
     share = len(broken) / (len(broken) + sum(record.items for record in records))
     if broken:
         examples = printable("; ".join(f"{name}: {reason}" for name, reason in broken[:3]))
-        print(f"skipped {len(broken)}, listed with reasons in {folder / BROKEN}; the first: {examples}")
+        print(
+            f"skipped {len(broken)}, listed with reasons in {folder / BROKEN}; the first: {examples}"
+        )
     if share > most:
-        print(f"error: {share:.1%} skipped, more than --max_left_out {most:g}; the shards are usable", file=sys.stderr)
+        print(
+            f"error: {share:.1%} skipped, more than --max_left_out {most:g}; the shards are usable",
+            file=sys.stderr,
+        )
     return int(share > most)
 
 
 def print_settings(shards: str | None, tokenizer: str, preset: str | None, **more: Any) -> None:
-    """Print the settings of a run on these shards, if there are training shards, and `more` sections."""
+    """Print the settings of a run on these shards, if there are training shards, and `more`
+    sections."""
     data = {"data": {"source": "webdataset", "shards": shards, "tokenizer": tokenizer}}
     settings = (data if shards else {}) | ({"model": {"preset": preset}} if preset else {}) | more
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
