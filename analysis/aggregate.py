@@ -57,7 +57,8 @@ class RunSpread:
 def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
     """Return each scale's spread for its ±: that of all scales, or its own if that is far larger;
     None if it ran once."""
-    pooled, own = pooled_spread(scales), [pooled_spread([runs]) for runs in scales]
+    pooled = pooled_spread(scales)
+    own = [pooled_spread([runs]) for runs in scales]
     return [
         spread
         and pooled
@@ -100,18 +101,21 @@ def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
 def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
     """Make one row from the runs of one series at one scale. Throughput is empty if no run measured
     it."""
-    first, used = runs[0], counted(runs)
+    first = runs[0]
+    used = counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
     for name in _AVERAGED:
         values = [value for run in used if (value := getattr(run, name)) is not None]
         known[name] = fmean(values) if values else None
-    rate, exposed = known["samples_per_s_per_gpu"], known["exposed_communication_s"]
+    rate = known["samples_per_s_per_gpu"]
+    exposed = known["exposed_communication_s"]
     peak = next((run.peak_tflops for run in used if run.peak_tflops), None)
     half, half_from = (
         (used[0].samples_per_s_per_gpu_ci95, used[0].uncertainty_from) if used else (None, "")
     )
     if rate and spread and len(used) > 1:
-        half, half_from = rate * spread.half_width(len(used)), spread.label()
+        half = rate * spread.half_width(len(used))
+        half_from = spread.label()
     states = Counter(run.state for run in runs)
     return Scale(
         runs=tuple(used), **known, peak_tflops=peak,

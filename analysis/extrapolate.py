@@ -31,7 +31,8 @@ ABOUT_BAND = (
 
 def render(series: Series, doubts: Sequence[str] = ()) -> str:
     """Render a series. `doubts`: those of `list_doubts`."""
-    title, told = f"## Projection of {series.title}", f"**{headline(series)}.**"
+    title = f"## Projection of {series.title}"
+    told = f"**{headline(series)}.**"
     told += f" Includes: {', '.join(doubts)}." if doubts else ""
     return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series)]) + "\n"
 
@@ -78,7 +79,9 @@ def _scaling(series: Series) -> list[str]:
 def _hold_outs(series: Series) -> list[str]:
     """Return a table of scales as the projection and each law alone predict them from smaller
     ones."""
-    rows, all_errors, in_band = [], [], []
+    rows = []
+    all_errors = []
+    in_band = []
     for small, nodes, actual in series.hold_outs():
         in_band += [low <= actual <= high for low, high in small.bands([nodes]).values()]
         predicted = [*small.percents([nodes]), *(small.percent_by(law, nodes) for law in LAWS)]

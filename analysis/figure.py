@@ -82,7 +82,8 @@ class Picture:
         """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of
         the legend."""
         handles, labels = axes.get_legend_handles_labels()
-        named, heading = dict(zip(labels, handles, strict=True)), fill(common, 117)
+        named = dict(zip(labels, handles, strict=True))
+        heading = fill(common, 117)
         self._grow(*[f"{heading}\n"] * bool(heading), *[*named][::columns])
         self.figure.legend(named.values(), named, loc="outside lower left", ncols=columns, title=heading or None,
                            alignment="left", title_fontsize=7)  # fmt: skip

@@ -47,12 +47,11 @@ def _with_scaling(runs: Sequence[Run], variant: str) -> Iterator[Run]:
     """Runs of one batch per GPU are weak scaling, of one global batch strong. Otherwise each batch
     per GPU is a series."""
     batches = {run.batch_per_gpu for run in runs if run.batch_per_gpu}
-    is_mixed, is_strong = (
-        len(batches) > 1,
-        len({global_batch(run) for run in runs if run.batch_per_gpu}) == 1,
-    )
+    is_mixed = len(batches) > 1
+    is_strong = len({global_batch(run) for run in runs if run.batch_per_gpu}) == 1
     for run in runs:
-        batch, name = run.batch_per_gpu if is_mixed else max(batches, default=None), variant
+        batch = run.batch_per_gpu if is_mixed else max(batches, default=None)
+        name = variant
         if is_mixed and not is_strong:
             name = ", ".join(filter(None, (variant, f"batch per GPU {batch or 'not stated'}")))
         scaling = "strong" if is_mixed and is_strong else "weak" if batches else ""

@@ -89,10 +89,8 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     parts = 1000 * pd.DataFrame(
         [row.breakdown_s for row in rows], [str(row.gpus) for row in rows]
     ).fillna(0.0)
-    colors, shares = (
-        [PART_COLORS[part] for part in parts],
-        100 * parts.iloc[-1] / parts.iloc[-1].sum(),
-    )
+    colors = [PART_COLORS[part] for part in parts]
+    shares = 100 * parts.iloc[-1] / parts.iloc[-1].sum()
     parts.columns = [f"{part.replace('_', ' ')} {share:.1f}%" for part, share in shares.items()]
     parts.plot.barh(
         ax=axes,

@@ -176,7 +176,9 @@ def draw_projection(found: Sequence[Series]) -> Picture:
     all_gpus = []
     is_banded = False
     for name, series, style in zip(names, found, _looks(), strict=False):
-        color, counts, last = style["color"], series.node_counts, len(series.rates)
+        color = style["color"]
+        counts = series.node_counts
+        last = len(series.rates)
         gpus = [nodes * series.gpus_per_node for nodes in counts]
         all_gpus += gpus
         points = [series.efficiency_percent(rate) for _, rate in series.rates]

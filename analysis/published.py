@@ -39,7 +39,8 @@ def training_gflops(model: str, context_length: int) -> float | None:
     from clap_ds.config.model import load_preset  # imports pydantic, which tables don't need
     from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 
-    config, lengths = load_preset(model), TextLengths.fixed(context_length)
+    config = load_preset(model)
+    lengths = TextLengths.fixed(context_length)
     return (forward_flops(config, lengths, "model") + backward_flops(config, lengths)) / 1e9
 
 

@@ -100,7 +100,8 @@ def summary(rows: Sequence[Scale]) -> Iterator[str]:
 
 def provenance(runs: Sequence[Run]) -> Iterator[str]:
     """Yield a table with one line per run, then each known command once."""
-    lines, commands = [], dict[str, None]()
+    lines = []
+    commands = dict[str, None]()
     for run in runs:
         known = {**(run.environment.get("versions") or {}), **run.environment}
         lines.append({
@@ -137,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output", type=Path, default=Path("report"), metavar="FOLDER", help=output_help
     )
     options = parser.parse_args(argv)
-    runs, folder = read_runs(options.inputs, options), options.output
+    runs = read_runs(options.inputs, options)
+    folder = options.output
     rows = scaling.scaling_table(runs)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)

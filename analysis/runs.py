@@ -32,7 +32,8 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     warning, as does a log in a folder without run directories. A log is ignored if its run
     directory is also an input. UserError if no input has a run.
     """
-    problems, runs = dict[Path, str](), list[Run]()
+    problems = dict[Path, str]()
+    runs = list[Run]()
     try:
         sources = dict.fromkeys(source for path in paths for source in _inputs_in(path))
     except RecursionError:

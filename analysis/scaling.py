@@ -73,7 +73,8 @@ def _with_efficiencies(rows: Sequence[Scale]) -> Iterator[Scale]:
 
 
 def _with_efficiency(row: Scale, baseline: Scale, share: float) -> Scale:
-    halves, error = (row.relative_half, baseline.relative_half), None
+    halves = (row.relative_half, baseline.relative_half)
+    error = None
     if None not in halves and min(row.repeats, baseline.repeats) > 1:
         error = 100 * share * math.hypot(*filter(None, halves)) * (row.scale != baseline.scale)
     row = replace(

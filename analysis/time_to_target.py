@@ -57,7 +57,9 @@ def render(runs: Sequence[Run], metric: str, target: float) -> str:
         + [at_target(run, metric, target).get(column) for column in NEEDED]
         for settings, alike in split_settings(records) for run in alike
     ], columns=[*KEYS, *NEEDED]).astype(dict.fromkeys(NEEDED, float))  # fmt: skip
-    groups, rows, first_s = table.groupby(KEYS), [], dict[Any, float]()
+    groups = table.groupby(KEYS)
+    rows = []
+    first_s = dict[Any, float]()
     for key, found in groups[[*NEEDED]].agg(["mean", "sem", "count"]).iterrows():
         time_s, _, reached = found["train_s"]
         speedup = f"{first_s.setdefault(key[:2], time_s) / time_s:.2f}" if reached else ""

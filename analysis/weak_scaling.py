@@ -215,7 +215,9 @@ def series_of(rows: Sequence[Scale]) -> Series:
     UserError if no projection is possible: strong scaling, fewer than two node counts, nodes of
     different sizes, rates above the smallest scale's by more than their ±, or no law that fits.
     """
-    title, scaling, measured = rows[0].title, rows[0].scaling, [row for row in rows if row.rate]
+    title = rows[0].title
+    scaling = rows[0].scaling
+    measured = [row for row in rows if row.rate]
     per_node = {row.gpus / row.nodes for row in measured}
     if (
         scaling == "strong"

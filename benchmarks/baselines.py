@@ -74,10 +74,8 @@ class EngineSide:
         self.weights = {
             name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()
         }
-        self.engine, self.losses = (
-            ClapEngine(built, build_loss(LossSettings(), precision), config),
-            list[float](),
-        )
+        self.engine = ClapEngine(built, build_loss(LossSettings(), precision), config)
+        self.losses = list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work
@@ -157,7 +155,8 @@ class Side:
         self.mel = (ConvolutionMel if kind == "LAION-CLAP" else LogMel)(config.audio).to(device)
         if kind == "transformers" and device.type == "cpu":
             convert(self.mel)
-        self.low, self.losses = low, list[float]()
+        self.low = low
+        self.losses = list[float]()
         self.pads_to_longest = kind == "transformers"
 
     def step(self, batch: Batch) -> dict[str, float]:

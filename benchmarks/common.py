@@ -85,7 +85,9 @@ def run_config(
     folder.mkdir(parents=True)
     output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
-    log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
+    log = folder / "output.log"
+    began_s = time.monotonic()
+    row = dict[str, Any]()
     given: Any = {"cwd": work_folder(), "stdin": subprocess.DEVNULL, "start_new_session": True}
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, **given)

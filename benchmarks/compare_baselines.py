@@ -59,10 +59,8 @@ def compare(
     spec_augment: bool,
 ) -> dict[str, Any]:
     """Time every side of one comparison and return a JSON-serializable result."""
-    config, lows = (
-        load_preset(arguments.preset),
-        ["autocast"] if against == "loops" else ["autocast", "cast"],
-    )
+    config = load_preset(arguments.preset)
+    lows = ["autocast"] if against == "loops" else ["autocast", "cast"]
     batch = make_batch(arguments, config, device)
     ours = EngineSide(arguments, precision, batch, spec_augment=spec_augment)
     sides: dict[str, Side | EngineSide] = {"ours": ours}

@@ -99,7 +99,8 @@ def compare(
         )
 
     torch.manual_seed(0)
-    model, plain = build(), build(**PLAIN)
+    model = build()
+    plain = build(**PLAIN)
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith(SHARPENED):

@@ -58,7 +58,8 @@ def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
             ours, torchs = (
                 partial(attend_windows, **geometry, kernel=kernel) for kernel in ("triton", "sdpa")
             )
-            values, product = clips * grid**2 * dim * ITEM, 2 * clips * grid**2 * window**2 * dim
+            values = clips * grid**2 * dim * ITEM
+            product = 2 * clips * grid**2 * window**2 * dim
             shapes = [(clips, grid, grid, 3 * dim), (heads, window**2, window**2)]
             size = f"{grid}² × {dim}, {heads} heads, shift {shift}"
             yield Case(
@@ -79,18 +80,17 @@ def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
-    is_fused, values, product = (
-        supports(dim, hidden),
-        clips * tokens * ITEM,
-        2 * clips * tokens * dim * hidden,
-    )
+    is_fused = supports(dim, hidden)
+    values = clips * tokens * ITEM
+    product = 2 * clips * tokens * dim * hidden
     widths = (
         (2 * dim, 5 * dim + 4 * hidden)
         if is_fused
         else (2 * dim + 4 * hidden, 4 * dim + 7 * hidden)
     )
     shapes = [(clips, tokens, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)]
-    moved, flops = (values * widths[0], values * widths[1]), (2 * product, (4 + is_fused) * product)
+    moved = (values * widths[0], values * widths[1])
+    flops = (2 * product, (4 + is_fused) * product)
     return Case(
         "mlp" if is_fused else "mlp, not fused", size, triton_mlp, eager, shapes, moved, flops
     )
@@ -107,13 +107,14 @@ def text_cases(clips: int) -> Iterator[Case]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     yield mlp_case("77 × 768", clips, 77, 768, 3072)
-    heads, tokens, dim = 12, 77, 64
-    values, product = clips * heads * tokens * dim * ITEM, 2 * clips * heads * tokens**2 * dim
-    size, flops, packed = (
-        f"{tokens} × {heads * dim}",
-        (2 * product, 5 * product),
-        (clips, tokens, 3 * heads * dim),
-    )
+    heads = 12
+    tokens = 77
+    dim = 64
+    values = clips * heads * tokens * dim * ITEM
+    product = 2 * clips * heads * tokens**2 * dim
+    size = f"{tokens} × {heads * dim}"
+    flops = (2 * product, 5 * product)
+    packed = (clips, tokens, 3 * heads * dim)
 
     def ours(qkv: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
         return attend_in_one_kernel(qkv, bias, None, None, heads, dropout)
@@ -131,10 +132,8 @@ def text_cases(clips: int) -> Iterator[Case]:
         SDPBackend.CUDNN_ATTENTION,
     ):
         attend = sdpa_kernel(backend)(partial(F.scaled_dot_product_attention, dropout_p=0.1))
-        kernel, shapes = (
-            f"text attention, {backend.name.split('_')[0].lower()}",
-            [(clips, heads, tokens, dim)] * 3,
-        )
+        kernel = f"text attention, {backend.name.split('_')[0].lower()}"
+        shapes = [(clips, heads, tokens, dim)] * 3
         yield Case(kernel, size, None, attend, shapes, (4.0 * values, 8.0 * values), flops)
 
 
@@ -177,7 +176,8 @@ def errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
         forward, backward = passes(function, few, dtype)
         return [each.detach().float() for each in (forward(), *backward())]
 
-    expected, found = results(case.torchs, torch.float32), {}
+    expected = results(case.torchs, torch.float32)
+    found = {}
     for name, function in (("error", case.ours), ("torch_error", case.torchs)):
         got = results(function or case.torchs, torch.bfloat16)
         found[name] = max(
@@ -217,7 +217,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("no CUDA device: torch.cuda.is_available() is false")
     torch.set_default_device("cuda")
     bandwidth, rate = peaks()
-    rows, cases = list[dict[str, Any]](), list[Case]()
+    rows = list[dict[str, Any]]()
+    cases = list[Case]()
     for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
         audio = load_preset(f"{preset}_roberta_base").audio
         cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]

@@ -82,7 +82,8 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
     clap = clap_ds.load("epoch_1.pt", device="cpu")
     weights = load_weights("model.safetensors")
     assert weights.fingerprint == clap.fingerprint
-    fusion, rate = clap.config.audio.fusion, clap.sample_rate
+    fusion = clap.config.audio.fusion
+    rate = clap.sample_rate
     sounds = [
         torch.linspace(0.9, 0, n) * (2 * torch.rand(n) - 1)
         for n in (3 * rate, 10 * rate, *[14 * rate] * fusion)

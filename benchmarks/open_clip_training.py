@@ -31,7 +31,8 @@ from clap_ds.engine.loss import build_loss
 from clap_ds.model.mel import full_scale
 from clap_ds.weights.tokenizer import load_tokenizer, tokenize
 
-STEPS, CLIPS = 10, 2
+STEPS = 10
+CLIPS = 2
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.2}
 TEXT = {"context_length": 32, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -71,7 +72,8 @@ def their_losses(
     import open_clip
     from open_clip.audio.naflex_audio import AudioNaFlexCfg, AudioNaFlexPatchify
 
-    sizes, tokenizer = model.audio.cfg, open_clip.get_tokenizer(name)
+    sizes = model.audio.cfg
+    tokenizer = open_clip.get_tokenizer(name)
     is_naflex = sizes.model_type == "naflexvit"
     naflex = AudioNaFlexPatchify(AudioNaFlexCfg.from_clip_audio_cfg(sizes)) if is_naflex else None
     transform = naflex or open_clip.audio.transform.audio_transform_v2(sizes, is_train=True)
@@ -118,10 +120,8 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
     local = f"local-dir:{folder}"
     torch.manual_seed(0)
-    ours, theirs = (
-        build_model(ModelSettings(preset=f"open_clip:{local}"), LossSettings(), device),
-        open_clip.create_model(local),
-    )
+    ours = build_model(ModelSettings(preset=f"open_clip:{local}"), LossSettings(), device)
+    theirs = open_clip.create_model(local)
     state = {
         key: value.reshape(theirs.state_dict()[key].shape)
         for key, value in ours.state_dict().items()
@@ -130,7 +130,8 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
     theirs.load_state_dict(state)
     for model in (ours, theirs):
         without_dropout(model.train())
-    audio, text = ours.config.audio, ours.config.text
+    audio = ours.config.audio
+    text = ours.config.text
     tokenizer = load_tokenizer(text.hub_name, vocab_size=text.vocab_size)
     length = TEXT["context_length"]
     expected = their_losses(
@@ -174,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     ranks = Ranks.from_environment()
-    device, rows = initialize(ranks), []
+    device = initialize(ranks)
+    rows = []
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compare(name, Path(folder), ranks, device))

@@ -37,7 +37,8 @@ from clap_ds.planning.tracing import Operation
 from clap_ds.run_parts import engine_of, joined_ranks, loader_of, model_of
 from clap_ds.run_records.timers import StepTimer
 
-WARM_UP, STEPS = 5, 2
+WARM_UP = 5
+STEPS = 2
 INDUCTORS = ("triton_poi", "triton_red", "triton_per", "triton_for")
 """Name prefixes of Inductor's kernels."""
 CLASSES = "class {class} | efficiency {efficiency:.1%} | ms per step {ms:.3f} | kernels per step {kernels:g}"
@@ -89,14 +90,16 @@ def join(
     is reached, and seconds and kernels per step. Unplanned operations are listed by name without a
     share; Inductor's kernels are one class. `ideal_s`: seconds of an operation at the data sheet's
     rates."""
-    known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
+    known = defaultdict[Any, list[Operation]](list)
+    ideal = defaultdict[str, float](float)
     for operation, times in planned:
         if class_of(operation) == FUSED:
             ideal[FUSED] += STEPS * times * ideal_s(operation)
         else:
             known[operation.name, operation.shapes].append(operation)
     owners: list[Any] = []
-    took, calls = defaultdict[str, float](float), defaultdict[str, set[int]](set)
+    took = defaultdict[str, float](float)
+    calls = defaultdict[str, set[int]](set)
     for number, (parent, name, shapes, launched) in enumerate(profiled["events"]):
         key = name.replace("::", ".", 1), tuple(tuple(shape) for shape in shapes if shape)
         without_result = key[0], key[1][:-1]  # of an `out=`
@@ -145,13 +148,14 @@ def idle_text(trace: dict[str, Any]) -> str:
 def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
     """Show the shares of all profiles below a folder, each joined to its run's plan. UserError if
     there is none, or its device is unknown."""
-    texts, classes, device = list[str](), dict[str, Any](), ""
+    texts = list[str]()
+    classes = dict[str, Any]()
+    device = ""
     for path in sorted(folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
-        run, summary = (
-            load_run(path.with_name("config.json"), 1),
-            read_json(path.with_name("summary.json")),
-        )
-        device, is_compiled = summary["device_name"], "compiled" in summary
+        run = load_run(path.with_name("config.json"), 1)
+        summary = read_json(path.with_name("summary.json"))
+        device = summary["device_name"]
+        is_compiled = "compiled" in summary
         if not (known := gpu or peak_for(device)) or not known.memory_tbytes_per_s:
             raise UserError(
                 f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-ds plan"

@@ -40,7 +40,8 @@ class CopyCount(TorchDispatchMode):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
-        self.nbytes, self.copies = nbytes, 0
+        self.nbytes = nbytes
+        self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.copies += func in COPIES and args[0].nbytes >= self.nbytes
@@ -51,7 +52,8 @@ def compare(clips: int, rounds: int, device: torch.device) -> list[dict[str, Any
     """Return a row for each way: copies of the batch's gradient in the backward pass, read and
     written, and the time of forward and backward pass from the batch norm on. Clips are 10 s, as in
     LAION's models."""
-    norm, mel = nn.BatchNorm2d(64, device=device), torch.randn(clips, 64, 1001, 1, device=device)
+    norm = nn.BatchNorm2d(64, device=device)
+    mel = torch.randn(clips, 64, 1001, 1, device=device)
     passes = {
         way: lambda mask=mask: mask(norm(mel)).square().sum().backward()
         for way, mask in WAYS.items()

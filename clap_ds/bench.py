@@ -64,7 +64,9 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     from clap_ds.run_parts import engine_of, loader_of, model_of
     from clap_ds.run_records.timers import StepTimer
 
-    clap, protocol, profiler = run.clap, run.clap.bench, run.deepspeed.get("flops_profiler", {})
+    clap = run.clap
+    protocol = run.clap.bench
+    profiler = run.deepspeed.get("flops_profiler", {})
     windows: list[tuple[int | None, int]] = [(None, 1)] * protocol.warmup_steps
     windows += [(number, protocol.steps_per_window) for number in range(1, protocol.windows + 1)]
     with open_run_dir(run, ranks, device) as record:

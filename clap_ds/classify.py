@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sources = options.find_sources(arguments.inputs)
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     templates = {"templates": arguments.template} if arguments.template else {}
-    classes, top = clap.class_embeddings(labels, **templates), min(arguments.top, len(labels))
+    classes = clap.class_embeddings(labels, **templates)
+    top = min(arguments.top, len(labels))
     columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
     rows: list[list[Any]] = [["file", "start_s", "end_s", "error", *columns]]
     reasons = []
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     options.add_audio_inputs(parser)
-    add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
+    labels = parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
     labels.add_argument(
         "--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line"

@@ -47,10 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context_length", type=int, metavar="N", help=what)
     arguments = parser.parse_args(argv)
     clap = load_run(arguments.config, assignments=arguments.set).clap
-    config, tokens = (
-        clap.preset(),
-        clap.context_length if arguments.context_length is None else arguments.context_length,
-    )
+    config = clap.preset()
+    tokens = clap.context_length if arguments.context_length is None else arguments.context_length
     if config.open_clip:
         raise UserError(
             f"{config.name}: FLOPs in closed form are of this project's models only; clap-ds bench counts others"
@@ -62,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         counts, parameters = count(config, tokens)
     except ImportError:  # on a login node
-        counts, parameters = [], {}
+        counts = []
+        parameters = {}
     print(render(config, tokens, counts, parameters))
 
 
@@ -86,7 +85,8 @@ def render(
 ) -> str:
     """Return counts per convention and components of the closed form as a Markdown table, with
     notes."""
-    lengths, rows = TextLengths.fixed(tokens), list[list[str]]()
+    lengths = TextLengths.fixed(tokens)
+    rows = list[list[str]]()
     both = [forward_components(config, lengths, each) for each in CONVENTIONS]
     forward = [each["forward"] for each in both]
 
@@ -110,7 +110,8 @@ def render(
         millions = {name: f"{number / 1e6:.2f}" for name, number in parameters.items()}
         text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
         notes.append(text.format_map(millions))
-    positions, usable = config.text.max_positions, config.text.max_tokens
+    positions = config.text.max_positions
+    usable = config.text.max_tokens
     notes.append(
         f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
     )

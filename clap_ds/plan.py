@@ -125,13 +125,16 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     def memory(micro_batch: int) -> dict[str, float]:
         return memory_parts(step_of(micro_batch, largest), largest)
 
-    own, parts, found = step_of(run.micro_batch, smallest), memory(run.micro_batch), None
+    own = step_of(run.micro_batch, smallest)
+    parts = memory(run.micro_batch)
+    found = None
     if arguments.find_micro_batch:
         found = largest_micro_batch(
             lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib
         )
     cuda = torch.device("cuda")
-    kernels, what = kernels_for(run.clap.model, cuda), what_to_compile(run.clap.compile, cuda)
+    kernels = kernels_for(run.clap.model, cuda)
+    what = what_to_compile(run.clap.compile, cuda)
     speed = _speed(own, gpu, compiled_kernels(run, run.micro_batch) if what != "off" else [])
     return {
         "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
@@ -150,7 +153,9 @@ def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]
     """Predict one GPU's speed at the smallest scale, without communication."""
     from clap_ds.planning.roofline import CASES, class_of, seconds, seconds_by_part, shares_of
 
-    work, shares, by_class = step.work(kernels), shares_of(gpu), defaultdict[str, float](float)
+    work = step.work(kernels)
+    shares = shares_of(gpu)
+    by_class = defaultdict[str, float](float)
     for each, times in work:
         by_class[class_of(each)] += times * seconds(each, gpu, shares, "middle")
     by_case = {case: seconds_by_part(work, gpu, shares, case) for case in CASES}
@@ -190,17 +195,13 @@ def _scales(
             published.shape, step_s[case] / num_samples, growth * published.slope_s / num_samples
         )
 
-    middle, laws, rows = (
-        law("middle", 0.5),
-        [law(case, each) for case in step_s for each in (0, 1)],
-        [],
-    )
+    middle = law("middle", 0.5)
+    laws = [law(case, each) for case in step_s for each in (0, 1)]
+    rows = []
     for count in nodes:
-        rate, rates, gpus = (
-            middle.rate(count),
-            [each.rate(count) for each in laws],
-            count * arguments.gpus_per_node,
-        )
+        rate = middle.rate(count)
+        rates = [each.rate(count) for each in laws]
+        gpus = count * arguments.gpus_per_node
         efficiencies = [100 * each.rate(count) / each.rate(nodes[0]) for each in laws]
         row: dict[str, Any] = {
             "nodes": count, "gpus": gpus, "efficiency_percent": 100 * rate / middle.rate(nodes[0]),
@@ -233,7 +234,8 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
 
 def render(report: dict[str, Any]) -> str:
     """Format the report as Markdown."""
-    rate, scales = report["samples_per_s_per_gpu"], report["scales"]
+    rate = report["samples_per_s_per_gpu"]
+    scales = report["scales"]
     largest = f"; largest micro-batch {size}" if (size := report["largest_micro_batch"]) else ""
     title = (
         "## Predicted, not measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {context_length} text"

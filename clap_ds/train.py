@@ -81,7 +81,9 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     from clap_ds.training.resume import load_pretrained, resume, skip_batches
     from clap_ds.training.signal_handler import StopRequest
 
-    clap, sizes, signal = run.clap, run.batch_sizes(ranks.world_size), 0
+    clap = run.clap
+    sizes = run.batch_sizes(ranks.world_size)
+    signal = 0
     with (
         open_run_dir(run, ranks, device) as record,
         open_checkpointer(run, ranks, record.path) as checkpointer,
@@ -121,7 +123,8 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                     logger.end_step(loss)
                     with engine.timer.peer_wait():
                         signal, is_late = signals.wait()
-                    due, metrics = plan.due(state, signal, is_late), {}
+                    due = plan.due(state, signal, is_late)
+                    metrics = {}
                     if due.log:
                         logger.write()
                         logger.saved(*checkpointer.poll())
@@ -129,11 +132,9 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                         metrics = logger.evaluated(*evaluate(evaluator, engine))
                         due = plan.due(state, signal, is_late)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
-                        state.train_s, state.data, state.saved_step = (
-                            logger.train_s,
-                            gather(loader.state()),
-                            state.step,
-                        )
+                        state.train_s = logger.train_s
+                        state.data = gather(loader.state())
+                        state.saved_step = state.step
                         logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
                 ending()
                 checkpointer.close()
@@ -210,7 +211,8 @@ def stop_or_fail(
     problem = (
         saved.problem if saved is not None and saved.step == state.step else "the loss isn't finite"
     )
-    stop, lost = StopSignal(signal), f", which could not be saved: {problem}" if problem else ""
+    stop = StopSignal(signal)
+    lost = f", which could not be saved: {problem}" if problem else ""
     if ranks.is_main_process:
         said = f"stopped by {stop} after step {state.step}{lost}"
         record.finish(stop.state, said)

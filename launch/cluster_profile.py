@@ -122,7 +122,8 @@ T = TypeVar("T")
 def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
     """Build a dataclass from the JSON of a file. UserError has a line for each field that doesn't
     exist or has another type."""
-    hints, problems = get_type_hints(kind), []
+    hints = get_type_hints(kind)
+    problems = []
     for name, value in content.items():
         if name not in hints:
             problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
@@ -135,7 +136,8 @@ def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    of, inner = get_origin(hint) or hint, get_args(hint)
+    of = get_origin(hint) or hint
+    inner = get_args(hint)
     if of is UnionType:
         return any(_fits(value, each) for each in inner)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

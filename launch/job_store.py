@@ -91,7 +91,9 @@ class Jobs:
     """Jobs of a folder; as an array they have one script and are submitted at once."""
 
     def __init__(self, folder: Path, jobs: list[Job], *, array: bool = False) -> None:
-        self.folder, self.jobs, self.array = folder, jobs, array and len(jobs) > 1
+        self.folder = folder
+        self.jobs = jobs
+        self.array = array and len(jobs) > 1
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
@@ -226,7 +228,8 @@ def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str)
     record: dict[str, Any] = {}
     with suppress(UserError):  # not written yet
         record = read_object(job_file(folder, ATTEMPTS))
-    state, error = str(record.get("state") or "running"), str(record.get("error") or "")
+    state = str(record.get("state") or "running")
+    error = str(record.get("error") or "")
     if slurm_id is None:
         return JobStatus("not_submitted", "")
     if "HOLD" in slurm_state or (slurm_state == "PENDING" and "held" in reason.lower()):

@@ -49,7 +49,8 @@ def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | 
     found: dict[str, dict[str, str | None]] = defaultdict(dict)
     gpus: dict[str, dict[str, str]] = defaultdict(dict)
     for answer in answers:
-        seen, has = gpus[answer["host"]], found[answer["host"]]
+        seen = gpus[answer["host"]]
+        has = found[answer["host"]]
         seen |= answer["gpus"]
         has |= answer.get("software", {})
         has["GPUs"] = f"{len(seen)} × {' and '.join(sorted({*seen.values()}))}".rstrip(" ×")

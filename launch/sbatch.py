@@ -157,10 +157,8 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
         raise UserError(
             "no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node"
         )
-    there, wanted = (
-        max((each.nodes for each in partitions), default=0),
-        most + arguments.spare_nodes,
-    )
+    there = max((each.nodes for each in partitions), default=0)
+    wanted = most + arguments.spare_nodes
     if partitions and wanted > there:
         raise UserError(
             f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({partition or 'the default'})"

@@ -24,7 +24,8 @@ OVER = (
     "TIMEOUT",
 )  # fmt: skip
 """States of jobs that have ended; the list of other states is longer."""
-TRIES, PAUSE_S = 3, 3.0
+TRIES = 3
+PAUSE_S = 3.0
 UPDATE = """scontrol update "$@" 2>/dev/null || sbatch --quiet --job-name=clap-update-$SLURM_JOB_ID --ntasks=1 --time=5 \\
         --output=/dev/null ${SLURM_JOB_PARTITION:+--partition=$SLURM_JOB_PARTITION} \\
         ${SLURM_JOB_ACCOUNT:+--account=$SLURM_JOB_ACCOUNT} ${SLURM_JOB_QOS:+--qos=$SLURM_JOB_QOS} \\
@@ -88,7 +89,8 @@ def partitions(names: str | None) -> list[Partition]:
         name, gres, limit, count = line.split("|")
         if names or name.endswith("*"):
             gpus, nodes, _ = found.get(name, (0, 0, None))
-            gpus, nodes = max(gpus, sum(map(int, _GPUS.findall(gres)))), nodes + int(count)
+            gpus = max(gpus, sum(map(int, _GPUS.findall(gres))))
+            nodes = nodes + int(count)
             found[name] = Partition(gpus, nodes, limit if _TIME.fullmatch(limit) else None)
     return [*found.values()]
 

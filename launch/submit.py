@@ -60,7 +60,8 @@ def start(arguments: argparse.Namespace) -> None:
     (job,) = jobs.submit([job], *request.once)
     if arguments.parsable:
         return print(job.slurm_id)
-    log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
+    log = shlex.quote(str(jobs.log(job)))
+    nodes = job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"
     print(

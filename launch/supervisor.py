@@ -60,7 +60,9 @@ class RunningJob:
         auto_requeue: bool = False,
         slots: int | None = None,
     ) -> None:
-        self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
+        self.folder = folder.resolve()
+        self.command = [*command]
+        self.auto_requeue = auto_requeue
         if slots is not None:
             write_atomically(
                 self.folder / "hostfile", format_hostfile(slots_from_slurm(os.environ, slots))
@@ -69,10 +71,8 @@ class RunningJob:
         self.wanted = len(self.slots) - spare_nodes
         self.changes = slurm.without_spares(self.wanted, slots) if slots and spare_nodes else ""
         self.profile = ClusterProfile(**read_object(job_file(self.folder, PROFILE)))
-        self.job, self.start = (
-            os.environ["SLURM_JOB_ID"],
-            int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-        )
+        self.job = os.environ["SLURM_JOB_ID"]
+        self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         path = job_file(self.folder, ATTEMPTS)
         earlier = read_object(path) if path.exists() else {}
         self.attempts: list[dict[str, Any]] = (
@@ -133,7 +133,8 @@ class RunningJob:
     def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
         """Run the launcher until it exits, and return the outcome."""
         self.begin(hosts)
-        folder, step = self._folder(), f"{self.job}.{len(self.attempts)}"
+        folder = self._folder()
+        step = f"{self.job}.{len(self.attempts)}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
         with own_folder(folder) as there:
             prepare_attempt(there, hosts)
@@ -165,7 +166,8 @@ class RunningJob:
         its exit code."""
         told = over = None
         while child.poll() is None or copying.is_alive():
-            now_s, number = time.monotonic(), self.stopped
+            now_s = time.monotonic()
+            number = self.stopped
             if number is not None and told is None:
                 told = now_s
                 slurm.signal_step(self.job, step, number)

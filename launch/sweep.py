@@ -97,7 +97,8 @@ def submit(sweep: Jobs, jobs: list[Job], *options: str) -> None:
 
 
 def show_status(sweep: Jobs) -> None:
-    standings, width = sweep.standings(), max(len(job.name) for job in sweep.jobs)
+    standings = sweep.standings()
+    width = max(len(job.name) for job in sweep.jobs)
     print(f"{'job':{width}}  nodes  id        state          note")
     for job in sweep.jobs:
         state, note, _ = standings[job.name]

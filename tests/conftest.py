@@ -82,10 +82,12 @@ def _pool(world_size: int, **options: Any) -> Any:
     return pool
 
 
-one_rank, two_ranks = _pool(1), _pool(2)
+one_rank = _pool(1)
+two_ranks = _pool(2)
 eight_processes = _pool(8, grouped=False)
 """Processes to join in groups of any size up to this."""
-one_gpu, two_gpus = _pool(1, gpu=True), _pool(2, gpu=True)
+one_gpu = _pool(1, gpu=True)
+two_gpus = _pool(2, gpu=True)
 """A process on each GPU; two use NCCL."""
 
 

@@ -125,7 +125,8 @@ def ranks(
     constants: Constants = None,
 ) -> list[Command]:
     """Start a command on every rank, like a launcher, but don't end the others when one ends."""
-    size, address = str(world_size), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    size = str(world_size)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **address} for rank in range(world_size)]
     envs = [{**env, **place, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} for place in places]
     return [Command(arguments, env=each, cwd=cwd, constants=constants) for each in envs]

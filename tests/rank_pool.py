@@ -23,7 +23,8 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
-        port, context = free_port(), get_context("spawn") if gpu else warm_context()
+        port = free_port()
+        context = get_context("spawn") if gpu else warm_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

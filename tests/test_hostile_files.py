@@ -128,7 +128,8 @@ def deep_folder(tmp_path: Path) -> Iterator[Path]:
     folder = os.open(tmp_path, os.O_RDONLY)
     for name in (".step-00000001.partial", *"d" * 1500):
         os.mkdir(name, dir_fd=folder)
-        outer, folder = folder, os.open(name, os.O_RDONLY, dir_fd=folder)
+        outer = folder
+        folder = os.open(name, os.O_RDONLY, dir_fd=folder)
         os.close(outer)
     os.close(folder)
     yield tmp_path / ".step-00000001.partial"

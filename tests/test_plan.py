@@ -101,11 +101,13 @@ def test_a_plan_hangs_together(
 
 
 def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., Any]) -> None:
-    alone, ranks = "--gpus_per_node 1 --nodes 1", 8192
+    alone = "--gpus_per_node 1 --nodes 1"
+    ranks = 8192
     plain, many = (
         planned(f"{alone} {ranks}", gradient_accumulation_steps=number) for number in (1, 4)
     )
-    config, lengths = load_preset("micro"), TextLengths.fixed(16)
+    config = load_preset("micro")
+    lengths = TextLengths.fixed(16)
     done = (
         4 * 4 * (forward_flops(config, lengths, "model") + backward_flops(config, lengths)) / 1e12
     )

@@ -219,10 +219,8 @@ def test_programs_scripts_and_configurations_are_there(command: str) -> None:
     """Check commands that are too large to run here."""
     program, *words = shlex.split(command)
     assert (Path(sys.executable).parent / program).exists()
-    script, config = (
-        next(word for word in words if word.endswith(".py")),
-        words[words.index("--deepspeed_config") + 1],
-    )
+    script = next(word for word in words if word.endswith(".py"))
+    config = words[words.index("--deepspeed_config") + 1]
     assert (ROOT / script).exists()
     run = load_run(ROOT / config)
     assert not script.endswith("train.py") or problems_for_training(run.clap, run.deepspeed) == []
@@ -331,7 +329,8 @@ def test_the_recipe_of_esc50_leads_to_a_score(tmp_path: Path) -> None:
     (sounds := tmp_path / "ESC-50-master" / "audio").mkdir()
     lines = ["filename,fold,target,category,esc10,src_file,take"]
     for number in range(30):
-        name, kind = f"{1 + number % 5}-{number}-A-{number % 3}.wav", number % 3
+        name = f"{1 + number % 5}-{number}-A-{number % 3}.wav"
+        kind = number % 3
         lines.append(f"{name},{1 + number % 5},{kind},{KINDS[kind]},{kind == 0},{number},A")
         soundfile.write(
             sounds / name, np.random.default_rng(number).uniform(-0.5, 0.5, 9000), 44100

@@ -20,12 +20,10 @@ LARGEST_LINK_BUFFER = 16_000_000
 def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Measure an all-reduce's GB/s, each rank's wrong elements, and GB/s between each host's first
     rank and the next host's. A collective."""
-    buffer, wrong, times, links = (
-        torch.empty(max(1, int(megabytes * 1e6 / 4)), device=device),
-        0,
-        [],
-        [],
-    )
+    buffer = torch.empty(max(1, int(megabytes * 1e6 / 4)), device=device)
+    wrong = 0
+    times = []
+    links = []
     for _ in range(REPEATS):
         buffer.fill_(1.0)
         dist.barrier()

@@ -23,7 +23,8 @@ def measure_breakdown(
     """
     if num_steps == 0:
         return []
-    timer, rows = engine.timer, []
+    timer = engine.timer
+    rows = []
     engine.deepspeed.tput_timer.config.enabled = False
     dist.barrier()
     for _ in range(num_steps + 1):

@@ -24,9 +24,11 @@ moments."""
 def largest_multiple(fits: Callable[[int], bool], start: int) -> int:
     """Return the largest multiple of 8 that fits. Doubles or halves from `start`, then bisects.
     ValueError if 8 doesn't fit."""
-    low, high = 0, max(1, start // MULTIPLE)
+    low = 0
+    high = max(1, start // MULTIPLE)
     while fits(MULTIPLE * high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     low += bisect_left(range(low + 1, high), True, key=lambda number: not fits(MULTIPLE * number))
     if not low:
         raise ValueError(f"a micro-batch of {MULTIPLE} doesn't fit in this GPU's memory")
@@ -56,7 +58,9 @@ def require_gpu(device: torch.device) -> None:
 def _fits(engine: ClapEngine, context_length: int, size: int) -> bool:
     """Run both towers forward and backward beside what a step and the next batch occupy. A
     collective."""
-    audio, device, fits = engine.model.config.audio, engine.device, True
+    audio = engine.model.config.audio
+    device = engine.device
+    fits = True
     try:
         trained = sum(each.numel() for each in engine.model.parameters() if each.requires_grad)
         _step = torch.empty(BYTES_PER_PARAMETER * trained, dtype=torch.uint8, device=device)

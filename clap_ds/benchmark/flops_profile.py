@@ -59,7 +59,8 @@ def measure_flops(
     Args:
         profiler: DeepSpeed's section `flops_profiler`; its report is written to `folder`.
     """
-    config, batch = engine.model.config, next(loader)
+    config = engine.model.config
+    batch = next(loader)
     if not isinstance(engine.model, ClapModel):
         return _count(engine, batch.rows(0, COUNTED_CLIPS))
     lengths = padded = TextLengths.fixed(batch.input_ids.shape[1])

@@ -29,7 +29,8 @@ OTHERS_WRITE_S = 10.0  # for other ranks to write before this one fails and laun
 
 def main(ranks: Ranks) -> None:
     place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
-    folder, gpus = Path(place), nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
+    folder = Path(place)
+    gpus = nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
     evidence = "" if gpus or os.environ.get("DS_ACCELERATOR") == "cpu" else find_gpu()
     answer: dict[str, Any] = {
         "host": this_host(),

@@ -40,10 +40,14 @@ class BenchReport:
         ranks: Ranks,
         num_steps: int,
     ) -> None:
-        self._record, self._engine, self._loader = record, engine, loader
+        self._record = record
+        self._engine = engine
+        self._loader = loader
         self._scalars = scalars
-        self._samples, self._ranks = engine.deepspeed.train_batch_size(), ranks
-        self._throughput, self._begin_joules = Throughput(ranks.world_size), math.nan
+        self._samples = engine.deepspeed.train_batch_size()
+        self._ranks = ranks
+        self._throughput = Throughput(ranks.world_size)
+        self._begin_joules = math.nan
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
         if ranks.is_main_process:
@@ -57,7 +61,8 @@ class BenchReport:
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
         """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks
         if a loss isn't finite."""
-        window, shown = gather_window(times, torch.stack(losses)[:, None]), "warm-up"
+        window = gather_window(times, torch.stack(losses)[:, None])
+        shown = "warm-up"
         if number is not None:
             own_s = window.step_s[:, 0] - window.data_wait_s[:, 0]
             rates = (self._samples / self._ranks.world_size / own_s).tolist()
@@ -101,7 +106,8 @@ class BenchReport:
             memory_bytes=memory_bytes,
         )
         losses = window.figures[..., 0].astype(np.float32).mean(axis=1)
-        step_s, wait_s = window.step_s, window.data_wait_s[:, 0]
+        step_s = window.step_s
+        wait_s = window.data_wait_s[:, 0]
         columns = {
             "time_s": step_s[:, 0],
             "slowest_rank_time_s": step_s.max(axis=1),
@@ -130,7 +136,8 @@ class BenchReport:
         for step, phases_s in enumerate(steps, start=self._engine.steps - len(steps) + 1):
             self._record.append_metrics(StepLine(step=step, phase="breakdown", phases_s=phases_s))
         self._progress.advance(len(steps), "breakdown")
-        measured, timer = self._throughput.summary(), deepspeed.tput_timer
+        measured = self._throughput.summary()
+        timer = deepspeed.tput_timer
         rate = measured["samples_per_s_per_gpu"]["mean"]
         counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
         published, trained, recomputed = (

@@ -46,11 +46,10 @@ def sizes_of_clap(fields: dict[str, Any]) -> dict[str, Any]:
             f"config.json has model_type {fields.get('model_type')!r}, expected 'clap'"
         )
     audio, text = (fields.get(f"{tower}_config") or {} for tower in ("audio", "text"))
-    patch, ratio = audio.get("patch_size", 4), audio.get("mlp_ratio", 4.0)
-    activation, joint_dim = (
-        fields.get("projection_hidden_act", "relu"),
-        fields.get("projection_dim", 512),
-    )
+    patch = audio.get("patch_size", 4)
+    ratio = audio.get("mlp_ratio", 4.0)
+    activation = fields.get("projection_hidden_act", "relu")
+    joint_dim = fields.get("projection_dim", 512)
     expected = FIXED_AUDIO | {
         "fusion_type": "aff_2d" if audio.get("fusion_type") else None,
         "patch_stride": patch if audio.get("patch_stride") == patch else [patch, patch],

@@ -126,7 +126,8 @@ def first_line(error: Exception) -> str:
 
 def some(items: Sequence[object]) -> str:
     """List the first few items, and the number of others."""
-    shown, rest = ", ".join(map(str, items[:MOST_SHOWN])), len(items) - MOST_SHOWN
+    shown = ", ".join(map(str, items[:MOST_SHOWN]))
+    rest = len(items) - MOST_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from clap_ds.config.schema import CheckpointSettings, EvaluationSettings
 
-_DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")
+_DIRECTIONS = ("audio_to_text", "text_to_audio")
+_MEASURES = ("r1", "r5", "r10", "map10")
 LOSS = "retrieval_loss"
 """Contrastive loss of held-out clips and captions."""
 RETRIEVAL = (

@@ -216,7 +216,8 @@ def load_preset(name: str) -> ClapConfig:
         ) as error:  # fields of wrong types
             raise ValueError(f"{name}: its configuration can't be read: {error!r}") from error
         return parse_sizes(sizes, name, name)
-    names, known = preset_names(), preset_of(name)
+    names = preset_names()
+    known = preset_of(name)
     if known in names:
         return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)
     path = Path(os.path.abspath(name))

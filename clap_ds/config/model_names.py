@@ -16,5 +16,6 @@ def preset_of(name: str) -> str:
     """Map a published (`HTSAT-tiny-Roberta-base`) or open_clip name
     (`CLAP-HTSAT-base-Roberta-base`) to its preset, if any. Some of open_clip's `CLAP-` names are
     separate models, others the same as without it."""
-    plain, known = name.casefold().replace("-", "_"), preset_names()
+    plain = name.casefold().replace("-", "_")
+    known = preset_names()
     return next((each for each in (plain, plain.removeprefix("clap_")) if each in known), name)

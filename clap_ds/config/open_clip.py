@@ -15,7 +15,8 @@ from clap_ds.config.errors import did_you_mean, first_line, how_to_install
 from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR
 
-PREFIX, FILE = "open_clip:", "open_clip_config.json"
+PREFIX = "open_clip:"
+FILE = "open_clip_config.json"
 VERSION = "4.2.0.dev0"
 REQUIREMENT = "open_clip_torch[audio] @ git+https://github.com/mlfoundations/open_clip"
 """Package indexes have no such version yet."""
@@ -30,12 +31,11 @@ def sizes_of_open_clip(name: str) -> dict[str, Any]:
     """Return a preset's sections for a model, named as for `open_clip.create_model`. They state
     what batches hold; other fields are HTSAT-tiny's and have no effect. Raises ValueError if
     open_clip isn't installed or has no such audio–text model."""
-    theirs, sizes = _config_of(name), read_object(PRESET_DIR / "htsat_tiny_roberta_base.json")
-    audio, text, is_hf = (
-        theirs["audio_cfg"],
-        theirs["text_cfg"],
-        "hf_model_name" in theirs["text_cfg"],
-    )
+    theirs = _config_of(name)
+    sizes = read_object(PRESET_DIR / "htsat_tiny_roberta_base.json")
+    audio = theirs["audio_cfg"]
+    text = theirs["text_cfg"]
+    is_hf = "hf_model_name" in theirs["text_cfg"]
     own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
     own["mel_bins"] = (
         audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
@@ -44,7 +44,8 @@ def sizes_of_open_clip(name: str) -> dict[str, Any]:
     while own["image_size"] < 2**24 and most_frames >= own["image_size"] ** 2 // own["mel_bins"]:
         own["image_size"] *= 2  # or HTSAT's image could not hold the frames
     sizes["audio"] = own
-    length, is_roberta = text.get("context_length", 77), "roberta" in text.get("hf_model_name", "")
+    length = text.get("context_length", 77)
+    is_roberta = "roberta" in text.get("hf_model_name", "")
     sizes["text"] |= {
         "hub_name": PREFIX + name,
         "architecture": "roberta" if is_roberta else "bert",  # pads with token 1 or 0

@@ -251,7 +251,9 @@ def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
 
 def _check_together(clap: ClapSettings, precision: str) -> list[str]:
     """Return problems that involve several fields."""
-    preset, train, tokens = clap.preset(), clap.train, clap.context_length
+    preset = clap.preset()
+    train = clap.train
+    tokens = clap.context_length
     longest = preset.text.max_tokens
     lengths = getattr(clap.data, "caption_lengths", None) or tokens
     numbers = lengths if isinstance(lengths, dict) else [str(lengths)]

@@ -52,7 +52,8 @@ def native_adamw(
     assert all(supports(*row) for row in rows)
     table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
     beta1, beta2 = betas
-    bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
+    bias1 = 1.0 - beta1**step
+    bias2 = 1.0 - beta2**step
     numbers = (
         scale,
         1.0 - beta1,

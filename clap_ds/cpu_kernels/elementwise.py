@@ -48,11 +48,13 @@ class _LayerNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         given = x
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
         channels = x.shape[-1]
         assert is_ready(x, residual, weight, bias)
         assert residual is None or residual.shape == x.shape
-        y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+        y = torch.empty_like(x)
+        total = None if residual is None else torch.empty_like(x)
         statistics = torch.empty(2, x.numel() // channels)
         sizes = x.numel() // channels, channels
         kernel("clap_layer_norm")(
@@ -66,7 +68,9 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, statistics = ctx.saved_tensors
-        dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        dx = torch.empty_like(x)
+        dweight = torch.empty_like(weight)
+        dbias = torch.empty_like(weight)
         given = dy.contiguous(), None if passed is None else passed.contiguous(), x, weight
         sizes = x.numel() // x.shape[-1], x.shape[-1]
         kernel("clap_layer_norm_backward")(*given, statistics, dx, dweight, dbias, *sizes)
@@ -88,7 +92,8 @@ def native_dropout(x: Tensor, probability: float) -> Tensor:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *mask: int | float) -> Tensor:
-        x, ctx.mask = x.contiguous(), mask
+        x = x.contiguous()
+        ctx.mask = mask
         assert is_ready(x)
         y = torch.empty_like(x)
         kernel("clap_dropout")(x, y, x.numel(), *mask)
@@ -103,10 +108,12 @@ class _Dropout(torch.autograd.Function):
 def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
     """Multiply squared magnitudes of complex64 spectra (batch, frames, frequencies) by fp32 filters
     (mel bins, frequencies) on the CPU, without gradients: (batch, frames, mel bins) fp32."""
-    spectrum_BTK, filters_FK = spectrum_BTK.contiguous(), filters_FK.contiguous()
+    spectrum_BTK = spectrum_BTK.contiguous()
+    filters_FK = filters_FK.contiguous()
     B, T, K = spectrum_BTK.shape
     used = (filters_FK != 0).int()
-    first, end = used.argmax(dim=1).int(), (K - used.flip(1).argmax(dim=1)).int()
+    first = used.argmax(dim=1).int()
+    end = (K - used.flip(1).argmax(dim=1)).int()
     mel_BTF = filters_FK.new_empty(B, T, len(filters_FK))
     kernel("clap_mel_power")(
         spectrum_BTK, filters_FK, first, end, mel_BTF, B * T, K, len(filters_FK)

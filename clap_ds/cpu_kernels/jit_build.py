@@ -123,7 +123,8 @@ def _build(flags: Sequence[str]) -> Path:
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made, log_file = Path(folder) / library.name, Path(folder) / "messages"
+        made = Path(folder) / library.name
+        log_file = Path(folder) / "messages"
         command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]
         with log_file.open(
             "w"

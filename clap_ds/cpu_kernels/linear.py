@@ -74,7 +74,8 @@ def _forward(
     """Apply the layers. `residual` and `activated` (receives gelu(output)) are shaped like the
     output, or None."""
     M, N, K = _sizes(x, weights)
-    y, residual = x.new_empty(*x.shape[:-1], N), _contiguous(residual)
+    y = x.new_empty(*x.shape[:-1], N)
+    residual = _contiguous(residual)
     assert is_ready(x, residual, *weights, *biases)
     assert x.shape[-1] == K
     assert residual is None or residual.shape == y.shape
@@ -117,9 +118,12 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        rows, weights, biases = x.contiguous(), parameters[::2], parameters[1::2]
+        rows = x.contiguous()
+        weights = parameters[::2]
+        biases = parameters[1::2]
         ctx.save_for_backward(rows, *weights)
-        ctx.has_bias, ctx.has_residual = biases[0] is not None, residual is not None
+        ctx.has_bias = biases[0] is not None
+        ctx.has_residual = residual is not None
         return _forward(rows, weights, biases, residual), x.view_as(x)
 
     @staticmethod
@@ -147,7 +151,8 @@ class _Mlp(torch.autograd.Function):
         bias2: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        rows, activated = x.contiguous(), x.new_empty(*x.shape[:-1], len(weight1))
+        rows = x.contiguous()
+        activated = x.new_empty(*x.shape[:-1], len(weight1))
         before = _forward(rows, [weight1], [bias1], None, activated)
         ctx.save_for_backward(rows, weight1, weight2, before, activated)
         ctx.has_residual = residual is not None

@@ -118,7 +118,8 @@ class NativePatchMerging(NativeModule, PatchMerging):
 class NativeSwinBlock(NativeModule, SwinBlock):
     def fits(self) -> bool:
         """Return False also if attention or MLP are configured to use other kernels."""
-        attention, channels = self.attention, self.attention.proj.in_features
+        attention = self.attention
+        channels = self.attention.proj.in_features
         num_heads = attention.relative_position_bias.shape[1]
         return (
             (attention.kernel, self.mlp.kernel) == ("matmul", "torch")
@@ -128,7 +129,8 @@ class NativeSwinBlock(NativeModule, SwinBlock):
         )
 
     def run(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
+        mlp = self.mlp
         normed, tokens_BHWC = _norm(tokens_BHWC, self.norm1)
         qkv_BHWE, _ = native_linears(normed, attention.qkv.weight, attention.qkv.bias)
         mixed = native_window_attention(qkv_BHWE, attention.position_bias(), self.shift)
@@ -168,10 +170,13 @@ class NativeTextLayer(NativeModule, TextLayer):
         if first_only:
             hidden_TC = hidden_TC.index_select(0, segments.key_start)
             tensors = [native_linears(hidden_TC, *query)[0], projected]
-        heads, scale = self.num_heads, (hidden_BLC.shape[-1] // self.num_heads) ** -0.5
+        heads = self.num_heads
+        scale = (hidden_BLC.shape[-1] // self.num_heads) ** -0.5
         dropout = attention.dropout.p if attention.training else 0.0
         mixed = native_segment_attention(tensors, heads, segments, scale, dropout)
-        output, first, second = self.attention.output, self.intermediate.dense, self.output.dense
+        output = self.attention.output
+        first = self.intermediate.dense
+        second = self.output.dense
         branch, _ = native_linears(mixed, output.dense.weight, output.dense.bias)
         hidden_TC = _add_and_norm(branch, hidden_TC, output)
         branch, hidden_TC = native_mlp(

@@ -110,10 +110,8 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Tensor, Tensor, float, float], *tensors: Tensor) -> Tensor:
         tensors = tuple(_with_whole_rows(tensor) for tensor in tensors)
         query, key, value = _parts(tensors)
-        output, log_sums_AT = (
-            torch.empty(query.shape, dtype=query.dtype),
-            torch.empty(int(call[1][3]), len(query)),
-        )
+        output = torch.empty(query.shape, dtype=query.dtype)
+        log_sums_AT = torch.empty(int(call[1][3]), len(query))
         _run("clap_segment_attention_forward", [query, key, value, output], log_sums_AT, *call)
         ctx.save_for_backward(log_sums_AT, *tensors)
         ctx.call = call

@@ -43,12 +43,15 @@ def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> T
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
-        qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()
+        qkv_BHWE = qkv_BHWE.contiguous()
+        bias = bias_ANN.float().contiguous()
         assert is_ready(qkv_BHWE)
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)
-        output_BHWC, log_sums_BHWA = qkv_BHWE.new_empty(B, H, W, E // 3), bias.new_empty(B, H, W, A)
-        ctx.sizes, ctx.bias_dtype = (B, H, A, E // (3 * A), shift), bias_ANN.dtype
+        output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
+        log_sums_BHWA = bias.new_empty(B, H, W, A)
+        ctx.sizes = (B, H, A, E // (3 * A), shift)
+        ctx.bias_dtype = bias_ANN.dtype
         kernel("clap_window_attention_forward")(
             qkv_BHWE, bias, output_BHWC, log_sums_BHWA, *ctx.sizes
         )
@@ -59,7 +62,8 @@ class _WindowAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = qkv_BHWE, bias, _ = ctx.saved_tensors
-        d_qkv_BHWE, d_bias = torch.empty_like(qkv_BHWE), torch.empty_like(bias)
+        d_qkv_BHWE = torch.empty_like(qkv_BHWE)
+        d_bias = torch.empty_like(bias)
         run = kernel("clap_window_attention_backward")
         run(*saved, grads[0].contiguous(), d_qkv_BHWE, d_bias, *ctx.sizes)
         return d_qkv_BHWE, d_bias.to(ctx.bias_dtype), None

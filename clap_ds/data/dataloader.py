@@ -33,10 +33,13 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         copy_ahead: bool,
         pack_captions: bool = False,
     ) -> None:
-        self._pieces, self._device, self._pack_captions = pieces, device, pack_captions
+        self._pieces = pieces
+        self._device = device
+        self._pack_captions = pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
         self._ahead: _Ahead | None = None
-        self._state, self._is_reported = pieces.state(), False
+        self._state = pieces.state()
+        self._is_reported = False
 
     def __next__(self) -> Batch:
         """Return the next batch, ready for work queued on the current stream."""
@@ -56,7 +59,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch
 
     def _take(self) -> _Ahead:
-        pieces, stream = next(self._pieces), self._copy_stream
+        pieces = next(self._pieces)
+        stream = self._copy_stream
         done = torch.cuda.Event() if stream else None
         if stream:
             stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -78,7 +82,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         """Print once, on rank 0, whether workers keep up with the fastest of several steps, given
           their `rates` in clips/s
         without waiting for data."""
-        rates, found = [*rates], self._pieces.throughput()
+        rates = [*rates]
+        found = self._pieces.throughput()
         if not self._is_reported and rank() == 0 and found is not None and len(rates) > 1:
             print(
                 describe(found, max(rates), ranks_per_host=ranks_per_host, cores=len(CORES)),

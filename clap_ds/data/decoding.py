@@ -223,14 +223,17 @@ def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tenso
     """Resample block by block, equal up to rounding to `resample` of the concatenated blocks."""
     period = ratio.denominator  # input samples after which the filters repeat
     context = -(-_build_filters(ratio).reach // period) * period
-    held, before = torch.empty(0), 0  # number of held samples that were already resampled
+    # number of held samples that were already resampled
+    held = torch.empty(0)
+    before = 0
     for block in blocks:
         held = torch.cat([held, block])
         ready = (len(held) - context - before) // period * period
         if ready > 0:
             yield resample(held, ratio)[int(before * ratio) : int((before + ready) * ratio)]
             keep = max(0, before + ready - context)
-            held, before = held[keep:], before + ready - keep
+            held = held[keep:]
+            before = before + ready - keep
     yield resample(held, ratio)[int(before * ratio) :]
 
 

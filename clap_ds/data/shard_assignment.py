@@ -61,7 +61,8 @@ class EpochPartition:
         """Return the parts with these samples of an epoch. Empty tars are assigned by their
         position."""
         parts: list[Part] = []
-        before, last = 0, self.epoch_samples - 1
+        before = 0
+        last = self.epoch_samples - 1
         for shard, number in zip(shards, self.samples, strict=True):
             after = before + number
             if max(start, before) < min(end, after) or (
@@ -121,7 +122,8 @@ def assign_shards(
         tars = list(zip(sources[0].shards, samples, strict=True))
         if data.shuffle_buffer:
             random.Random(f"seed {spec.seed}, tars").shuffle(tars)
-        shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
+        shards = [shard for shard, _ in tars]
+        counts = tuple(count for _, count in tars)
         of_rank = range(spec.rank * workers, (spec.rank + 1) * workers)
         deals = [
             EpochPartition(counts, sum(counts), spec.world_size, workers, piece_size, own)

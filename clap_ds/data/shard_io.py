@@ -158,7 +158,8 @@ def open_copy(
     remote = RemoteFiles(shard)
     info = again(remote.info)
     name = hashlib.sha256(repr((shard, info)).encode()).hexdigest()[:32]
-    copy, part = folder / f"{name}.tar", locks / f"{name}.part"
+    copy = folder / f"{name}.tar"
+    part = locks / f"{name}.part"
     with (locks / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process per host fetches it
         try:

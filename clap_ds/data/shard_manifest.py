@@ -160,7 +160,9 @@ def kind_of(
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if
     mixed with `waveform`. `warns` prints folders that were prepared with another resampling filter.
     Raises ValueError for kinds that can't be mixed and for another model's front end."""
-    own, kinds = front_end_of(model.audio), dict[Kind, str]()  # kind → its last folder
+    # kind → its last folder
+    own = front_end_of(model.audio)
+    kinds = dict[Kind, str]()
     for folder in dict.fromkeys(map(folder_of, shards)):
         manifest = read_manifest(folder)
         found = manifest.front_end or {}

@@ -87,7 +87,10 @@ class ShardReader:
         passes: list[tuple[int, int]] = [*self.start["passes"]] or [(0, 0)] * len(self.sources)
         streams = [self._captions(number, *passes[number]) for number in range(len(passes))]
         weights = [source.weight for source in self.sources]
-        place, began_s, chosen = 0, 0.0, 0  # the first piece's time includes starting
+        # the first piece's time includes starting
+        place = 0
+        began_s = 0.0
+        chosen = 0
         captions: list[str] = []
         for number in count(self.start["samples"]):
             self._row = self.memory[place, len(captions)]
@@ -113,7 +116,9 @@ class ShardReader:
             piece.captions = ids.numpy(), mask.numpy()
             piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
             yield piece
-            began_s, captions, self._broken = time.perf_counter(), [], []
+            began_s = time.perf_counter()
+            captions = []
+            self._broken = []
             place = (place + 1) % len(self.memory)
 
     def _captions(
@@ -122,11 +127,9 @@ class ShardReader:
         """Decode the items of a source to the next rows. Yield the caption of each usable one, and
           the pass and items drawn
         in it so far. End only if a whole pass has none."""
-        source, seed, given = (
-            self.sources[number],
-            f"{self.seed}, source {number}",
-            self.start["samples"],
-        )
+        source = self.sources[number]
+        seed = f"{self.seed}, source {number}"
+        given = self.start["samples"]
         is_useful = True
         while is_useful:
             wanted = source.deal.given(pass_number + 1) if source.deal else math.inf
@@ -148,7 +151,8 @@ class ShardReader:
                     yield caption, (pass_number, drawn)
                     if given >= wanted:
                         break
-            pass_number, drawn = pass_number + 1, 0
+            pass_number = pass_number + 1
+            drawn = 0
 
     def _items(self, source: Source, pass_number: int, rng: random.Random) -> Iterator[Item]:
         """Yield the items of one pass, then replacements for broken ones."""
@@ -161,7 +165,8 @@ class ShardReader:
         if not self.data.shuffle_buffer:
             return chain(self._read(own), self._read(others))
         if not source.shards_per_pass:
-            own, others = rng.sample(own, len(own)), rng.sample(others, len(others))
+            own = rng.sample(own, len(own))
+            others = rng.sample(others, len(others))
         buffer = max(1, round(self.data.shuffle_buffer * source.weight))
         return chain(shuffle(buffer, rng=rng)(self._read(own)), self._read(others))
 

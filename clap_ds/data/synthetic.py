@@ -16,11 +16,10 @@ from clap_ds.data.batch import Batch, BatchSpec, to_int16
 from clap_ds.data.workers import Loader
 
 PIECE_SIZE = 32  # clips that a worker sends together, as shared memory may be small
-START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = (
-    0,
-    2,
-    4,
-)  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
+# RoBERTa's: <s>, <pad>, </s>, <unk>, then words
+START_TOKEN_ID = 0
+END_TOKEN_ID = 2
+FIRST_WORD_ID = 4
 
 
 class _Clips(Dataset[tuple[Tensor, ...]]):
@@ -71,7 +70,8 @@ class SyntheticStream:
         self._starts = range(0, spec.micro_batch, PIECE_SIZE)
         self._loader: Loader[list[Tensor]] | None = None
         if data.num_workers:
-            size, pinned = spec.micro_batch, spec.device.type != "cpu"
+            size = spec.micro_batch
+            pinned = spec.device.type != "cpu"
             pieces = (
                 range(number * size + start, number * size + min(start + PIECE_SIZE, size))
                 for number in count(self._num_given)

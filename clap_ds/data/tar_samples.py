@@ -118,7 +118,8 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
         _Headers(io.FileIO(os.dup(file.number)), _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,
     ):
-        size, offset = os.fstat(file.number).st_size, 0
+        size = os.fstat(file.number).st_size
+        offset = 0
         try:
             while member := tar.next():
                 if tar.offset <= offset:

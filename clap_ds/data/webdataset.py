@@ -73,7 +73,8 @@ class WebDatasetStream:
         *,
         needs_epochs: bool = False,
     ) -> None:
-        self._num_workers, self._micro_batch = data.num_workers, spec.micro_batch
+        self._num_workers = data.num_workers
+        self._micro_batch = spec.micro_batch
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         shares, order = self._share(
             data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES
@@ -97,7 +98,8 @@ class WebDatasetStream:
             else 0
         )
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        audio, is_mel = spec.model.audio, self._kind == "mel"
+        audio = spec.model.audio
+        is_mel = self._kind == "mel"
         in_16_bits = is_mel or (audio.fusion and data.audio_dtype == "int16")
         dtype = torch.float16 if in_16_bits else getattr(torch, data.audio_dtype)
         row = audio.feature_shape if is_mel else audio.clip_shape
@@ -123,7 +125,9 @@ class WebDatasetStream:
                 zip(shares, self._state["positions"], strict=True)
             )
         ]
-        self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
+        # rows, and worker seconds for them
+        self._made = 0
+        self._made_in_s = 0.0
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Chunk, Batch] | None = None
         # The loader polls workers in turn, so the next one comes first.
@@ -150,10 +154,8 @@ class WebDatasetStream:
         samples."""
         sources = expand_sources(data.shards)
         shards = [shard for source in sources for shard in source.shards]
-        self._kind, samples = (
-            kind_of(shards, spec.model, warns=spec.rank == 0),
-            samples_of(shards, most_bytes),
-        )
+        self._kind = kind_of(shards, spec.model, warns=spec.rank == 0)
+        samples = samples_of(shards, most_bytes)
         num_samples = sum(samples) if samples else None
         has_epochs = bool(num_samples and data.has_epochs)
         self._described = {
@@ -212,7 +214,9 @@ class WebDatasetStream:
 
     def __next__(self) -> list[Batch]:
         """Return rows that are valid until the next call."""
-        rows, num_missing, state = [], self._micro_batch, self._state
+        rows = []
+        num_missing = self._micro_batch
+        state = self._state
         while num_missing:
             piece, batch = self._piece = self._piece or self._receive()
             taken = state["rows_taken"]

@@ -79,7 +79,8 @@ class Loader(Iterator[T], Generic[T]):
     def close(self) -> None:
         """Stop the workers and wait for them. Unlike the iterator's finalizer, don't swallow a
         signal's exception."""
-        loaded, self._loaded = self._loaded, iter(())
+        loaded = self._loaded
+        self._loaded = iter(())
         getattr(loaded, "_shutdown_workers", lambda: None)()
 
 

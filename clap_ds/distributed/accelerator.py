@@ -48,7 +48,8 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
 
     if choose_accelerator() == "cpu":
         return torch.device("cpu")
-    number, there = local_rank, torch.cuda.device_count()
+    number = local_rank
+    there = torch.cuda.device_count()
     if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):  # `--gpus-per-task`
         number, os.environ["LOCAL_RANK"] = 0, "0"  # read by DeepSpeed's engine
     if number >= there:

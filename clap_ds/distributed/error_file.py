@@ -20,16 +20,26 @@ from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.files import own_folder, read_json, write_atomically
 from clap_ds.config.redaction import redacted_all
 
-USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
-STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
-SIGNAL, KILLED = "signal", "killed"
+USER = "user"
+ERROR = "error"
+OUT_OF_MEMORY = "out_of_memory"
+LOST_PEER = "lost_peer"
+STOPPED = "stopped"
+UNREACHABLE = "unreachable"
+STALL = "stall"
+SIGNAL = "signal"
+KILLED = "killed"
 """Kinds of error that ranks can't record themselves. `KILLED` is also the fault of an error if a
 data worker was killed."""
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """Consequences of other failures; these never replace an error file."""
 ERRORS = "errors"  # folder of error files in the run directory or the job's
 
-PROGRAM, HOST, IMPORT, LINK, ALL_RANKS = "", "host", "import", "link", "all_ranks"
+PROGRAM = ""
+HOST = "host"
+IMPORT = "import"
+LINK = "link"
+ALL_RANKS = "all_ranks"
 """Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a
 connection, of which either host may be broken; of what all ranks share, such as settings."""
 _HOST_ERRNOS = (
@@ -75,11 +85,14 @@ class ThisRank:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.rank, self.host = 0, ""
+        self.rank = 0
+        self.host = ""
         self.started = threading.Event()  # with the first step
 
     def place(self, folder: Path, rank: int, host: str) -> None:
-        self.folder, self.rank, self.host = folder / ERRORS, rank, host
+        self.folder = folder / ERRORS
+        self.rank = rank
+        self.host = host
 
     def write(
         self, kind: str, message: str, code: int, *,
@@ -87,7 +100,8 @@ class ThisRank:
     ) -> None:  # fmt: skip
         """Write why this rank ends, with the current exception's stack; ignore failures to
         write."""
-        name, line = f"rank{self.rank}.json", "; ".join(message.strip().splitlines())
+        name = f"rank{self.rank}.json"
+        line = "; ".join(message.strip().splitlines())
         if self.folder is None or (kind in CONSEQUENCES and (self.folder / name).exists()):
             return
         # A signal may have interrupted an import.
@@ -100,7 +114,8 @@ class ThisRank:
 
 
 this_rank = ThisRank()  # a process is one rank
-set_error_dir, write_error_file = this_rank.place, this_rank.write
+set_error_dir = this_rank.place
+write_error_file = this_rank.write
 
 
 def read_errors(folder: Path) -> list[RankError]:

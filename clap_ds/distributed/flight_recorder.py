@@ -57,10 +57,8 @@ class _PlainUnpickler(pickle.Unpickler):
 def _progress(backend: str, dump: bytes) -> Progress:
     """Return the progress in a dump. Queued collectives of gloo count as started, those of NCCL
     don't."""
-    begun, done = (
-        f"last_{'started' if backend == 'nccl' else 'enqueued'}_collective",
-        "last_completed_collective",
-    )
+    begun = f"last_{'started' if backend == 'nccl' else 'enqueued'}_collective"
+    done = "last_completed_collective"
     status = _PlainUnpickler(io.BytesIO(dump)).load()["pg_status"]
     return {
         f"{backend} {group}": (max(of[begun], of[done]), of[done]) for group, of in status.items()

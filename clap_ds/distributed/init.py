@@ -161,10 +161,8 @@ def _adopt_slurm_step() -> tuple[str, ...]:
     # ranks.
     num_tasks = _read_number("SLURM_STEP_NUM_TASKS")
     _reject_other_launchers(*MPI_SIZES, num_ranks=num_tasks)
-    counts, hosts = (
-        parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]),
-        expand(os.environ["SLURM_STEP_NODELIST"]),
-    )
+    counts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])
+    hosts = expand(os.environ["SLURM_STEP_NODELIST"])
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"]
     )

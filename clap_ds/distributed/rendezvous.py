@@ -75,7 +75,8 @@ def _send_beats(store: Store, rank: int) -> None:
 def _call_roll(store: Store, ranks: Ranks, joined: threading.Event) -> None:
     """Report ranks that haven't connected or don't respond, until the first step."""
     began = said = time.monotonic()
-    heard, beats = dict.fromkeys(range(1, ranks.world_size), began), dict[int, bytes]()
+    heard = dict.fromkeys(range(1, ranks.world_size), began)
+    beats = dict[int, bytes]()
     while not this_rank.started.wait(BEAT_S):
         now = time.monotonic()
         for rank in heard:
@@ -85,7 +86,8 @@ def _call_roll(store: Store, ranks: Ranks, joined: threading.Event) -> None:
         hosts = list(dict.fromkeys(ranks.hosts[rank] for rank in missing)) if ranks.hosts else []
         who = f"rank{'s' * (len(missing) > 1)} {some(missing)}" + f" ({some(hosts)})" * bool(hosts)
         if missing and now - said >= SAY_S:
-            said, size = now, ranks.world_size
+            said = now
+            size = ranks.world_size
             there = f"{size - len(missing)} of {size} ranks after {now - began:.0f} s"
             print(f"{there}, missing: {who}", file=sys.stderr, flush=True)
         if (
@@ -156,8 +158,11 @@ def meet(
     """
     import torch.distributed as dist
 
-    rank, world_size, joined = ranks.rank, ranks.world_size, threading.Event()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = ranks.rank
+    world_size = ranks.world_size
+    joined = threading.Event()
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     limit = timedelta(
         seconds=1.2 * START_LIMIT_S
     )  # longer than rank 0's, which names who is missing

@@ -74,7 +74,8 @@ class ProgressFile:
 
 def read_progress(run_directory: Path) -> list[ProgressFile]:
     """Read all progress files, sorted by rank."""
-    folder, found = run_directory / STACKS, []
+    folder = run_directory / STACKS
+    found = []
     for path in folder.glob("rank*.txt"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             first, _, stacks = read_bytes(path).decode(errors="replace").partition("\n")
@@ -192,26 +193,24 @@ def _hang(files: list[ProgressFile]) -> RankError:
     suspects = (
         [file for file in files if not file.responds] + _behind(hung) if len(files) > 1 else files
     )
-    found, said = (
-        suspects if len(suspects) == 1 else [],
-        "no rank made less progress than all others",
-    )
+    found = suspects if len(suspects) == 1 else []
+    said = "no rank made less progress than all others"
     for file in found:
         how = "blocks the others" if file.responds else "doesn't respond; at its last report"
         said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}"
     message = f"no step for {min(file.limit_s for file in hung):.0f} s: {said}"
-    first, at = (found or hung)[0], min(file.hung_at or file.at for file in hung)
-    ranks, hosts = [file.rank for file in found], [file.host for file in found]
+    first = (found or hung)[0]
+    at = min(file.hung_at or file.at for file in hung)
+    ranks = [file.rank for file in found]
+    hosts = [file.host for file in found]
     return RankError(at, first.rank, first.host, STALL, message, ranks=ranks, hosts=hosts)
 
 
 def _behind(files: list[ProgressFile]) -> list[ProgressFile]:
     """Return the ranks that started the fewest collectives, unless they wait in one, while others
     wait in more."""
-    known, unknown = (
-        [file for file in files if file.collectives],
-        [file for file in files if not file.collectives],
-    )
+    known = [file for file in files if file.collectives]
+    unknown = [file for file in files if not file.collectives]
     groups = {group for file in known for group in file.collectives}
     for group in sorted(
         groups, key=lambda group: (not group.startswith("nccl"), group)

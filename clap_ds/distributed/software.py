@@ -36,7 +36,8 @@ def odd_hosts(hosts: Mapping[str, Versions]) -> Findings:
         for name in names
     }
     for name, (host, versions) in product(names, hosts.items()):
-        version, expected = versions.get(name), usual[name]
+        version = versions.get(name)
+        expected = usual[name]
         is_same_code = name == "commit" and versions.get("code") == usual.get("code")
         if version != expected and not is_same_code:
             findings.append(

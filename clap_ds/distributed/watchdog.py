@@ -31,16 +31,21 @@ from clap_ds.distributed.error_file import STALL, STOPPED, this_rank, write_erro
 from clap_ds.distributed.root_cause import STACKS, find_root_cause, read_progress
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 
-LEAST_S, PAUSES = 60.0, 5.0
+LEAST_S = 60.0
+PAUSES = 5.0
 """A rank hangs if it makes no step for `LEAST_S` seconds and `PAUSES` times its longest gap between
 steps so far."""
 UNTIMED_S = 600.0  # limit before a step has been timed
 DOING_S = 1800.0  # limit while starting, saving, evaluating, compiling …
-LOOK_S, PUBLISH_S = 1.0, 10.0  # between checks, and updates of the progress file
+# between checks, and updates of the progress file
+LOOK_S = 1.0
+PUBLISH_S = 10.0
 GRACE_S = 8.0  # for the other ranks to write their stacks
 SPEAK_S = 20.0  # for recording the cause
 HEADER_BYTES = 800
-STARTING, STEPPING, ENDING = "starting", "stepping", "ending"
+STARTING = "starting"
+STEPPING = "stepping"
+ENDING = "ending"
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under `nohup`
     SIGNALS += (signal.SIGHUP,)
@@ -77,7 +82,8 @@ class Watch:
         os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(
             self._path.with_name(flight_recorder.DUMP)
         )
-        self._steps, self._longest_s = 0, 0.0
+        self._steps = 0
+        self._longest_s = 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
         self._queued: deque[tuple[int, Any]] = (
             deque()
@@ -98,12 +104,10 @@ class Watch:
         """Record a sign of life, and the task that starts now."""
         if self._run is None:
             return
-        changed, self.activity, self.phase, self._last_step = (
-            activity != self.activity,
-            activity,
-            "",
-            0.0,
-        )
+        changed = activity != self.activity
+        self.activity = activity
+        self.phase = ""
+        self._last_step = 0.0
         self._arm()
         if changed:
             self._note()
@@ -133,8 +137,10 @@ class Watch:
     def _complete(self, number: int) -> None:
         self._steps = number
         if self.activity == STEPPING:
-            now, before = time.monotonic(), self._last_step
-            self._longest_s, self._last_step = max(self._longest_s, now - (before or now)), now
+            now = time.monotonic()
+            before = self._last_step
+            self._longest_s = max(self._longest_s, now - (before or now))
+            self._last_step = now
             self._arm()
 
     def alive(self) -> None:
@@ -174,7 +180,8 @@ class Watch:
                 signal.set_wakeup_fd(self._wakeup_fd)
 
     def _arm(self) -> None:
-        now, limit = time.monotonic(), DOING_S
+        now = time.monotonic()
+        limit = DOING_S
         if self.activity == ENDING:  # keep written stacks: they may show why
             self.armed = now, math.inf
             return faulthandler.cancel_dump_traceback_later()
@@ -228,7 +235,8 @@ class Watch:
 
     def _leave_together(self, run: RunDirectory, since: float, limit_s: float) -> None:
         """Exit if the run's end is recorded, or if this rank has to record it."""
-        files, now = read_progress(run.path), time.monotonic()
+        files = read_progress(run.path)
+        now = time.monotonic()
         if any(not file.responds and file.limit_s >= DOING_S for file in files):
             self._others_busy = now  # a rank that was busy gets the whole limit to step
         is_lowest = not any(file.hung_at and file.rank < this_rank.rank for file in files)
@@ -259,6 +267,10 @@ def _record_cause(run: RunDirectory) -> None:
 
 
 watch = Watch()  # a process is one rank
-start, step, alive, activity = watch.start, watch.step, watch.alive, watch.during
-ending, stop = watch.ending, watch.stop
+start = watch.start
+step = watch.step
+alive = watch.alive
+activity = watch.during
+ending = watch.ending
+stop = watch.stop
 os.register_at_fork(after_in_child=watch.forget)

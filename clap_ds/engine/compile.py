@@ -55,7 +55,9 @@ def compile_towers(
     torch._dynamo.config.optimize_ddp = False
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
-    model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
+    model = engine.module
+    problems = dict[str, str | None]()
+    began_s = time.monotonic()
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     audio, *text = batch.model_inputs()
     if batch.packed is not None:
@@ -73,10 +75,8 @@ def compile_towers(
         )  # finds that memory is too small in a second, not after minutes of compiling
         for name in (*model.front_end_parts * (audio.ndim == 2), "audio", "text"):
             _say(f"compiling {name} …")
-            part, inputs = (
-                model.get_submodule(name),
-                model.text_inputs(*text) if name == "text" else [audio],
-            )
+            part = model.get_submodule(name)
+            inputs = model.text_inputs(*text) if name == "text" else [audio]
             inputs = [model.front_end(audio)] if name == "audio" else inputs
             part.compile(backend=backend, mode=mode)
             attempt = partial(_try, part, inputs, cached=cached)

@@ -72,12 +72,10 @@ class ClapEngine:
         """Wrap a model on its device, with a loss of `build_loss` and DeepSpeed's configuration.
           `build_model` has applied
         `train.freeze`. A collective; raises ValueError if DeepSpeed rejects its sections."""
-        self.device, self.model, self.loss, self.config = (
-            model.logit_scale.device,
-            model,
-            loss,
-            deepspeed,
-        )
+        self.device = model.logit_scale.device
+        self.model = model
+        self.loss = loss
+        self.config = deepspeed
         self.timer = timer or StepTimer(self.device)
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
             convert(model)
@@ -86,7 +84,8 @@ class ClapEngine:
             loss.gather_early(model)
         with quiet_deepspeed():
             self.deepspeed = wrap(model, deepspeed, settings, train)
-        optimizer, decay = self.deepspeed.optimizer, train.ema_decay
+        optimizer = self.deepspeed.optimizer
+        decay = train.ema_decay
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
         self.masters = master_weights(model, optimizer)
         self.average = WeightAverage(model, self.masters, decay) if decay else None
@@ -131,7 +130,8 @@ class ClapEngine:
         statistics = [buffer.clone() for buffer in self.model.running_statistics()]
         loss_mean = self.accumulate(batches)
         timer = self.deepspeed.tput_timer.config
-        before, timer.synchronized = timer.synchronized, timer.synchronized or waits
+        before = timer.synchronized
+        timer.synchronized = timer.synchronized or waits
         self._update()
         timer.synchronized = before
         self.steps += 1
@@ -216,10 +216,8 @@ class ClapEngine:
           optimizer's fp32 copy."""
         if self.before_update is not None:
             self.before_update()
-        clip, in_16_bits = (
-            self.deepspeed.gradient_clipping(),
-            hasattr(self.deepspeed.optimizer, "_global_grad_norm"),
-        )
+        clip = self.deepspeed.gradient_clipping()
+        in_16_bits = hasattr(self.deepspeed.optimizer, "_global_grad_norm")
         with self._phase("optimizer"):
             if not in_16_bits and (self.norm_wanted or clip > 0):
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

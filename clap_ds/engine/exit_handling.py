@@ -48,7 +48,8 @@ class StopSignal(BaseException):
 def outcome_of(error: BaseException, what: str) -> tuple[State, str, str, str]:
     """Return how a run ends after an exception: its state, the kind and message in this rank's
     error file, and what to print. `what` is what was too large if memory is exhausted."""
-    text, first_line = str(error), str(error).partition("\n")[0]
+    text = str(error)
+    first_line = str(error).partition("\n")[0]
     if isinstance(error, StopSignal):
         return error.state, error_file.STOPPED, f"stopped by {text}", f"stopped by {text}"
     if is_out_of_memory(error):

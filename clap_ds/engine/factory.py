@@ -111,7 +111,8 @@ def wrap(
     DeepSpeed rejects a section."""
     # Synchronizing twice a step would wait for the copy of the next batch: 8% of a step on an H200.
     # See `StepToStepTimer`.
-    config, optimizer = {"timers": {"throughput": {"synchronized": False}}, **config}, None
+    config = {"timers": {"throughput": {"synchronized": False}}, **config}
+    optimizer = None
     if "tensorboard" in config:
         config["tensorboard"] = {**config["tensorboard"], "enabled": False}  # `Scalars` writes it
     if takes_flat_adamw(config, settings):
@@ -120,7 +121,8 @@ def wrap(
         optimizer = partial(
             FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **section.get("params", {})
         )
-    schedule, of_schedule = None, config.get("scheduler", {})
+    schedule = None
+    of_schedule = config.get("scheduler", {})
     if of_schedule.get("type") == WarmupStableDecayLR.__name__:
         schedule = partial(WarmupStableDecayLR, **of_schedule.get("params", {}))
     try:

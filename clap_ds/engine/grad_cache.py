@@ -39,7 +39,8 @@ def first_pass(
     """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if
     any, the bias, as leaves that require gradients; and the random state before each micro-batch.
     Running statistics don't change."""
-    outputs, states = [], []
+    outputs = []
+    states = []
     with kept_statistics(model):
         for batch in micro_batches:
             states.append(random_state(batch.device))

@@ -26,7 +26,9 @@ class GradientSync:
     def __init__(
         self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext
     ) -> None:
-        self._engine, self._is_off, self._peer_wait = engine, False, peer_wait
+        self._engine = engine
+        self._is_off = False
+        self._peer_wait = peer_wait
         self._module: Any = engine.module  # an nn.Module to which `replicate` adds methods
         dtypes = {
             parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad

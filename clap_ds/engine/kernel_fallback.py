@@ -25,11 +25,13 @@ def fall_back(
     """Try the Triton kernels that `auto` chose at each size, before anything is traced, and replace
     those that fail on any rank. A collective. Returns the kernels by part of a block whose setting
     is `auto`."""
-    device, chosen = model.logit_scale.device, dict[str, ChosenKernel]()
+    device = model.logit_scale.device
+    chosen = dict[str, ChosenKernel]()
     for part in Kernels._fields:
         if getattr(settings, f"{part}_impl") != "auto" or not isinstance(model, ClapModel):
             continue
-        problems, used = dict[str, str](), set[str]()
+        problems = dict[str, str]()
+        used = set[str]()
         for name, modules, run, tokens in groups_of(model, part):
             if modules[-1].kernel == "triton":
                 with activity("trying kernels"):
@@ -39,10 +41,8 @@ def fall_back(
                     for module in modules:
                         module.kernel = getattr(torch_kernels(device), part)
             used |= {module.kernel for module in modules}
-        kernel, problem = (
-            "triton" if "triton" in used else used.pop(),
-            "; ".join({*problems.values()}) or None,
-        )
+        kernel = "triton" if "triton" in used else used.pop()
+        problem = "; ".join({*problems.values()}) or None
         chosen[part] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
             slower = f"; {', '.join(problems)} run slower without it: {problem}" if problem else ""

@@ -65,7 +65,8 @@ class _Softmax(torch.autograd.Function):
         text_ND: Tensor,
         peer_wait: PeerWait,
     ) -> Tensor:
-        num_local, scale = len(audio_BD), logit_scale.detach()
+        num_local = len(audio_BD)
+        scale = logit_scale.detach()
         first = rank() * num_local
         own_audio_BD, own_text_BD = (
             each[first : first + num_local] for each in (audio_ND, text_ND)
@@ -113,17 +114,19 @@ class _Sigmoid(torch.autograd.Function):
         text_ND: Tensor,
         peer_wait: PeerWait,
     ) -> Tensor:
-        scale, bias = logit_scale.detach(), logit_bias.detach()
-        num_local, audios, texts = (
-            len(audio_BD),
-            audio_ND.chunk(world_size()),
-            text_ND.chunk(world_size()),
-        )
-        audio, text = audios[rank()], texts[rank()]
+        scale = logit_scale.detach()
+        bias = logit_bias.detach()
+        num_local = len(audio_BD)
+        audios = audio_ND.chunk(world_size())
+        texts = text_ND.chunk(world_size())
+        audio = audios[rank()]
+        text = texts[rank()]
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
-        audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
+        audio_grad_BD = torch.zeros_like(audio_BD)
+        text_grad_BD = torch.zeros_like(text_BD)
         for distance in range(world_size()):
-            other_audio, other_text = audios[rank() - distance], texts[rank() - distance]
+            other_audio = audios[rank() - distance]
+            other_text = texts[rank() - distance]
             similarity_BB = similarities(audio, other_text, scale.dtype)
             row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0)
             loss += row_loss_BB.sum()
@@ -147,7 +150,8 @@ class _Sigmoid(torch.autograd.Function):
 def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
     """Return -log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal if
     `paired`, else -1."""
-    loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
+    loss_BB = F.softplus(logits_BB)
+    weight_BB = logits_BB.sigmoid()
     if paired:
         loss_BB.diagonal().sub_(logits_BB.diagonal())
         weight_BB.diagonal().sub_(1)
@@ -189,7 +193,8 @@ class ContrastiveLoss:
     def __init__(
         self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext
     ) -> None:
-        self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
+        self._wire_dtype = wire_dtype
+        self._peer_wait = peer_wait
         self._early: dict[str, _Gather] = {}
 
     def gather_early(self, model: nn.Module) -> None:
@@ -239,7 +244,9 @@ class SoftmaxLoss(ContrastiveLoss):
     gradient is dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N.
     """
 
-    function, needs_bias, evaluate = _Softmax, False, staticmethod(softmax_rows)
+    function = _Softmax
+    needs_bias = False
+    evaluate = staticmethod(softmax_rows)
 
 
 class SigmoidLoss(ContrastiveLoss):
@@ -250,7 +257,9 @@ class SigmoidLoss(ContrastiveLoss):
     rows contribute to the loss and the scalars' gradients, so that each entry counts once.
     """
 
-    function, needs_bias, evaluate = _Sigmoid, True, staticmethod(sigmoid_rows)
+    function = _Sigmoid
+    needs_bias = True
+    evaluate = staticmethod(sigmoid_rows)
 
 
 LOSSES: dict[str, Any] = {"softmax": SoftmaxLoss, "sigmoid": SigmoidLoss}

@@ -39,7 +39,8 @@ class Scalars:
     def __init__(
         self, engine: ClapEngine, folder: Path, histogram_every_steps: int | None = None
     ) -> None:
-        section, deepspeed = engine.config.get("tensorboard", {}), engine.deepspeed
+        section = engine.config.get("tensorboard", {})
+        deepspeed = engine.deepspeed
         place = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
         self._tensorboard: SummaryWriter | None = None
         if section.get("enabled", True) and rank() == 0:
@@ -57,10 +58,8 @@ class Scalars:
         if histogram_every_steps:
             engine.before_update = partial(self._write_histograms, engine, histogram_every_steps)
         self._waiting: list[Scalar] = []
-        self._write, deepspeed.monitor.write_events = (
-            deepspeed.monitor.write_events,
-            self._waiting.extend,
-        )
+        self._write = deepspeed.monitor.write_events
+        deepspeed.monitor.write_events = self._waiting.extend
 
     def __enter__(self) -> Self:
         return self

@@ -115,10 +115,8 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
-        options, sizes = (
-            {name: group[name] for name in OPTIONS},
-            [each.numel() for each in gradients],
-        )
+        options = {name: group[name] for name in OPTIONS}
+        sizes = [each.numel() for each in gradients]
         flats = low, master.detach(), state["exp_avg"], state["exp_avg_sq"]
         lows, *rest = (each.split(sizes) for each in flats)
         adamw_native.native_adamw(
@@ -152,13 +150,15 @@ class FlatStep:
         """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping,
           scalar fp64.
         Return False, like the wrapper without an overflow."""
-        wrapper, most = self._wrapper, self._wrapper.clip_grad
+        wrapper = self._wrapper
+        most = self._wrapper.clip_grad
         gradients = [
             self._gradients(*group)
             for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
         ]
         norm = norm_of([*chain(*gradients)], natively=wrapper.optimizer.cpu_kernels)
-        wrapper._global_grad_norm, self.skipped = norm, ~norm.isfinite()
+        wrapper._global_grad_norm = norm
+        self.skipped = ~norm.isfinite()
         wrapper.optimizer.step(
             grads=gradients,
             output_params=[[low] for low in wrapper.fp16_groups_flat],
@@ -238,7 +238,8 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor], decay: float) -> None:
-        self._decay, self._masters = decay, [*masters.values()]
+        self._decay = decay
+        self._masters = [*masters.values()]
         self._models = [model.get_parameter(name) for name in masters]
         self.weights = {name: master.detach().clone() for name, master in masters.items()}
 

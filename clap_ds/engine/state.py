@@ -115,7 +115,8 @@ def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samp
     with torch.no_grad():
         for name, master in engine.masters.items():
             master.copy_(weights.state.get(name, engine.model.get_parameter(name)))
-    engine.deepspeed.global_steps, engine.deepspeed.global_samples = steps, samples
+    engine.deepspeed.global_steps = steps
+    engine.deepspeed.global_samples = samples
     _advance(engine, steps)
 
 
@@ -159,7 +160,8 @@ def not_finite(state: Any) -> list[str]:
 
 def describe(engine: ClapEngine) -> dict[str, Any]:
     """Return what a run and a checkpoint must have in common to resume, as JSON values."""
-    outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
+    outer = engine.deepspeed.optimizer
+    scheduler = engine.deepspeed.lr_scheduler
     inner = getattr(outer, "optimizer", None)
     return {
         "optimizer": " over ".join(

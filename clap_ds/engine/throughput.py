@@ -77,7 +77,8 @@ class Throughput:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._windows: list[tuple[int, float, float]] = []
-        self._step_s, self._slowest_s = array("d"), array("d")
+        self._step_s = array("d")
+        self._slowest_s = array("d")
 
     def add(self, window: Window, samples: int) -> None:
         """Add a window on rank 0, with the global batch's `samples` in each step."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from clap_ds.engine.compile import compiled_on_gpu
 
-GPU_TILE, CPU_TILE = 32768, 1024
+GPU_TILE = 32768
+CPU_TILE = 1024
 """Columns per tile: few kernels on a GPU (80 MB at a micro-batch of 616), cache-sized on a CPU."""
 
 
@@ -26,7 +27,8 @@ def tiled_row_sums(
     `first` + i.
 
     Both are (B,) in the scale's dtype."""
-    lses, targets = [], []
+    lses = []
+    targets = []
     for columns in _tiles(all_ND):
         rest = scale, _pairs(own_BD, columns, first)
         lse_B, *target_B = _row_sums(similarities(own_BD, all_ND[columns], scale.dtype), *rest)
@@ -59,11 +61,9 @@ def tiled_softmax_gradient(
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
     for columns in _tiles(all_ND):
-        others_KD, lses, pairs = (
-            all_ND[columns],
-            (own_lse_B, all_lse_N[columns]),
-            _pairs(own_BD, columns, first),
-        )
+        others_KD = all_ND[columns]
+        lses = (own_lse_B, all_lse_N[columns])
+        pairs = _pairs(own_BD, columns, first)
         rest = scale, *lses, pairs, weight_dtype
         weights = _weights(similarities(own_BD, others_KD, scale.dtype), *rest)
         weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
@@ -127,6 +127,7 @@ def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Ten
 def _tiles(all_ND: Tensor) -> Iterator[slice]:
     """Yield tiles of equal width, except for the last. If it may be, the width is a multiple of 64
     to suit tensor cores."""
-    size, widest = len(all_ND), GPU_TILE if all_ND.is_cuda else CPU_TILE
+    size = len(all_ND)
+    widest = GPU_TILE if all_ND.is_cuda else CPU_TILE
     width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
     return (slice(start, min(start + width, size)) for start in range(0, size, width))

@@ -136,7 +136,8 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
 def _read(
     clips: dict[int, Clip], read: Callable[[Mapping[str, bytes]], T], expected: str
 ) -> tuple[dict[int, T], list[Broken]]:
-    found, broken = dict[int, T](), []
+    found = dict[int, T]()
+    broken = []
     for number, clip in clips.items():
         try:
             found[number] = read(clip.described)
@@ -151,13 +152,16 @@ def _read(
 class _ClipAudio(Dataset[Tensor | str]):
     def __init__(self, clips: list[Clip], audio: AudioConfig, kind: Kind) -> None:
         self._open_shard = lru_cache(maxsize=1)(open_shard)
-        self._clips, self._audio, self._kind = clips, audio, kind
+        self._clips = clips
+        self._audio = audio
+        self._kind = kind
 
     def __len__(self) -> int:
         return len(self._clips)
 
     def __getitem__(self, number: int) -> Tensor | str:
-        clip, row = self._clips[number], empty_row(self._audio, self._kind)
+        clip = self._clips[number]
+        row = empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, audio=self._audio, rng=Middle())
@@ -188,7 +192,8 @@ def load_audio(
 ) -> Iterator[Tensor | str]:
     """Yield clips in order, shaped like `empty_row`, or the reason why one is unusable, from
     `num_workers` processes (0: this one). Raises ValueError if one was killed."""
-    dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))
+    dataset = _ClipAudio(clips, audio, kind)
+    num_workers = min(num_workers, len(clips))
     loader: Loader[Any] = Loader(
         dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list
     )

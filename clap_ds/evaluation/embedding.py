@@ -97,7 +97,8 @@ def _batches(
     micro_batch: int,
     encode: Callable[[list[T]], Tensor],
 ) -> Iterator[Tensor]:
-    rest, modes = iter(items), [(module, module.training) for module in model.modules()]
+    rest = iter(items)
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         while batch := list(islice(rest, micro_batch)):

@@ -138,19 +138,15 @@ class Evaluator:
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
-                counts, measures = (
-                    {"captions": len(text)},
-                    self._retrieval(model, audio[numbers], text, captions),
-                )
+                counts = {"captions": len(text)}
+                measures = self._retrieval(model, audio[numbers], text, captions)
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
                 pairs = audio[numbers], class_features(captions, text), is_of_class.to(audio.device)
-                counts, measures = (
-                    {"classes": len(captions)},
-                    metrics.evaluate_zero_shot(*pairs, self.ranks),
-                )
+                counts = {"classes": len(captions)}
+                measures = metrics.evaluate_zero_shot(*pairs, self.ranks)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
@@ -172,7 +168,8 @@ class Evaluator:
         """Embed all clips: (N, D) fp32, and the reasons for undecodable ones by index, whose rows
         are meaningless."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
-        audio, failed = model.config.audio, dict[int, str]()
+        audio = model.config.audio
+        failed = dict[int, str]()
 
         def rows() -> Iterator[Tensor]:
             clips = [self._clips[number] for number in own]

@@ -88,7 +88,8 @@ def wilson(proportion: float, number: float) -> tuple[float, float]:
     """Compute Wilson's 95% interval of a proportion. It is conservative for means of other values
     from 0 to 1."""
     spread = Z * math.sqrt(proportion * (1 - proportion) / number + Z**2 / (4 * number**2))
-    centre, scale = proportion + Z**2 / (2 * number), 1 + Z**2 / number
+    centre = proportion + Z**2 / (2 * number)
+    scale = 1 + Z**2 / number
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
@@ -148,7 +149,8 @@ def retrieval_loss(
     """
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
-    losses, chance_in_all = [], 0.0
+    losses = []
+    chance_in_all = 0.0
     num_batches = -(-len(captions) // LOSS_BATCH)
     for first in range(num_batches):
         rows = slice(first, None, num_batches)
@@ -160,10 +162,8 @@ def retrieval_loss(
         losses.append(found_B)
         chance_in_all += chance * len(found_B)
     loss_N = torch.cat(losses)
-    value, spread = (
-        float(loss_N.mean()),
-        Z * float(loss_N.std(correction=0)) / math.sqrt(len(loss_N)),
-    )
+    value = float(loss_N.mean())
+    spread = Z * float(loss_N.std(correction=0)) / math.sqrt(len(loss_N))
     return Measure(value, chance_in_all / len(loss_N), value - spread, value + spread)
 
 
@@ -182,7 +182,8 @@ def evaluate_zero_shot(
     )
     measures = _means([f"zero_shot_top{k}" for k in TOP], found, chance, len(audio_ND))
     num_clips_K = is_of_class_NK.sum(0)
-    relevant_KN, classes_KD = is_of_class_NK.T[num_clips_K > 0], classes_KD[num_clips_K > 0]
+    relevant_KN = is_of_class_NK.T[num_clips_K > 0]
+    classes_KD = classes_KD[num_clips_K > 0]
     found, chance = ranking.rank_candidates(
         classes_KD, audio_ND, relevant_KN.__getitem__, ranks=ranks
     )

@@ -96,10 +96,8 @@ def _measures(
     )
     num_relevant = F.pad(relevant_QR.cumsum(1), (1, 0))
     relevant_above = num_relevant.gather(1, above)
-    tied, relevant_tied = (
-        (end - above).double(),
-        (num_relevant.gather(1, end) - relevant_above).double(),
-    )
+    tied = (end - above).double()
+    relevant_tied = (num_relevant.gather(1, end) - relevant_above).double()
     columns = []
     for k in at:
         last = min(k, num_ranks) - 1

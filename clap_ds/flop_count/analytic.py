@@ -67,7 +67,8 @@ def recomputed_flops(
     """Return the FLOPs of one sample that activation checkpointing of these towers (`audio`,
     `text`) recomputes. PyTorch stops early: it skips an audio block's last product, unless drop
     path applies to its branch (never to the first block's)."""
-    audio, text = config.audio, forward_components(config, lengths, "model")
+    audio = config.audio
+    text = forward_components(config, lengths, "model")
     flops = {"audio": sum(linears + attention for linears, attention, _ in _stages(audio))}
     flops["text"] = text["text_linears"] + text["text_attention"]
     last_products = [
@@ -130,8 +131,10 @@ def _product(rows: float, inputs: int, outputs: int) -> float:
 
 def _audio_components(audio: AudioConfig) -> dict[str, float]:
     """Return the audio tower's components in both conventions, without the projection."""
-    num_bins, last_grid = audio.stft_window // 2 + 1, audio.stage_grids[-1]
-    width, channels = audio.image_size * audio.freq_ratio, CHANNELS if audio.fusion else 1
+    num_bins = audio.stft_window // 2 + 1
+    last_grid = audio.stage_grids[-1]
+    width = audio.image_size * audio.freq_ratio
+    channels = CHANNELS if audio.fusion else 1
     # The AudioSet head's kernel spans all frequencies and three time steps.
     kernel_height = max(1, last_grid // audio.freq_ratio)
     num_steps = last_grid * (last_grid // kernel_height)
@@ -178,7 +181,8 @@ def _stages(audio: AudioConfig) -> list[tuple[float, float, float]]:
 def _fusion(audio: AudioConfig) -> float:
     """Count the tokens of the file's parts, and twice two layers of attention: per position and on
     their mean."""
-    grid, part = audio.stage_grids[0], 3 * audio.patch_size
+    grid = audio.stage_grids[0]
+    part = 3 * audio.patch_size
     tokens = _product(
         (CHANNELS - 1) * grid * (audio.image_size // part), part * audio.patch_size, audio.embed_dim
     )
@@ -189,11 +193,9 @@ def _text_components(
     config: ClapConfig, lengths: TextLengths, convention: Convention
 ) -> dict[str, float]:
     text = config.text
-    width, rows, has_pooler = (
-        text.hidden_size,
-        text.num_layers * lengths.mean,
-        text.pooling == "cls_pooler",
-    )
+    width = text.hidden_size
+    rows = text.num_layers * lengths.mean
+    has_pooler = text.pooling == "cls_pooler"
     # In the last layer, only the first token is used after the attention.
     first_alone = convention == "model" and text.ends_with_first_token
     rows_past_attention = rows - (lengths.mean - 1 if first_alone else 0)

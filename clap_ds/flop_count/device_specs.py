@@ -36,7 +36,8 @@ class Gpu:
 
 
 _V100 = "NVIDIA V100 data sheet (2020), fp16 as it has no bf16"
-_A100, _A800 = "NVIDIA A100 data sheet (2022)", "NVIDIA A800 data sheet: an A100 with slower NVLink"
+_A100 = "NVIDIA A100 data sheet (2022)"
+_A800 = "NVIDIA A800 data sheet: an A100 with slower NVLink"
 _H100 = "NVIDIA H100 data sheet (2024), half of its rate with sparsity"
 _H800 = "NVIDIA H800 data sheet, half of its rate with sparsity"
 _H200 = "NVIDIA H200 data sheet (2024), half of its rate with sparsity"
@@ -176,7 +177,8 @@ def utilization(
     any; `training_flops` executed in forward and backward; `recomputed_flops` executed in addition,
     which count for `hfu_percent`.
     """
-    peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
+    peak = peak_for(device_name, override_tflops)
+    per_s = samples_per_s / 1e12
     achieved = training_flops * per_s
     tflops = {
         "mfu_published_percent": published_flops

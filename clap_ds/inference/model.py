@@ -59,12 +59,11 @@ class Clap:
     def __init__(
         self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None
     ) -> None:
-        self.config, self.source, self.fingerprint = (
-            weights.config,
-            weights.path,
-            weights.fingerprint,
-        )
-        self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
+        self.config = weights.config
+        self.source = weights.path
+        self.fingerprint = weights.fingerprint
+        self.sample_rate = self.config.audio.sample_rate
+        self.dim = self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
         self.context_length = weights.longest_caption
         self.model = weights.build_for(device, dtype)
@@ -230,7 +229,8 @@ class Clap:
 def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
     """Merge each file's window rows and end row, which has its length and no vector, into one
     row."""
-    vectors, error = list[Array](), ""
+    vectors = list[Array]()
+    error = ""
     for row in rows:
         error = error or row.error
         if row.vector is not None:
@@ -245,7 +245,8 @@ def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
                     else (total / np.linalg.norm(total)).astype(np.float32)
                 )
             yield EmbeddingRow(row.source, 0.0, row.end_s, mean, error)
-            vectors, error = [], ""
+            vectors = []
+            error = ""
 
 
 def _as_list(texts: Any, name: str) -> list[str]:
@@ -271,7 +272,8 @@ def _source(
         return Sound(name, audio)
     if hasattr(audio, "get_all_samples"):  # torchcodec's decoder, as in `datasets`
         samples = audio.get_all_samples()
-        audio, sample_rate = samples.data, samples.sample_rate
+        audio = samples.data
+        sample_rate = samples.sample_rate
         channels_first = True
     elif isinstance(audio, Mapping):
         audio, sample_rate = audio.get("array"), audio.get("sampling_rate")

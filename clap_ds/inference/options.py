@@ -102,7 +102,8 @@ def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
 
 
 def _sources_in(argument: str) -> Iterable[Found]:
-    path, suffix = Path(argument), Path(argument).suffix.lower()
+    path = Path(argument)
+    suffix = Path(argument).suffix.lower()
     if path.is_dir():
         return audio_files_in(path)
     if suffix == ".tar" or "://" in argument:

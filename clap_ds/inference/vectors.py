@@ -62,11 +62,9 @@ def check_suffix(path: Path) -> None:
 def _schema(about: About) -> Any:
     import pyarrow
 
-    text, seconds, vector = (
-        pyarrow.string(),
-        pyarrow.float64(),
-        pyarrow.list_(pyarrow.float32(), about.dim),
-    )
+    text = pyarrow.string()
+    seconds = pyarrow.float64()
+    vector = pyarrow.list_(pyarrow.float32(), about.dim)
     fields = [
         ("file", text),
         ("start_s", seconds),
@@ -85,7 +83,9 @@ def write_table(
     import pyarrow.parquet
 
     schema = _schema(about)
-    rest, num_rows, left_out = iter(rows), 0, list[tuple[str, str]]()
+    rest = iter(rows)
+    num_rows = 0
+    left_out = list[tuple[str, str]]()
     none = np.full(about.dim, np.nan, np.float32)
     with pyarrow.parquet.ParquetWriter(
         file, schema, compression="none", use_dictionary=["file", "error"]

@@ -101,14 +101,17 @@ class _Windows(IterableDataset[Window]):
     def __init__(
         self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float
     ) -> None:
-        self._sources, self._audio, self._pooling = sources, audio, pooling
+        self._sources = sources
+        self._audio = audio
+        self._pooling = pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
     def __iter__(self) -> Iterator[Window]:
         for source in self._sources:
             name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
-            end_s, error = 0.0, ""
+            end_s = 0.0
+            error = ""
             try:
                 for start_s, end_s, waveform in self._windows(source):
                     yield EmbeddingRow(name, start_s, end_s), waveform
@@ -118,7 +121,8 @@ class _Windows(IterableDataset[Window]):
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
         encoded = self._content(source)
-        rate, length = self._audio.sample_rate, self._audio.num_samples
+        rate = self._audio.sample_rate
+        length = self._audio.num_samples
         with open_audio(encoded) as opened:
             ratio = decoding.resampling_ratio(opened.samplerate, rate)
             if self._pooling == "center" or opened.frames <= math.ceil(length / ratio):
@@ -159,7 +163,8 @@ class _Windows(IterableDataset[Window]):
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
     """Yield the mean of the channels, (T,) float32, in blocks. Finally raise BrokenItemError if it
     was unusable."""
-    found, is_silent = 0, True
+    found = 0
+    is_silent = True
     while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
         mixed = np.empty(len(frames), np.float32)
         is_silent = mix(frames, mixed)[1] and is_silent
@@ -171,13 +176,13 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
     """Yield windows and their starts: every `hop` samples, and one at the end. Repeat audio shorter
     than a window."""
-    held, start, end = (
-        torch.empty(0),
-        0,
-        0,
-    )  # the next window's start, and the end of the held samples
+    # the next window's start, and the end of the held samples
+    held = torch.empty(0)
+    start = 0
+    end = 0
     for block in blocks:
-        held, end = torch.cat([held[-length:], block]), end + len(block)
+        held = torch.cat([held[-length:], block])
+        end = end + len(block)
         while start + length <= end:
             yield start, held[len(held) - end + start :][:length].clone()
             start += hop

@@ -87,7 +87,8 @@ class ClapModel(ContrastiveModel):
         )
         self.text = TextTower(config.text, dropout=text_dropout, checkpoint=own["text"])
         for layer in self.text.blocks():
-            layer.attention.self.kernel, layer.intermediate.kernel = text_attention, mlp
+            layer.attention.self.kernel = text_attention
+            layer.intermediate.kernel = mlp
         self.text_projection = Projection(
             config.text.hidden_size, config.joint_dim, config.text.projection
         )

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from clap_ds.model.triton_common import Launch, gelu_factors, must_widen
 
-BLOCK, CHUNK = 64, 128
+BLOCK = 64
+CHUNK = 128
 """Tokens and hidden units of a program."""
 BACKWARD = Launch(8, 1)
 
@@ -59,13 +60,13 @@ def _backward_kernel(
 def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of GELU's input, and partial sums of it over tokens, (programs, M) in
     fp32."""
-    d_output, hidden = d_output.contiguous(), hidden.contiguous()
+    d_output = d_output.contiguous()
+    hidden = hidden.contiguous()
     d_hidden, shares = _results(hidden)
-    M, sizes = (
-        hidden.shape[-1],
-        {"BLOCK": BLOCK, "CHUNK": CHUNK, "WIDEN": must_widen(hidden.device)},
-    )
-    tensors, programs = (d_output, hidden, d_hidden, shares), len(shares) * triton.cdiv(M, CHUNK)
+    M = hidden.shape[-1]
+    sizes = {"BLOCK": BLOCK, "CHUNK": CHUNK, "WIDEN": must_widen(hidden.device)}
+    tensors = (d_output, hidden, d_hidden, shares)
+    programs = len(shares) * triton.cdiv(M, CHUNK)
     _backward_kernel[(programs,)](*tensors, hidden.numel() // M, M, **sizes, **BACKWARD.options())
     return d_hidden, shares
 

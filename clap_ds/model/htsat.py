@@ -34,10 +34,8 @@ class MelBatchNorm(Fp32BatchNorm):
         if self.training:
             self.num_batches_tracked.add_(1)
         with torch.autocast(log_mel_BTF.device.type, enabled=False):
-            log_mel_BFT, affine = (
-                log_mel_BTF.transpose(1, 2).to(dtype),
-                (self.weight.to(dtype), self.bias.to(dtype)),
-            )
+            log_mel_BFT = log_mel_BTF.transpose(1, 2).to(dtype)
+            affine = (self.weight.to(dtype), self.bias.to(dtype))
             statistics = self.running_mean, self.running_var
             return F.batch_norm(
                 log_mel_BFT, *statistics, *affine, self.training, self.momentum, self.eps
@@ -53,14 +51,17 @@ class SpecAugment(nn.Module):
         """Mask (B, F, T), or (B, 4, F, T) with the same stripes in a clip's four channels."""
         if not self.training:
             return mel
-        keep_BF, keep_BT = _keep(mel, -2, MAX_MEL_STRIPE), _keep(mel, -1, MAX_TIME_STRIPE)
+        keep_BF = _keep(mel, -2, MAX_MEL_STRIPE)
+        keep_BT = _keep(mel, -1, MAX_TIME_STRIPE)
         keep_BFT = keep_BF[:, :, None] * keep_BT[:, None, :]
         return mel * (keep_BFT if mel.ndim == 3 else keep_BFT[:, None])
 
 
 def _keep(mel: Tensor, dim: int, width_limit: int) -> Tensor:
     """Draw a mask (B, size of the dimension): 0 inside the stripes, 1 elsewhere."""
-    shape, size, device = (len(mel), NUM_STRIPES, 1), mel.shape[dim], mel.device
+    shape = (len(mel), NUM_STRIPES, 1)
+    size = mel.shape[dim]
+    device = mel.device
     width = torch.randint(min(width_limit, size), shape, device=device)
     start = (torch.rand(shape, device=device) * (size - width)).long()
     position = torch.arange(size, device=device)
@@ -78,7 +79,8 @@ class FoldToImage(nn.Module):
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        self.image_size, self.freq_ratio = config.image_size, config.freq_ratio
+        self.image_size = config.image_size
+        self.freq_ratio = config.freq_ratio
         width = config.image_size * config.freq_ratio
         stretch_TW = None
         if config.num_frames < width:
@@ -103,7 +105,8 @@ class FoldToImage(nn.Module):
         stretch = self.stretch.to(mel_BFT.dtype)
         if mel_BFT.is_cuda:  # products over a multiple of 8 are twice as fast
             padding = -len(stretch) % 8
-            mel_BFT, stretch = F.pad(mel_BFT, (0, padding)), F.pad(stretch, (0, 0, 0, padding))
+            mel_BFT = F.pad(mel_BFT, (0, padding))
+            stretch = F.pad(stretch, (0, 0, 0, padding))
         return torch.matmul(mel_BFT, stretch)
 
 
@@ -156,7 +159,8 @@ class HTSAT(nn.Module):
     def use_kernels(self, attention: str, mlp: str) -> None:
         """Set the kernels of all blocks (`kernels.py`)."""
         for block in self.blocks():
-            block.attention.kernel, block.mlp.kernel = attention, mlp
+            block.attention.kernel = attention
+            block.mlp.kernel = mlp
 
     def forward(self, log_mel: Tensor) -> Tensor:
         """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion,

@@ -33,7 +33,8 @@ def torch_kernels(device: torch.device) -> Kernels:
 def kernels_for(settings: ModelSettings, device: torch.device) -> Kernels:
     """Return a model's kernels on a device; `auto` is Triton on CUDA if it is installed. Raises
     ValueError if Triton is required but can't run."""
-    on_gpu, installed = device.type == "cuda", has_triton_package()
+    on_gpu = device.type == "cuda"
+    installed = has_triton_package()
     automatic = (
         Kernels("triton", "triton", "triton") if on_gpu and installed else torch_kernels(device)
     )

@@ -32,11 +32,9 @@ class LogMel(nn.Module):
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        self.num_samples, self.num_fft, self.hop_size = (
-            config.num_samples,
-            config.stft_window,
-            config.hop_size,
-        )
+        self.num_samples = config.num_samples
+        self.num_fft = config.stft_window
+        self.hop_size = config.hop_size
         sizes = (
             self.num_fft // 2 + 1,
             float(config.fmin),
@@ -89,10 +87,8 @@ class LogMel(nn.Module):
         bins)."""
         filters = self.mel_filters
         if spectrum_BKT.is_cuda:  # on CPUs a shorter sum would round differently
-            filters, spectrum_BKT = (
-                filters[:, : self.num_used].contiguous(),
-                spectrum_BKT[:, : self.num_used],
-            )
+            filters = filters[:, : self.num_used].contiguous()
+            spectrum_BKT = spectrum_BKT[:, : self.num_used]
         # Squaring the parts avoids the square root of abs().
         power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
         return torch.matmul(filters, power_BKT).transpose(1, 2)
@@ -110,5 +106,6 @@ def _reflect(waveforms: Tensor, width: int) -> Tensor:
     no padded batch."""
     if waveforms.is_cuda:
         return F.pad(waveforms, (width, width), mode="reflect")
-    start, end = waveforms[:, 1 : width + 1].flip(1), waveforms[:, -width - 1 : -1].flip(1)
+    start = waveforms[:, 1 : width + 1].flip(1)
+    end = waveforms[:, -width - 1 : -1].flip(1)
     return torch.cat([start, waveforms, end], dim=1)

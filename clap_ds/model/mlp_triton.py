@@ -53,7 +53,8 @@ def supports(dim: int, hidden: int) -> bool:
     )
 
 
-FORWARD, BACKWARD = Launch(8, 2, 128), Launch(4, 2, 168)
+FORWARD = Launch(8, 2, 128)
+BACKWARD = Launch(4, 2, 168)
 """Maximize resident programs on sm_90a and sm_100 with almost no spills (`results/triton`)."""
 
 
@@ -95,7 +96,8 @@ def _forward_kernel(
     DIM: tl.constexpr = FIRST + REST
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_tokens
-    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    a = tl.arange(0, FIRST)
+    b = FIRST + tl.arange(0, REST)
     tokens_a = _load(tokens_ptr, rows, DIM, 0, inside, FIRST)
     tokens_b = _load(tokens_ptr, rows, DIM, FIRST, inside, REST)
     output_a = tl.zeros((BLOCK, FIRST), dtype=tl.float32) + tl.load(bias2_ptr + a)[None, :].to(
@@ -144,7 +146,8 @@ def _backward_kernel(
     DIM: tl.constexpr = FIRST + REST
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_tokens
-    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    a = tl.arange(0, FIRST)
+    b = FIRST + tl.arange(0, REST)
     share_ptr = d_biases_ptr + tl.program_id(0).to(tl.int64) * (HIDDEN + DIM)
     tokens_a = _load(tokens_ptr, rows, DIM, 0, inside, FIRST)
     tokens_b = _load(tokens_ptr, rows, DIM, FIRST, inside, REST)
@@ -229,7 +232,8 @@ def _backward_results(
     tokens_TC: Tensor, weight1_MC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (T, C), M = tokens_TC.shape, len(weight1_MC)
-    active_TM, d_hidden_TM = tokens_TC.new_empty(T, M), tokens_TC.new_empty(T, M)
+    active_TM = tokens_TC.new_empty(T, M)
+    d_hidden_TM = tokens_TC.new_empty(T, M)
     shares = tokens_TC.new_empty(-(-T // BACKWARD_BLOCK), M + C, dtype=torch.float32)
     return tokens_TC.new_empty(T, C), active_TM, d_hidden_TM, shares
 
@@ -248,10 +252,8 @@ def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
         shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
     )
     # As a product's second operand, Inductor stores `d_output_TC` once, for the kernel, too.
-    d_weight1_MC, d_weight2_CM = (
-        d_hidden_TM.T @ tokens_TC,
-        (active_TM.T @ d_output_TC).T.contiguous(),
-    )
+    d_weight1_MC = d_hidden_TM.T @ tokens_TC
+    d_weight2_CM = (active_TM.T @ d_output_TC).T.contiguous()
     return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C
 
 

@@ -64,9 +64,13 @@ class OpenClipModel(ContrastiveModel):
         }
         with open_clip_for(config.name) as open_clip:
             theirs = open_clip.create_model(config.open_clip, **options)
-        self.config, self.audio, self.text = config, theirs.audio, theirs.text
-        self.audio_projection, self.text_projection = Normalize(), Normalize()
-        self.logit_scale, self.logit_bias = theirs.logit_scale, theirs.logit_bias
+        self.config = config
+        self.audio = theirs.audio
+        self.text = theirs.text
+        self.audio_projection = Normalize()
+        self.text_projection = Normalize()
+        self.logit_scale = theirs.logit_scale
+        self.logit_bias = theirs.logit_bias
         for tower in activation_checkpointing:
             getattr(theirs, tower).set_grad_checkpointing()
         for parameter in self.parameters():

@@ -77,7 +77,9 @@ class MaskedBatchNorm(Fp32BatchNorm):
         `counts_B`, at least one."""
         dtype = self.running_mean.dtype
         with torch.autocast(x_BHWC.device.type, enabled=False):
-            x_BHWC, mean, variance = x_BHWC.to(dtype), self.running_mean, self.running_var
+            x_BHWC = x_BHWC.to(dtype)
+            mean = self.running_mean
+            variance = self.running_var
             if self.training:
                 share_B111 = counts_B.to(dtype)[:, None, None, None]
                 number = share_B111.sum() * (x_BHWC.shape[1] * x_BHWC.shape[2])
@@ -115,7 +117,8 @@ class AttentionalFusion(nn.Module):
 
 def _attention(dim: int) -> list[nn.Module]:
     narrow = dim // NARROWING
-    first, last = nn.Conv2d(dim, narrow, kernel_size=1), nn.Conv2d(narrow, dim, kernel_size=1)
+    first = nn.Conv2d(dim, narrow, kernel_size=1)
+    last = nn.Conv2d(narrow, dim, kernel_size=1)
     return [first, MaskedBatchNorm(narrow), nn.ReLU(), last, MaskedBatchNorm(dim)]
 
 
@@ -156,7 +159,8 @@ class FusedPatchEmbed(PatchEmbed):
         """Embed each crop in tokens three patches wide, side by side, zero-padded to the grid: (B,
         H, W, C)."""
         height, width = self.mel_conv2d.kernel_size
-        num_rows, num_columns = images_B3HW.shape[2] // height, images_B3HW.shape[3] // width
+        num_rows = images_B3HW.shape[2] // height
+        num_columns = images_B3HW.shape[3] // width
         cells = (
             images_B3HW[..., : num_columns * width]
             .unflatten(3, (-1, width))

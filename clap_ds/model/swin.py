@@ -28,7 +28,8 @@ class DropPath(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         if self.probability == 0.0 or not self.training:
             return branch
-        keep, shape = 1.0 - self.probability, (len(branch), *[1] * (branch.ndim - 1))
+        keep = 1.0 - self.probability
+        shape = (len(branch), *[1] * (branch.ndim - 1))
         return branch * branch.new_empty(shape).bernoulli_(keep).div_(keep)
 
 
@@ -39,7 +40,8 @@ class WindowAttention(nn.Module):
 
     def __init__(self, dim: int, window: int, num_heads: int) -> None:
         super().__init__()
-        self.window, self.kernel = window, "sdpa"
+        self.window = window
+        self.kernel = "sdpa"
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
@@ -51,7 +53,8 @@ class WindowAttention(nn.Module):
     def position_bias(self) -> Tensor:
         """Return (A, N, N) in at least fp32, as a table row's gradient is a sum over up to N places
         in this dtype."""
-        index_NN, table = self.relative_position_index, self.relative_position_bias
+        index_NN = self.relative_position_index
+        table = self.relative_position_bias
         wide = table.to(torch.promote_types(table.dtype, torch.float32))
         return wide[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
 
@@ -135,7 +138,8 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint  # whether blocks store only their input for the backward pass
-        dim, self.grid = config.stage_dims[stage], config.stage_grids[stage]
+        dim = config.stage_dims[stage]
+        self.grid = config.stage_grids[stage]
         grid = self.grid
         window = min(config.attention_window, grid)
         shift = window // 2 if grid > window else 0

@@ -41,8 +41,10 @@ class TextLayer(nn.Module):
 
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.num_heads, self.first_only = config.num_heads, first_only
+        width = config.hidden_size
+        inner = config.intermediate_size
+        self.num_heads = config.num_heads
+        self.first_only = first_only
 
         def end(wide: int) -> nn.ModuleDict:
             norm = nn.LayerNorm(width, config.layer_norm_eps)
@@ -68,10 +70,12 @@ class TextLayer(nn.Module):
         (1, captions, C)."""
         mixed = self.attend(hidden, mask_B11L, layout)
         if self.first_only and layout is None:
-            mixed, hidden = mixed[:, :1], hidden[:, :1]
+            mixed = mixed[:, :1]
+            hidden = hidden[:, :1]
         elif self.first_only and layout is not None:
             first = layout.packing.bounds[: layout.packing.num_captions]
-            mixed, hidden = mixed.index_select(1, first), hidden.index_select(1, first)
+            mixed = mixed.index_select(1, first)
+            hidden = hidden.index_select(1, first)
         hidden = _end_branch(self.attention.output, mixed, hidden)
         return _end_branch(self.output, self.intermediate(hidden), hidden)
 
@@ -79,8 +83,10 @@ class TextLayer(nn.Module):
         self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
         """Return attention of the same shape, by the kernel `attention.self.kernel`."""
-        own, width = self.attention.self, hidden.shape[-1]
-        linears, dropout = (own.query, own.key, own.value), own.dropout.p if self.training else 0.0
+        own = self.attention.self
+        width = hidden.shape[-1]
+        linears = (own.query, own.key, own.value)
+        dropout = own.dropout.p if self.training else 0.0
         longest = hidden.shape[1] if layout is None else layout.packing.max_tokens
         if own.kernel == "triton" and supports_captions(width // self.num_heads, longest):
             weight, bias = (
@@ -114,7 +120,8 @@ class TextTower(nn.Module):
 
     def __init__(self, config: TextConfig, *, dropout: float, checkpoint: bool = False) -> None:
         super().__init__()
-        self.pooling, self.first_position = config.pooling, config.first_position
+        self.pooling = config.pooling
+        self.first_position = config.first_position
         self.checkpoint = checkpoint
         self.roberta = _encoder(config, dropout)
 
@@ -138,7 +145,8 @@ class TextTower(nn.Module):
         parts = self.roberta.embeddings
         if packing is not None:
             layout = lay_out(packing, len(input_ids), self.first_position)
-            input_ids, positions = input_ids[None], layout.position_ids
+            input_ids = input_ids[None]
+            positions = layout.position_ids
         else:
             columns = (
                 torch.arange(input_ids.shape[1], device=input_ids.device) + self.first_position
@@ -186,7 +194,8 @@ def mean_over_packed(hidden_TC: Tensor, layout: Layout) -> Tensor:
 
 def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     """Build RoBERTa or BERT, initialized like `transformers`."""
-    width, padding = config.hidden_size, config.pad_token_id
+    width = config.hidden_size
+    padding = config.pad_token_id
     embeddings = {
         "word_embeddings": nn.Embedding(config.vocab_size, width, padding),
         "token_type_embeddings": nn.Embedding(2 if config.architecture == "bert" else 1, width),

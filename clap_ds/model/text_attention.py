@@ -58,7 +58,8 @@ def attend_in_one_kernel(
             else attention_mask.sum(dim=(1, 2, 3), dtype=torch.int32)
         )
     else:
-        bounds, L = layout.packing.bounds, layout.packing.max_tokens
+        bounds = layout.packing.bounds
+        L = layout.packing.max_tokens
         lengths = bounds.diff()
     mixed_TC = triton_text_attention(
         qkv_BLE.flatten(0, 1), bias_E, bounds, lengths, heads, L, dropout
@@ -87,7 +88,8 @@ def _attend_padded(
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = layout.packing.bounds, layout.packing.max_tokens
+    bounds = layout.packing.bounds
+    longest = layout.packing.max_tokens
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest)
     assert isinstance(mixed, Tensor)

@@ -31,7 +31,8 @@ from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciproca
 
 ROWS = 32
 """Queries whose weights a program holds at once."""
-FORWARD, BACKWARD = Launch(8, 1), Launch(8, 1, 128)
+FORWARD = Launch(8, 1)
+BACKWARD = Launch(8, 1, 128)
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -55,7 +56,8 @@ def _keeps(seeds_ptr, rows, columns, threshold, COLUMNS: tl.constexpr):
 def _caption(bounds_ptr, lengths_ptr, HEADS: tl.constexpr):
     """Return a program's caption, head, first row, rows and keys. A caption without real tokens
     attends to its first one."""
-    caption, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    caption = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
     first = tl.load(bounds_ptr + caption)
     num_keys = tl.maximum(tl.load(lengths_ptr + caption), 1)
     return caption, head, first.to(tl.int64), tl.load(bounds_ptr + caption + 1) - first, num_keys
@@ -81,11 +83,13 @@ def _forward_kernel(
     """Process one caption and head per program, in blocks of queries."""
     WIDTH: tl.constexpr = HEADS * DIM
     _, head, first, num_rows, num_keys = _caption(bounds_ptr, lengths_ptr, HEADS)
-    channel, column = tl.arange(0, DIM)[None, :], tl.arange(0, COLUMNS)
+    channel = tl.arange(0, DIM)[None, :]
+    column = tl.arange(0, COLUMNS)
     source = qkv_ptr + first * (3 * WIDTH) + head * DIM
     target = output_ptr + first * WIDTH + head * DIM
     place = column[:, None] * (3 * WIDTH) + channel
-    in_caption, is_key = (column < num_rows)[:, None], (column < num_keys)[None, :]
+    in_caption = (column < num_rows)[:, None]
+    is_key = (column < num_keys)[None, :]
     k = tl.load(source + place + WIDTH, mask=in_caption, other=0.0)
     v = tl.load(source + place + 2 * WIDTH, mask=in_caption, other=0.0)
     for start in tl.range(0, num_rows, ROWS, disable_licm=True):
@@ -125,14 +129,14 @@ def _backward_kernel(
     d_k and d_v separately."""
     WIDTH: tl.constexpr = HEADS * DIM
     caption, head, first, num_rows, num_keys = _caption(bounds_ptr, lengths_ptr, HEADS)
-    channel, column = tl.arange(0, DIM)[None, :], tl.arange(0, COLUMNS)
-    source, target = (
-        qkv_ptr + first * (3 * WIDTH) + head * DIM,
-        d_qkv_ptr + first * (3 * WIDTH) + head * DIM,
-    )
+    channel = tl.arange(0, DIM)[None, :]
+    column = tl.arange(0, COLUMNS)
+    source = qkv_ptr + first * (3 * WIDTH) + head * DIM
+    target = d_qkv_ptr + first * (3 * WIDTH) + head * DIM
     d_source = d_output_ptr + first * WIDTH + head * DIM
     place = column[:, None] * (3 * WIDTH) + channel
-    in_caption, is_key = (column < num_rows)[:, None], (column < num_keys)[:, None]
+    in_caption = (column < num_rows)[:, None]
+    is_key = (column < num_keys)[:, None]
     k = tl.load(source + place + WIDTH, mask=in_caption, other=0.0)
     v = tl.load(source + place + 2 * WIDTH, mask=in_caption, other=0.0)
     d_k = tl.zeros((COLUMNS, DIM), dtype=tl.float32)
@@ -140,7 +144,8 @@ def _backward_kernel(
     d_q_sum = tl.zeros((DIM,), dtype=tl.float32)
     for start in tl.range(0, num_rows, ROWS, disable_licm=True):
         row = start + tl.arange(0, ROWS)
-        inside, own = (row < num_rows)[:, None], row[:, None] * (3 * WIDTH) + channel
+        inside = (row < num_rows)[:, None]
+        own = row[:, None] * (3 * WIDTH) + channel
         q = tl.load(source + own, mask=inside, other=0.0)
         d_mixed = tl.load(d_source + row[:, None] * WIDTH + channel, mask=inside, other=0.0)
         # Transposed, so that the products for d_k and d_v need no transposition in registers, which
@@ -221,8 +226,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of qkv and its sums over each caption's tokens, (S, E) in fp32."""
     numbers, constants = _arguments(qkv_TE, heads, longest, dropout)
-    qkv_TE, d_output_TC = qkv_TE.contiguous(), d_output_TC.contiguous()
-    d_qkv_TE, sums_SE = torch.empty_like(qkv_TE), _sums(qkv_TE, lengths_S)
+    qkv_TE = qkv_TE.contiguous()
+    d_output_TC = d_output_TC.contiguous()
+    d_qkv_TE = torch.empty_like(qkv_TE)
+    sums_SE = _sums(qkv_TE, lengths_S)
     tensors = (qkv_TE, bounds, lengths_S, seeds.view(torch.uint32), d_output_TC, d_qkv_TE, sums_SE)
     _backward_kernel[(len(lengths_S) * heads,)](
         *tensors, *numbers, **constants, **BACKWARD.options()

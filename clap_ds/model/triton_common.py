@@ -37,7 +37,8 @@ class Launch(NamedTuple):
 def dot(a, b, WIDEN: tl.constexpr):
     """Return the matrix product, accumulated in fp32."""
     if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
 
 

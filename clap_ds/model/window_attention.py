@@ -63,9 +63,11 @@ def attend_windows(
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     windows_SBGAND = to_windows(qkv_BHWE, window, shift, 3, len(bias_ANN))
     if mask_GNN is None:  # (B·G, A, N, D): one bias for every window
-        parts, bias = windows_SBGAND.flatten(1, 2).split(MOST_BATCHED, dim=1), bias_ANN
+        parts = windows_SBGAND.flatten(1, 2).split(MOST_BATCHED, dim=1)
+        bias = bias_ANN
     else:  # (B, G·A, N, D): the bias differs by window
-        parts, bias = (windows_SBGAND.flatten(2, 3),), (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
+        parts = (windows_SBGAND.flatten(2, 3),)
+        bias = (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
     mixed = [F.scaled_dot_product_attention(q, k, v, bias[None]) for q, k, v in parts]
     whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
     return from_windows(whole.view(1, *windows_SBGAND.shape[1:]), shift)

@@ -32,7 +32,8 @@ from torch.utils.flop_counter import register_flop_formula
 from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
 from clap_ds.model.windows import MASKED_SCORE
 
-FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
+FORWARD = Launch(4, 1)
+BACKWARD = Launch(4, 1, 168)
 """Maximize resident programs without spills on sm_80, sm_90a and sm_100 (`results/triton`)."""
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -157,10 +158,8 @@ def _backward_kernel(
     ):
         clip, offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
         place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
-        source, target = (
-            qkv_ptr + clip * (3 * WIDTH) + place,
-            d_qkv_ptr + clip * (3 * WIDTH) + place,
-        )
+        source = qkv_ptr + clip * (3 * WIDTH) + place
+        target = d_qkv_ptr + clip * (3 * WIDTH) + place
         q = tl.load(source, mask=inside, other=0.0)
         k = tl.load(source + WIDTH, mask=inside, other=0.0)
         v = tl.load(source + 2 * WIDTH, mask=inside, other=0.0)
@@ -206,7 +205,8 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
 def _forward(
     qkv_BHWE: Tensor, bias_ANN: Tensor, qkv_bias_E: Tensor | None, window: int, shift: int
 ) -> Tensor:
-    qkv_BHWE, bias_ANN = qkv_BHWE.contiguous(), bias_ANN.contiguous()
+    qkv_BHWE = qkv_BHWE.contiguous()
+    bias_ANN = bias_ANN.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
     B, H, W, E = qkv_BHWE.shape
     output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
@@ -229,13 +229,12 @@ def _backward(
     qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of qkv, of the position bias, and in fp32 of the qkv projection's bias."""
-    qkv_BHWE, bias_ANN, d_output_BHWC = (
-        qkv_BHWE.contiguous(),
-        bias_ANN.contiguous(),
-        d_output_BHWC.contiguous(),
-    )
+    qkv_BHWE = qkv_BHWE.contiguous()
+    bias_ANN = bias_ANN.contiguous()
+    d_output_BHWC = d_output_BHWC.contiguous()
     constants = _constants(qkv_BHWE, bias_ANN, window, shift)
-    heads, num_windows = constants["HEADS"], len(qkv_BHWE) * (constants["GRID"] // window) ** 2
+    heads = constants["HEADS"]
+    num_windows = len(qkv_BHWE) * (constants["GRID"] // window) ** 2
     device = qkv_BHWE.device
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
@@ -248,10 +247,8 @@ def _backward(
     d_qkv_BHWE = torch.empty_like(qkv_BHWE)
     shares = torch.empty(chunks, *bias_ANN.shape, dtype=torch.float32, device=device)
     sums = torch.empty(num_windows, 2, d_output_BHWC.shape[3], dtype=torch.float32, device=device)
-    tensors, counts = (
-        (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares, sums),
-        (num_windows, windows_per_program),
-    )
+    tensors = (qkv_BHWE, bias_ANN, d_output_BHWC, d_qkv_BHWE, shares, sums)
+    counts = (num_windows, windows_per_program)
     _backward_kernel[(chunks * heads,)](
         *tensors, constants["DIM"] ** -0.5, *counts, **constants, **BACKWARD.options()
     )

@@ -13,7 +13,8 @@ NCCL_GIB = 0.8  # channel buffers if there is more than one rank (assumed)
 FRAGMENTATION = 0.016
 """Fraction of live memory that PyTorch's allocator holds in addition: 0.3% to 1.6% on an H200
 (`results/h200`)."""
-LEAP, MOST_TRIES = 4, 8
+LEAP = 4
+MOST_TRIES = 8
 
 
 def memory_parts(step: Step, world_size: int) -> dict[str, float]:
@@ -36,12 +37,15 @@ def largest_micro_batch(
     the first as if half of it were constant. Small batches may need less memory than the weight
     update, which has a constant size.
     """
-    peaks, last, size = dict[int, float](), 0, start
+    peaks = dict[int, float]()
+    last = 0
+    size = start
     while size not in peaks and len(peaks) < MOST_TRIES:
         peaks[size] = peak_gib(size)
         slope = (peaks[size] - peaks.get(last, peaks[size] / 2)) / (size - last)
         wanted = size + (limit_gib - peaks[size]) / slope if slope > 0 else LEAP * max(size, last)
-        last, size = size, max(int(wanted) // 8, 1) * 8
+        last = size
+        size = max(int(wanted) // 8, 1) * 8
     return (
         max((size // 8 * 8 for size, peak in peaks.items() if peak <= limit_gib), default=0) or None
     )

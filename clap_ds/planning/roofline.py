@@ -24,10 +24,13 @@ HOST_S = (
     8e-6  # Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle
 )
 KERNEL_S = 2e-6  # minimum time of a kernel, including the gap before it
-SPREAD, SPREAD_ELSEWHERE = 0.1, 0.3
+SPREAD = 0.1
+SPREAD_ELSEWHERE = 0.3
 """Relative uncertainty of a share on the measured architecture, from other shapes, clocks and
 temperature; and on others."""
-NARROW_ROW, MEDIUM_ROW = 256, 1024  # most bytes of a normalized row
+# most bytes of a normalized row
+NARROW_ROW = 256
+MEDIUM_ROW = 1024
 THIN = 200
 """FLOPs per byte below which a product is memory-bound: the ridge points of an A100 and an H100 are
 153 and 295."""
@@ -103,7 +106,9 @@ def class_of(operation: Operation) -> str:
 def shares_of(gpu: Gpu) -> dict[str, dict[str, Any]]:
     """Return a GPU's shares by class. Time above the data sheet's is due to instructions and
     latencies, which more bandwidth or larger tensor cores don't reduce, but more processors do."""
-    h200, family, found = GPUS["h200"], gpu.name.split("-")[0], dict[str, dict[str, Any]]()
+    h200 = GPUS["h200"]
+    family = gpu.name.split("-")[0]
+    found = dict[str, dict[str, Any]]()
     spread = SPREAD_ELSEWHERE if family in PROCESSORS else SPREAD
     processors = PROCESSORS.get(gpu.name, PROCESSORS.get(family, H200_PROCESSORS))
     for name, reached in TABLE.items():
@@ -113,7 +118,8 @@ def shares_of(gpu: Gpu) -> dict[str, dict[str, Any]]:
             1 / (1 + (1 / reached - 1) * faster), spread, "from an H200's, results/h200"
         )
     for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
-        measured, source = read_json(path), f"measured, results/{path.parent.name}"
+        measured = read_json(path)
+        source = f"measured, results/{path.parent.name}"
         if peak_for(measured["device"]) == gpu:
             for name in TABLE.keys() & measured["classes"]:
                 found[name] = share(measured["classes"][name]["efficiency"], SPREAD, source)
@@ -140,7 +146,8 @@ def seconds_by_part(
 ) -> dict[str, float]:
     """Return the seconds of (operation, repetitions) pairs by part, those in which the GPU waits
     for the host's launches, and their sum (`step`)."""
-    found, launched_s = defaultdict[str, float](float), 0.0
+    found = defaultdict[str, float](float)
+    launched_s = 0.0
     for operation, times in work:
         direction = (
             (" backward" if operation.backward else " forward") if operation.part in TOWERS else ""

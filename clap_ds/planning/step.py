@@ -95,7 +95,8 @@ def trace_step(
 ) -> Step:
     """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the
     CPU's torch operations. Raises UserError for an optimizer other than AdamW."""
-    number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
+    number = run.gradient_accumulation_steps
+    cached = run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     run, model = _simplified(run, micro_batch, CUDA if cuda else torch.device("cpu"))
     compiled = what_to_compile(run.clap.compile, CUDA) != "off"
@@ -105,14 +106,10 @@ def trace_step(
         engine = ClapEngine(
             model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train
         )
-        batches, trained = (
-            _batches(run),
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-        )
-        audio, text = (
-            [model.mel, model.audio, model.audio_projection],
-            [model.text, model.text_projection],
-        )
+        batches = _batches(run)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        audio = [model.mel, model.audio, model.audio_projection]
+        text = [model.text, model.text_projection]
         with (
             Recorded(audio=audio, text=text) as recorded,
             like_cuda(compiled=compiled) if cuda else nullcontext(),
@@ -125,7 +122,8 @@ def trace_step(
             with engine.sync.off():  # nothing is sent
                 engine.step(batches)
                 optimizer: Any = engine.deepspeed.optimizer
-                moments, average = getattr(optimizer, "optimizer", optimizer).state, engine.average
+                moments = getattr(optimizer, "optimizer", optimizer).state
+                average = engine.average
                 recorded.hold(
                     [engine.masters, moments, average and average.weights], "optimizer state"
                 )
@@ -181,7 +179,8 @@ def _simplified(
         raise UserError(
             f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}"
         )
-    clap, lengths = run.clap, getattr(run.clap.data, "caption_lengths", None)
+    clap = run.clap
+    lengths = getattr(run.clap.data, "caption_lengths", None)
     own: Any = {
         "cpu_kernels": "off",
         "optimizer_implementation": "torch",
@@ -203,7 +202,9 @@ def _simplified(
 
 def _batches(run: RunSettings) -> Iterator[Batch]:
     """Yield batches like `BatchSource`. The next one is in memory, too."""
-    audio, size, length = run.clap.preset().audio, run.micro_batch, run.clap.context_length
+    audio = run.clap.preset().audio
+    size = run.micro_batch
+    length = run.clap.context_length
     is_int16 = getattr(run.clap.data, "audio_dtype", "int16") == "int16" and not audio.fusion
     num_tokens = (
         0 if getattr(run.clap.data, "caption_lengths", None) else size * length
@@ -215,7 +216,8 @@ def _batches(run: RunSettings) -> Iterator[Batch]:
         clips = torch.empty(
             size, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32
         )
-        batch, ahead = ahead, Batch(clips, ids, mask, num_tokens)
+        batch = ahead
+        ahead = Batch(clips, ids, mask, num_tokens)
         if batch is not None:
             yield batch
         del batch

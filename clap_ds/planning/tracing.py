@@ -72,7 +72,8 @@ class Recorded(TorchDispatchMode):
                     lambda *_: self.enter(outer.pop()) and None, always_call=True
                 )
         self.operations: list[Operation] = []
-        self.at_peak, self._live = Counter[str](), Counter[str]()
+        self.at_peak = Counter[str]()
+        self._live = Counter[str]()
         self._storages: dict[int, tuple[str, int, Any]] = {}
         self._entered = [(0, "other")]
 
@@ -107,7 +108,9 @@ class Recorded(TorchDispatchMode):
         self.at_peak = self._live.copy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name, packet = kwargs or {}, str(func._overloadpacket), func._overloadpacket
+        kwargs = kwargs or {}
+        name = str(func._overloadpacket)
+        packet = func._overloadpacket
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
         (part, backward), inputs = self._where(), _tensors((args, kwargs))

@@ -46,13 +46,16 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict
     Nonparametric Statistics, 3rd ed., section 3.2). If no pair covers that much, the interval is
     the range.
     """
-    ordered, count = sorted(values), len(values)
+    ordered = sorted(values)
+    count = len(values)
     tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
     outside = [
         2 * tail / 2**count for tail in tails
     ]  # both tails, by number of values excluded on each side
     trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
-    low, high, covered = ordered[trim], ordered[count - 1 - trim], max(0.0, 1 - outside[trim])
+    low = ordered[trim]
+    high = ordered[count - 1 - trim]
+    covered = max(0.0, 1 - outside[trim])
     return {
         "low": low,
         "high": high,

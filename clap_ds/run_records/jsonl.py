@@ -40,7 +40,8 @@ class JsonlWriter:
     def truncate_after(self, step: int) -> float:
         """Drop incomplete lines and those of later steps, which are trained again. Returns the
         largest `train_s`."""
-        kept, train_s = [], 0.0
+        kept = []
+        train_s = 0.0
         with warn_on_disk_full(self._path), suppress(FileNotFoundError):
             for line in read_lines(self._path):
                 with suppress(ValueError, KeyError):
@@ -56,10 +57,8 @@ class JsonlWriter:
             self._file = self._file or FileIO(
                 open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab"
             )
-            content, size = (
-                (json.dumps(line) + "\n").encode(),
-                os.fstat(self._file.fileno()).st_size,
-            )
+            content = (json.dumps(line) + "\n").encode()
+            size = os.fstat(self._file.fileno()).st_size
             try:
                 if self._file.write(content) < len(content):
                     raise OSError(None, "No space left on device")

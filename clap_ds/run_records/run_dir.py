@@ -86,7 +86,8 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[Rank
         here: rank 0's environment.
         everywhere: each rank's place.
     """
-    clap, sizes = run.clap, run.batch_sizes(len(everywhere))
+    clap = run.clap
+    sizes = run.batch_sizes(len(everywhere))
     per_host = Counter(place["host"] for place in everywhere)
     devices = sorted({place["device_name"] for place in everywhere})
     places: dict[str, Any] = {
@@ -155,7 +156,8 @@ class Tee:
     """A stream that copies its output, except redrawn progress bars, to a log file."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self._stream, self._log = stream, log
+        self._stream = stream
+        self._log = log
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -182,7 +184,8 @@ def start_log(path: Path) -> None:
     log.write(
         f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_all(sys.argv))}\n"
     )
-    sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
+    sys.stdout = cast(TextIO, Tee(sys.stdout, log))
+    sys.stderr = cast(TextIO, Tee(sys.stderr, log))
     handler = logging.StreamHandler(log)
     handler.setFormatter(logger.handlers[0].formatter)
     logger.addHandler(handler)

@@ -14,10 +14,14 @@ import numpy as np
 from clap_ds.run_records.metrics_schema import Straggler, Summary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
+KEPT_STEPS = 300
+GROUPS = 15
+FEWEST_STEPS = 20
 """Ranks are compared over the last steps in up to `GROUPS` groups of neighbors, as data waits are
 sporadic."""
-SPREADS, FLOOR, MOST = 3.0, 0.03, 0.6
+SPREADS = 3.0
+FLOOR = 0.03
+MOST = 0.6
 """A straggler lags by `SPREADS` standard deviations and the share `FLOOR` in more than the share
 `MOST` of groups."""
 
@@ -60,7 +64,9 @@ class Stragglers:
     the last line."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts, self._slow, self.warnings = hosts, list[int](), list[str]()
+        self._hosts = hosts
+        self._slow = list[int]()
+        self.warnings = list[str]()
         self._kept = np.empty((0, 2 + 2 * len(hosts)))
 
     def add(self, samples: float, step_s: Floats, own_s: Floats, data_wait_s: Floats) -> Summary:
@@ -82,7 +88,8 @@ class Stragglers:
             )
             for n in sorted(slow, key=lambda n: -lag[n])
         ]
-        of_step, step_s = self._kept[:, 0], self._kept[:, 1]
+        of_step = self._kept[:, 0]
+        step_s = self._kept[:, 1]
         cost = rate_without(slow, of_step, step_s, own) - float(of_step.sum() / step_s.sum())
         self.warnings = [_words(found, cost)] if slow else []
         if slow != self._slow:

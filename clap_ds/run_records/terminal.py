@@ -15,7 +15,8 @@ class Progress:
     start."""
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
-        self._num_steps, self._enabled = num_steps, enabled
+        self._num_steps = num_steps
+        self._enabled = enabled
         self._first = self._done = first
         self._started_s = time.monotonic()
 
@@ -65,16 +66,15 @@ def print_summary(summary: Summary) -> None:
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield name and value of the final table's rows."""
-    rate, step = current(summary)["samples_per_s_per_gpu"], summary["step_time_s"]
+    rate = current(summary)["samples_per_s_per_gpu"]
+    step = summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
     yield f"  range of {len(rate['windows'])} windows", f"{rate['min']:,.2f} – {rate['max']:,.2f}"
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
     yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
-    by_deepspeed, reserved = (
-        summary["deepspeed_samples_per_s"],
-        summary.get("memory_reserved_peak_bytes"),
-    )
+    by_deepspeed = summary["deepspeed_samples_per_s"]
+    reserved = summary.get("memory_reserved_peak_bytes")
     told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
     yield "samples/s (total), DeepSpeed's timer", told
     yield "step time, median", f"{1000 * step['median']:,.1f} ms"

@@ -77,13 +77,16 @@ class StepTimer:
             list[tuple[str, int, _Mark, _Mark]]
         ] = []  # per step; the sign -1 subtracts a nested phase
         self._open: list[str] = []
-        self._instrumented, self._started_s = False, 0.0
+        self._instrumented = False
+        self._started_s = 0.0
 
     def start(self, *, instrumented: bool = False) -> None:
         """Start a window unless one is running."""
         if not self._marks:
             synchronize(self.device)
-            self._instrumented, self._spans, self._marks = instrumented, [[]], [_mark(self.device)]
+            self._instrumented = instrumented
+            self._spans = [[]]
+            self._marks = [_mark(self.device)]
             self._started_s = time.perf_counter()
 
     def mark(self) -> None:

@@ -79,8 +79,11 @@ class Checkpointer:
         job: Path | None = None,
         logs: Path | None = None,
     ) -> None:
-        self.path, self._rule = Path(path).absolute(), settings
-        self.tokenizer, self._config, self._job = tokenizer, config or {}, job
+        self.path = Path(path).absolute()
+        self._rule = settings
+        self.tokenizer = tokenizer
+        self._config = config or {}
+        self._job = job
         self._lock: FolderLock | None = None
         self.last: SavedCheckpoint | None = None
         self.run_id = ""
@@ -90,7 +93,8 @@ class Checkpointer:
         self._stager: Any = None
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
-        self._poisoned, self._started_s = "", time.time()
+        self._poisoned = ""
+        self._started_s = time.time()
 
     @activity("waiting for the checkpoint folder")
     def __enter__(self) -> Self:
@@ -163,7 +167,8 @@ class Checkpointer:
             best_metric=self._rule.best_metric,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
-        model, told = engine.model.config, progress.to_json()
+        model = engine.model.config
+        told = progress.to_json()
         self._writing = self._thread.submit(
             lambda: self._write(saved, found, told, model, manifest)
         )
@@ -179,7 +184,8 @@ class Checkpointer:
         no limit); else nothing."""
         if self._writing is None or not wait([self._writing], limit_s).done:
             return []
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         return [writing.result()]
 
     @activity("saving a checkpoint")
@@ -250,7 +256,8 @@ class Checkpointer:
         """Wait up to `limit_s` seconds for copies to `remote_sync`; warn about missing ones and
         return them."""
         self.poll(None)
-        sync, self._sync = self._sync, None
+        sync = self._sync
+        self._sync = None
         return [] if sync is None else sync.close(limit_s)
 
     def _copied(self, state: Any) -> Any:

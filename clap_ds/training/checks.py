@@ -14,7 +14,9 @@ def problems_for_training(
 ) -> list[str]:
     """Return what prevents training on `world_size` ranks, if known: one line per problem, with
     field and expectation."""
-    train, evaluation, problems = clap.train, clap.evaluation, []
+    train = clap.train
+    evaluation = clap.evaluation
+    problems = []
     sizes = BatchSizes.of(deepspeed, world_size)
     micro_batches = sizes.accumulation_steps if train.accumulation == "gradcache" else 1
     if (world_size or 2) * sizes.micro_batch * micro_batches == 1:
@@ -52,7 +54,8 @@ def _problems_with_ramp(
         "expected increasing numbers of samples, the first 0": [*starts] != sorted({0, *starts})
     }
     if world_size is not None:
-        unit, whole = sizes.micro_step, sizes.global_batch
+        unit = sizes.micro_step
+        whole = sizes.global_batch
         wrong = [batch for batch in batches if batch < unit or batch % unit]
         problems[f"expected multiples of {unit}, the micro-batches of all ranks, found {wrong}"] = (
             wrong != []

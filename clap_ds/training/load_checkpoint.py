@@ -121,7 +121,9 @@ def find_newest(folder: Path, url: str | None, remote_sync: str | None) -> Path 
     """Return the newest good checkpoint at a URL, or without one in a folder or, if it has none, at
     `remote_sync`. From URLs it is downloaded into the folder. Raises ValueError if a URL can't be
     read or has none, or if all are damaged."""
-    damaged, remote, place = dict[str, str](), dict[str, str](), url or remote_sync
+    damaged = dict[str, str]()
+    remote = dict[str, str]()
+    place = url or remote_sync
     found = None if url else newest_good(folder, damaged)
     if found is None and place is not None:
         try:
@@ -204,7 +206,8 @@ def compare(
     ):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings and config:
-        there, here = precision_of(manifest.settings), precision_of(config)
+        there = precision_of(manifest.settings)
+        here = precision_of(config)
         if there != here:
             to_accept.append(f"the precision is {there} there, {here} here")
         others += _different_settings(manifest.settings, redacted_all(config))
@@ -244,7 +247,8 @@ def tokenizer_problem(
 
 
 def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    there, here = flatten(theirs), flatten(ours)
+    there = flatten(theirs)
+    here = flatten(ours)
     return [
         f"{name}: {there.get(name, 'not set')!r} there, {here.get(name, 'not set')!r} here"
         for name in dict.fromkeys((*here, *there))

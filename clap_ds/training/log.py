@@ -55,23 +55,34 @@ class TrainLogger:
         ranks: Ranks,
         folder: Path,
     ) -> None:
-        self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
-        self._plan, self._state, self._ranks, self._folder = plan, state, ranks, folder
-        self._is_first, engine.norm_wanted = ranks.is_main_process, True
+        self._record = record
+        self._engine = engine
+        self._loader = loader
+        self._scalars = scalars
+        self._plan = plan
+        self._state = state
+        self._ranks = ranks
+        self._folder = folder
+        self._is_first = ranks.is_main_process
+        engine.norm_wanted = True
         self._history = JsonlWriter(folder / HISTORY)
         if self._is_first:
             state.train_s = max(state.train_s, self._history.truncate_after(state.step))
             record.update_summary(history=str(folder / HISTORY), epoch_samples=plan.epoch_samples)
         self._lines: list[tuple[StepLine, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
-        self._is_warm, self._batch = False, 0
+        self._is_warm = False
+        self._batch = 0
         self._throughput = Throughput(ranks.world_size)
-        self._memory, self._first_samples, self._joules = Summary(), state.samples, math.nan
+        self._memory = Summary()
+        self._first_samples = state.samples
+        self._joules = math.nan
         self._begin_joules = sum(gather(environment.energy_joules(engine.device)))
         self._stragglers = Stragglers(gather(ranks.host))
         self._checkpoints: list[dict[str, Any]] = []
         self._failed_saves = 0
         self._saved_s = time.time()  # beginning of the last complete save, or of this start
-        self._before_s, self._started_s = state.train_s, time.monotonic()
+        self._before_s = state.train_s
+        self._started_s = time.monotonic()
         self._shown = Progress(plan.last_step(state), enabled=self._is_first, first=state.step)
 
     @property
@@ -89,7 +100,8 @@ class TrainLogger:
 
     def end_step(self, loss: Tensor) -> None:
         """Record a step. `loss`: this rank's, a scalar on the device."""
-        engine, now = self._engine, self._state
+        engine = self._engine
+        now = self._state
         engine.timer.mark()
         norm = (
             engine.gradient_norm
@@ -121,17 +133,18 @@ class TrainLogger:
         self._engine.check_loss()
 
     def _write_window(self, lines: tuple[StepLine, ...], window: Window) -> None:
-        last, num_skipped = lines[-1], self._engine.deepspeed.skipped_steps
-        samples, first_s = self._batch, window.step_s[:, 0]
+        last = lines[-1]
+        num_skipped = self._engine.deepspeed.skipped_steps
+        samples = self._batch
+        first_s = window.step_s[:, 0]
         slow = self._stragglers.add(samples, first_s, window.own_s, window.data_wait_s)
         if self._is_warm:
             self._throughput.add(window, samples)
-        self._is_warm, self._memory, self._joules = (
-            True,
-            window.memory,
-            window.joules - self._begin_joules,
-        )
-        scalars, memory = list[Scalar](), environment.peak_memory_bytes(self._engine.device)
+        self._is_warm = True
+        self._memory = window.memory
+        self._joules = window.joules - self._begin_joules
+        scalars = list[Scalar]()
+        memory = environment.peak_memory_bytes(self._engine.device)
         each_s = zip(
             lines,
             window.figures.mean(axis=1).tolist(),
@@ -146,10 +159,8 @@ class TrainLogger:
             figures = dict(zip(FIGURES, means, strict=False)) | {"lr": line["lr"]}
             self._append(line, **figures)
             scalars += _scalars("train", figures, line["samples"])
-        rate, wait_percent = (
-            samples * len(lines) / window.slowest_s,
-            100 * window.waited_s / window.slowest_s,
-        )
+        rate = samples * len(lines) / window.slowest_s
+        wait_percent = 100 * window.waited_s / window.slowest_s
         scalars += _scalars(
             "train", {"samples_per_s": rate, "data_wait_percent": wait_percent}, last["samples"]
         )
@@ -170,7 +181,9 @@ class TrainLogger:
         self, metrics: dict[str, float], chances: dict[str, float], seconds: float
     ) -> dict[str, float]:
         """Record an evaluation and return its metrics."""
-        step, samples, train_s = self._state.step, self._state.samples, self.train_s
+        step = self._state.step
+        samples = self._state.samples
+        train_s = self.train_s
         self._state.note(metrics, self._plan.target_metrics, train_s)
         if self._is_first:
             line = StepLine(
@@ -191,7 +204,8 @@ class TrainLogger:
         """Record results of saving."""
         for each in checkpoints if self._is_first else ():
             outcome = asdict(each)
-            begin, seconds = outcome.pop("begin"), outcome.pop("end") - each.begin
+            begin = outcome.pop("begin")
+            seconds = outcome.pop("end") - each.begin
             outcome |= {
                 "saved": each.saved,
                 "seconds": seconds,
@@ -244,7 +258,8 @@ class TrainLogger:
         )
 
     def _position(self) -> Summary:
-        now, skipped = self._state, self._engine.deepspeed.skipped_steps
+        now = self._state
+        skipped = self._engine.deepspeed.skipped_steps
         fields: Any = {
             "step": now.step,
             "samples": now.samples,

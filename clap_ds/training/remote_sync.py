@@ -186,7 +186,8 @@ class BackgroundSync:
     def __init__(
         self, url: str, rule: CheckpointSettings, folder: Path, logs: Path | None = None
     ) -> None:
-        self._url, self._rule = url, rule
+        self._url = url
+        self._rule = rule
         self._logs = [folder / HISTORY, folder / "tensorboard", *([logs] if logs else [])]
         self._last: Path | None = None
         self._copied_s = -math.inf

@@ -56,7 +56,8 @@ def resume(
     Attempts of a job and reruns repeat the same command. Its --restart or path in
     `clap.train.resume` takes effect only once, as far as the run ids in checkpoints show.
     """
-    attempt, has_path = ranks.job_folder, wanted != "auto" and not options.restart
+    attempt = ranks.job_folder
+    has_path = wanted != "auto" and not options.restart
     run = (
         f"from {wanted}"
         if has_path
@@ -81,7 +82,8 @@ def resume(
         checkpointer.run_id = run
     if ranks.is_main_process:
         record.update_summary(resumed_from=str(path), resumed_at_step=state.step)
-        before, now = len(state.data), ranks.world_size
+        before = len(state.data)
+        now = ranks.world_size
         on = "" if now == before else f", on {count_of(now, 'rank')} instead of {before}"
         print(f"resuming from {path}: step {state.step}, {state.samples:,} samples{on}", flush=True)
     return state

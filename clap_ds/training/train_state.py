@@ -138,7 +138,8 @@ class TrainPlan:
     ) -> Self:
         """Compute it from a run's sections. ValueError if epochs are requested and their length is
         unknown."""
-        samples, epochs = train.max_samples, train.epochs
+        samples = train.max_samples
+        epochs = train.epochs
         if epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
@@ -177,7 +178,8 @@ class TrainPlan:
         """Return what is due after a step, given the signal to stop, or 0, and whether a checkpoint
           is late. A save stays due
         until one has started."""
-        is_last, stop = state.samples >= self.samples, signal != 0 or self.is_done(state)
+        is_last = state.samples >= self.samples
+        stop = signal != 0 or self.is_done(state)
         evaluate = is_last or (
             self.evaluate_every is not None and state.step % self.evaluate_every == 0
         )
@@ -192,10 +194,12 @@ class TrainPlan:
 
     def last_step(self, state: TrainState) -> int:
         """Return the run's last step."""
-        step, samples = state.step, state.samples
+        step = state.step
+        samples = state.samples
         for end in [*(start for start, _ in self.ramp[1:]), self.samples]:
             steps = max(0, math.ceil((min(end, self.samples) - samples) / self.batch(samples)))
-            step, samples = step + steps, samples + steps * self.batch(samples)
+            step = step + steps
+            samples = samples + steps * self.batch(samples)
         return step
 
 

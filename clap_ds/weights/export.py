@@ -46,7 +46,8 @@ def export(
 
     import transformers  # isort: skip  (after torchaudio_compat)
 
-    tokenizer, text = tokenizer or (found.tokenizer and found.tokenizer_name), found.config.text
+    tokenizer = tokenizer or (found.tokenizer and found.tokenizer_name)
+    text = found.config.text
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)

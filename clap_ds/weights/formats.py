@@ -128,8 +128,10 @@ class Checkpoint:
 
 def load_transformers(folder: str | Path) -> Checkpoint:
     """Read a folder saved by `transformers.ClapModel`. Raises ValueError for other contents."""
-    folder, tensors = Path(folder), {}
-    sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
+    folder = Path(folder)
+    tensors = {}
+    sizes = folder / "config.json"
+    tokenizer = folder / "tokenizer_config.json"
     config = parse_sizes(read_clap(sizes, files.read_object(sizes)), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(read_safetensors(file)[0])
@@ -194,10 +196,8 @@ def to_safetensors(
 def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
     """Build a checkpoint from the content of a file of `to_safetensors`. Raises ValueError if it
     contradicts itself."""
-    config, tokens = (
-        ClapConfig.model_validate_json(metadata[METADATA_KEY]),
-        metadata.get(CONTEXT_LENGTH_KEY, ""),
-    )
+    config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
+    tokens = metadata.get(CONTEXT_LENGTH_KEY, "")
     if not config.open_clip:  # whose models are checked when they are loaded
         expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
         _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")

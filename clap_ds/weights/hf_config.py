@@ -10,7 +10,9 @@ import transformers  # isort: skip
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
     """Return a model's `transformers.ClapConfig`. Raises ValueError if there is none."""
-    audio, text, head = config.audio, config.text, config.audio.projection
+    audio = config.audio
+    text = config.text
+    head = config.audio.projection
     problems = {
         f"its text tower is a {text.architecture} with pooling {text.pooling!r}, not a roberta with 'cls_pooler'":
             (text.architecture, text.pooling) != ("roberta", "cls_pooler"),

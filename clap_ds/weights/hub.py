@@ -57,7 +57,8 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
     """
     folder = Path(name)
     # Otherwise transformers contacts the Hub, for 3 s or more.
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
     try:
         return load(True)
     except Exception as error:  # a damaged folder raises various errors

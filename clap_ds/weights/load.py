@@ -144,6 +144,7 @@ def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> Non
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Describe how a checkpoint's sizes differ from this run's."""
-    found, expected = flatten(theirs), flatten(ours)
+    found = flatten(theirs)
+    expected = flatten(ours)
     differing = (name for name in expected if found.get(name) != expected[name])
     return [f"{name} is {found.get(name)!r} there, {expected[name]!r} here" for name in differing]

@@ -45,7 +45,9 @@ def save_open_clip(model: ContrastiveModel, folder: Path, context_length: int) -
 
 def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
     """Return open_clip's configuration of a model. Raises ValueError if it has none."""
-    audio, text, width = config.audio, config.text, config.joint_dim
+    audio = config.audio
+    text = config.text
+    width = config.joint_dim
     fits = all(getattr(audio, name) == value for name, value in _FIXED.items())
     variant = next(
         (

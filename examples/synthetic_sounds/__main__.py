@@ -43,7 +43,8 @@ def make_clip(
 ) -> tuple[Signal, int, list[str]]:
     """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`."""
     rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
-    sample_rate, seconds = rng.choice(rates), rng.uniform(*options.seconds)
+    sample_rate = rng.choice(rates)
+    seconds = rng.uniform(*options.seconds)
     time = np.arange(round(seconds * sample_rate)) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
@@ -77,7 +78,8 @@ def write_sounds(options: argparse.Namespace) -> None:
     random Ogg stream numbers and the time into floating-point WAVs. Kinds alternate, so every shard
     with enough clips has all of them.
     """
-    directory, count = options.directory, options.shards
+    directory = options.directory
+    count = options.shards
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"sounds-{shard:03d}.tar" for shard in range(count)]
     encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
@@ -90,10 +92,8 @@ def write_sounds(options: argparse.Namespace) -> None:
             for number in range(
                 shard * options.clips // count, (shard + 1) * options.clips // count
             ):
-                rng, kind = (
-                    random.Random(f"seed {options.seed}, clip {number}"),
-                    KINDS[number % len(KINDS)],
-                )
+                rng = random.Random(f"seed {options.seed}, clip {number}")
+                kind = KINDS[number % len(KINDS)]
                 waveform, sample_rate, captions = make_clip(kind, rng, options)
                 all_captions += captions
                 encoding = rng.choice(encodings)

@@ -27,7 +27,8 @@ def throughput_line(step: int, average: float, current: float = 1.0) -> str:
 
 def running_log(step_times: list[float], batch: int = 64, every: int = 1) -> str:
     """Return DeepSpeed's log of steps with these times; the first two are not timed."""
-    lines, elapsed = [], 0.0
+    lines = []
+    elapsed = 0.0
     for step, time in enumerate(step_times, start=1):
         if step > 2:
             elapsed += time

@@ -38,7 +38,8 @@ def test_plus_minus_is_students_t_of_the_spread_that_repeated_scales_share() -> 
 def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
     """Two repeats of four scales, and different numbers for five; 2σ of two repeats covered it in
     78."""
-    generator, held = random.Random(8), 0
+    generator = random.Random(8)
+    held = 0
     for trial in range(600):
         counts = ((2,) * 4, (3, 1, 2, 4, 2))[trial % 2]
         rates = [600 * 0.97**place for place in range(len(counts))]

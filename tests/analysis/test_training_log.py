@@ -75,7 +75,9 @@ def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form:
             "model: CLAP-HTSAT-tiny-Roberta-base",
         )
     )
-    batch, since, text = 8 * 616, [], parameters
+    batch = 8 * 616
+    since = []
+    text = parameters
     for step in range(2000):
         since.append(2.0 if step % 10 == 9 else 1.0)
         done = step % 1000 + 1
@@ -283,7 +285,8 @@ PROGRESS = {
 def test_lines_of_other_programs_give_the_rate_of_their_steps(tmp_path: Path, program: str) -> None:
     """Lines as public logs have them, of 400 steps of 64 samples. The first ten take 9 s each,
     later ones 2 or 3."""
-    line, text = PROGRESS[program][0] + "\n", PROGRESS[program][1]
+    line = PROGRESS[program][0] + "\n"
+    text = PROGRESS[program][1]
     times = [9.0] * 10 + [2.0, 3.0] * 195
     for step in range(10, 401, 10):
         mean_s = fmean(times[step - 10 : step])
@@ -405,7 +408,8 @@ def test_a_restart_that_prints_at_another_interval_is_seen(tmp_path: Path, every
 
 
 def test_after_a_restart_only_the_last_start_counts(tmp_path: Path) -> None:
-    failed, header = "Traceback (most recent call last)\n", LAUNCHER.format(1, 1)
+    failed = "Traceback (most recent call last)\n"
+    header = LAUNCHER.format(1, 1)
     text = header + failed + running_log([1.0] * 20) + failed + running_log([2.0] * 20)
     run = read_log(write(tmp_path / "r.log", text))
     assert run.rate == pytest.approx(32)

@@ -15,7 +15,8 @@ from tests.rank_pool import RankPool
 def _measured(spoil: dict[int, float]) -> dict[str, Any]:
     """Measure two hosts with a rank each, and alter some of rank 1's sums. The second of three
     calls is the fastest: it takes rank 0 a quarter of a second, and rank 1 half a second."""
-    all_reduce, rank = dist.all_reduce, dist.get_rank()
+    all_reduce = dist.all_reduce
+    rank = dist.get_rank()
     durations_s = itertools.cycle([2.0, 0.25 * (1 + rank), 3.0])
 
     def spoiled(buffer: torch.Tensor, *operation: Any, **group: Any) -> None:

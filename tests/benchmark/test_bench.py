@@ -27,7 +27,8 @@ pytestmark = pytest.mark.end_to_end
 
 def _bench(config: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
     """Run on one rank forked here, or with a launcher."""
-    arguments, seen = [BENCH, "--deepspeed_config", str(config)], environment()
+    arguments = [BENCH, "--deepspeed_config", str(config)]
+    seen = environment()
     if not launcher:
         return run(arguments, env=seen)
     (compiler := config.parent / "g++").write_text(
@@ -68,7 +69,8 @@ def test_torchrun_leaves_the_steps_that_it_prints(write_run: WriteRun) -> None:
     result = _bench(config, sys.executable, *torchrun)
     assert result.returncode == 0, result.stderr
     assert "samples/s" in result.stdout
-    summary, directory = _summary(config), _run_directory(config)
+    summary = _summary(config)
+    directory = _run_directory(config)
     assert (summary["state"], summary["world_size"], summary["global_batch"]) == ("completed", 2, 8)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     phases = [
@@ -119,7 +121,8 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     )
     result = _bench(config, *deepspeed_launcher())
     assert result.returncode == 0, result.stdout + result.stderr
-    directory, summary = _run_directory(config), _summary(config)
+    directory = _run_directory(config)
+    summary = _summary(config)
     log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
     assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
     assert (

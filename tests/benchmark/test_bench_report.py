@@ -33,7 +33,9 @@ def long(step: int) -> float:
 
 def _measured(folder: str) -> dict[str, Any]:
     """Rank 1 takes 1.5× as long as rank 0, and waits twice as long for data."""
-    rank, now, cpu = dist.get_rank(), [100.0], torch.device("cpu")
+    rank = dist.get_rank()
+    now = [100.0]
+    cpu = torch.device("cpu")
     timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
     timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
     deepspeed: Any = SimpleNamespace(

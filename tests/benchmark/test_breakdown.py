@@ -27,7 +27,10 @@ class _Engine:
             tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True))
         )
         self.deepspeed.zero_grad = lambda: None
-        self.sync, self.is_off, self.passes, self.now_s = self, False, 0, 100.0
+        self.sync = self
+        self.is_off = False
+        self.passes = 0
+        self.now_s = 100.0
         self.device = torch.device("cpu")
         self.timer = StepTimer(self.device)
 

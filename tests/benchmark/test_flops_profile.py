@@ -31,7 +31,8 @@ def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
     published convention's operations. Returns findings, output, mean caption length and graphs of a
     later step."""
     torch.compiler.reset()
-    rank, calls = dist.get_rank(), list[int]()
+    rank = dist.get_rank()
+    calls = list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
     run = settings("fp32", 2, clap={"data": LENGTHS, "text_packing": text == "packed"})
     (folder := Path(root, f"run{rank}")).mkdir()

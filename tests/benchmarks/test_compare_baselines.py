@@ -99,7 +99,9 @@ def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_loop_masks_the_stripes_that_it_draws() -> None:
-    batch, frames, bins = 4, 101, 16
+    batch = 4
+    frames = 101
+    bins = 16
     norm = torch.nn.BatchNorm2d(bins)
     mel = torch.randn(batch, bins, frames, 1)
     torch.manual_seed(3)

@@ -25,7 +25,8 @@ NAME = "text.roberta.encoder.layer.0.output.dense.bias"
 def wrong(*assignments: str) -> list[str]:
     """Return the gradients reported for a micro model whose compiled gradient of `NAME` is off by
     10%."""
-    calls, plain = [0], gradient_check.gradients
+    calls = [0]
+    plain = gradient_check.gradients
 
     def off(*arguments: Any) -> dict[str, torch.Tensor]:
         calls[0] += 1

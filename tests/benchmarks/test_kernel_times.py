@@ -20,7 +20,8 @@ def broken(*_: Tensor) -> Tensor:
 
 def test_wrong_and_failing_kernels_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_times, "median_ms", lambda function: float(function() is not None))
-    shapes, flops = [(6, 8, 16), (32, 16)], (1.0, 2.0)
+    shapes = [(6, 8, 16), (32, 16)]
+    flops = (1.0, 2.0)
     case = partial(Case, "linear", "16", torchs=F.linear, shapes=shapes, moved=flops, flops=flops)
     forward, backward = rows_of(case(ours=F.linear))
     assert (forward["pass"], backward["flops"]) == ("forward", 2.0)

@@ -22,7 +22,8 @@ from typing import Any
 
 _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
-GPUS, CPUS = 4, 8
+GPUS = 4
+CPUS = 8
 CGROUPS = Path("/sys/fs/cgroup/freezer")
 """If it exists, SLURM tracks a step's processes with the cgroup-v1 freezer, as on most clusters."""
 OVER = {
@@ -78,7 +79,8 @@ class SlurmCluster:
                 "hosts",
             )
         self._remove_cgroups()
-        self._holders, self._init = {}, {}
+        self._holders = {}
+        self._init = {}
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
@@ -225,7 +227,8 @@ class SlurmCluster:
             (folder / name).write_text(text.replace(";", "\n") + "\n")
 
     def _slurm_conf(self) -> str:
-        folder, hosts = self.folder, ((host, self._addresses[host]) for host in self.nodes)
+        folder = self.folder
+        hosts = ((host, self._addresses[host]) for host in self.nodes)
         settings = f"""
             ClusterName=test SlurmctldHost=ctl({self._addresses["ctl"]}) SlurmUser=root SlurmdUser=root
             AuthType=auth/munge AuthInfo=socket={folder}/munge.sock,cred_expire=5

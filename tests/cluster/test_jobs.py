@@ -185,10 +185,8 @@ def _type_line(
     (folder / "start.sh").write_text(
         f"{hostfile} && sed -i '{of_hosts}' H\n{start.replace(without, '')}\n"
     )
-    path, cpu = (
-        f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"),
-    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    cpu = ("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1")
     allocate = [
         "env",
         f"PATH={path}",

@@ -72,7 +72,8 @@ def test_uncommitted_code_is_told_apart(elsewhere: Path, monkeypatch: pytest.Mon
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "All"], check=True)
     (elsewhere / "docs/a.py").write_text("a = 2\n")
-    clean, found = commit(), list[str | None]()
+    clean = commit()
+    found = list[str | None]()
     for text in ("a = 2\n", "a = 3\n", "a = 2\n"):
         (elsewhere / "launch/a.py").write_text(text)
         found.append(commit())

@@ -23,7 +23,8 @@ def changed(section: str, **fields: Any) -> dict[str, Any]:
 def test_a_run_keeps_the_sizes_where_the_file_is_gone(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    own, again = tmp_path / "own.json", tmp_path / "config.json"
+    own = tmp_path / "own.json"
+    again = tmp_path / "config.json"
     own.write_text(json.dumps(SIZES))
     assert load_preset(str(own)) == MICRO.model_copy(update={"name": "own"})
     own.write_text(json.dumps(changed("text", num_layers=3)))

@@ -171,7 +171,8 @@ def test_deepspeeds_part_is_handed_on_unchanged_and_a_resolved_run_loads_to_the_
     path = write_run(
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, clap={"seed": 5}
     )
-    run, again = load_run(path), tmp_path / "config.json"
+    run = load_run(path)
+    again = tmp_path / "config.json"
     assert {**run.deepspeed, "clap": ...} == {**json.loads(path.read_text()), "clap": ...}
     again.write_text(json.dumps(run.resolved()))
     assert load_run(again).clap == run.clap

@@ -49,7 +49,8 @@ def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
     """With a residual; and without one, with the passed input's gradient."""
-    x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
+    x = numbers(rows, inputs, seed=0)
+    weight = numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     first = [x, weight, numbers(outputs, seed=2)]
     added = [numbers(rows, outputs, seed=3)] * residual
     pair = [
@@ -69,7 +70,8 @@ def test_gelu_and_its_slope_everywhere() -> None:
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= 100)]
     x = x[: len(x) // 32 * 32].view(-1, 32).requires_grad_()
-    one, zero = torch.eye(32).bfloat16(), torch.zeros(32).bfloat16()
+    one = torch.eye(32).bfloat16()
+    zero = torch.zeros(32).bfloat16()
     y = native_mlp(x, one, zero, one, zero)[0]
     (slope,) = torch.autograd.grad(y.sum(), x)
     double = x.detach().double().requires_grad_()

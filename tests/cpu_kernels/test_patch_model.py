@@ -166,7 +166,8 @@ def test_parameters_hooks_and_copies_stay() -> None:
 
 def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
     for build, inputs in ((audio_tower, mels()), (text_tower, captions())):
-        ours, plain = native(build()), build().to(BF16)
+        ours = native(build())
+        plain = build().to(BF16)
         with torch.no_grad():
             output = ours(*inputs)
             assert not torch.equal(output, plain(*inputs))

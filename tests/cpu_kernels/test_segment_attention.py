@@ -12,7 +12,8 @@ from tests.kernels import each_implementation
 
 pytestmark = each_implementation
 
-HEADS, SEED = 3, 5
+HEADS = 3
+SEED = 5
 LENGTHS = torch.randint(1, 78, (12,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -24,7 +25,8 @@ def by_segment(
     masks = masks_drawn(SEED, segments, dropout) if dropout else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output, scale = torch.zeros_like(q), (q.shape[1] // HEADS) ** -0.5
+        output = torch.zeros_like(q)
+        scale = (q.shape[1] // HEADS) ** -0.5
         for i, (query, queries, key, keys) in enumerate(
             zip(*(places.tolist() for places in segments), strict=True)
         ):
@@ -92,7 +94,8 @@ CASES = {
 def outside(segments: Segments, sizes: list[int]) -> list[Tensor]:
     """Return for q, k, v and the output (rows,) bool: True for rows outside of segments."""
     (q_start, q_rows), (k_start, k_rows) = segments[:2], segments[2:]
-    starts, counts = (q_start, k_start, k_start, q_start), (q_rows, k_rows, k_rows, q_rows)
+    starts = (q_start, k_start, k_start, q_start)
+    counts = (q_rows, k_rows, k_rows, q_rows)
     places = [
         torch.arange(size) - start[:, None] for size, start in zip(sizes, starts, strict=True)
     ]

@@ -26,11 +26,10 @@ def test_join_puts_pieces_together_in_order() -> None:
     assert_equal(alone, whole)
     assert alone.audio.data_ptr() != whole.audio.data_ptr(), "shares memory that workers reuse"
     assert whole.num_tokens == whole.attention_mask.sum()
-    shorts, halves = whole.rows(0, 1), whole.rows(1, 2)
-    shorts.audio, halves.audio = (
-        torch.tensor([[-(2**15), 2**14]], dtype=torch.int16),
-        torch.tensor([[0.5, -2]]).half(),
-    )
+    shorts = whole.rows(0, 1)
+    halves = whole.rows(1, 2)
+    shorts.audio = torch.tensor([[-(2**15), 2**14]], dtype=torch.int16)
+    halves.audio = torch.tensor([[0.5, -2]]).half()
     for piece, dtype in ((shorts, torch.int16), (halves, torch.float32)):
         joined = [join([piece], CPU).audio, join([piece, piece], CPU).audio[:1]]
         assert [(audio.dtype, audio.tolist()) for audio in joined] == [

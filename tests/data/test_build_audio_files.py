@@ -139,7 +139,8 @@ def test_no_audio_is_in_both_sets(
 
 
 def test_unusable_files_of_equal_content_are_each_listed(tmp_path: Path) -> None:
-    mute, cut = wav(np.zeros(99)), encoded("PCM_16", "WAV")[:5000]
+    mute = wav(np.zeros(99))
+    cut = encoded("PCM_16", "WAV")[:5000]
     files = {
         "a mute.wav": mute,
         "b mute.wav": mute,
@@ -191,7 +192,8 @@ def test_files_whose_end_is_missing_are_of_no_use_wherever_they_are_read(tmp_pat
     }  # the first one's samples; FLAC is written with other rounding
     assert (used, reasons.keys()) == (whole.keys() - equal, cut.keys())
     assert all("truncated" in reason or "lost sync" in reason for reason in reasons.values())
-    paths, audio = [tmp_path / name for name in whole | cut], load_preset("micro").audio
+    paths = [tmp_path / name for name in whole | cut]
+    audio = load_preset("micro").audio
     rows = [row for row, _ in read_windows(paths, audio, "none", 0, num_workers=0, ahead=1)]
     assert {Path(row.source).name for row in rows if row.error} == cut.keys()
     for name, content in (whole | cut).items():

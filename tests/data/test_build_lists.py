@@ -107,7 +107,8 @@ def test_names_in_a_cell_become_a_list(tmp_path: Path) -> None:
 def test_what_leads_out_of_a_folder_is_packed_only_if_asked(tmp_path: Path, source: str) -> None:
     """Links of others could make a private file public. The folder itself may be a link, and a
     list's paths absolute."""
-    theirs, private = tmp_path / "theirs", tmp_path / "private.wav"
+    theirs = tmp_path / "theirs"
+    private = tmp_path / "private.wav"
     theirs.mkdir()
     (tmp_path / "sounds").symlink_to(theirs)
     for name in "ab":
@@ -128,7 +129,8 @@ def test_what_leads_out_of_a_folder_is_packed_only_if_asked(tmp_path: Path, sour
 
 
 def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
-    folder, text = tmp_path / "audio", {"text": ["A dog barks.", "A bark"], "tag": ["dog"]}
+    folder = tmp_path / "audio"
+    text = {"text": ["A dog barks.", "A bark"], "tag": ["dog"]}
     (folder / "within").mkdir(parents=True)
     files = {  # name: caption file's name and content, captions or reason for skipping
         "within/lines": ("txt", "a sound\n\nanother\n", {"caption": ["a sound", "another"]}),

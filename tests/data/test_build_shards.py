@@ -20,7 +20,8 @@ def test_a_newcomer_can_train_on_the_result(
 ) -> None:
     """The printed settings load, held-out items are separate, and the manifest's counts match an
     epoch."""
-    out, path = tmp_path / "out", write_list(tmp_path, 20, "audio/gone.wav,x\n")
+    out = tmp_path / "out"
+    path = write_list(tmp_path, 20, "audio/gone.wav,x\n")
     (tmp_path / "audio" / "clip 00.wav").write_bytes(b"broken")
     options = (
         path,
@@ -39,7 +40,8 @@ def test_a_newcomer_can_train_on_the_result(
     assert "--max_left_out" in printed.err
     assert "usable" in printed.err
     assert run(*options, 0.1) == 0
-    train, held_out = items_by_source(out, "train-*.tar"), items_by_source(out, "held_out-*.tar")
+    train = items_by_source(out, "train-*.tar")
+    held_out = items_by_source(out, "held_out-*.tar")
     assert len({**train, **held_out}) == len(train) + len(held_out) == 19
     assert len(list(out.glob("train-*.tar"))) == 3
     printed = capsys.readouterr().out
@@ -75,7 +77,8 @@ def test_a_trial_of_the_first_files_estimates_the_whole_list(
 def test_other_contents_and_other_lists_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = write_list(tmp_path, 3), tmp_path / "out"
+    path = write_list(tmp_path, 3)
+    out = tmp_path / "out"
     assert run(path, out) == 0
     assert run(path, out) == 0
     assert "1 of 1 shards already exist" in capsys.readouterr().out

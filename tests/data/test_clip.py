@@ -141,12 +141,14 @@ def fused(samples: np.ndarray, audio: AudioConfig) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_samples", [20_000, 48_300, 48_480, 170_000])
 def test_fusion_equals_the_extractor_of_transformers(num_samples: int) -> None:
-    samples, extractor = noise(num_samples), feature_extractor(AUDIO)
+    samples = noise(num_samples)
+    extractor = feature_extractor(AUDIO)
     with mock.patch.object(
         np.random, "choice", lambda places: (int(places[0]) + int(places[-1])) // 2
     ):
         (expected,), _ = extractor([samples], sampling_rate=48000).values()
-    found, expected = fused(samples, AUDIO), torch.tensor(np.asarray(expected)).float()
+    found = fused(samples, AUDIO)
+    expected = torch.tensor(np.asarray(expected)).float()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)  # dB, from fp32's FFT
     assert bool(longer_rows(found[None])) == (num_samples >= 48_480)
 

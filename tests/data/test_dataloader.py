@@ -14,7 +14,9 @@ class RecordedStream:
     """Return the given micro-batches, count them, and record closing."""
 
     def __init__(self, micro_batches: list[list[Batch]]) -> None:
-        self.micro_batches, self.num_given, self.is_closed = iter(micro_batches), 0, False
+        self.micro_batches = iter(micro_batches)
+        self.num_given = 0
+        self.is_closed = False
 
     def __next__(self) -> list[Batch]:
         self.num_given += 1
@@ -60,11 +62,14 @@ def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
 
     The state is that of the returned batch, not of the one copied ahead.
     """
-    device, size = torch.device("cuda"), 96 // num_pieces
+    device = torch.device("cuda")
+    size = 96 // num_pieces
     expected = [random_batch(96, seed, num_audio_samples=200_000) for seed in range(6)]
-    starts, given = range(0, 96, size), [*expected, expected[0]]
+    starts = range(0, 96, size)
+    given = [*expected, expected[0]]
     pieces = [[batch.rows(start, start + size).pin_memory() for start in starts] for batch in given]
-    work, sums = torch.rand(4096, 4096, device=device), []
+    work = torch.rand(4096, 4096, device=device)
+    sums = []
     with BatchSource(RecordedStream(pieces), device, copy_ahead=True) as source:
         for number in range(len(expected)):
             assert source.state() == {"given": number}

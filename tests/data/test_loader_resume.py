@@ -58,7 +58,8 @@ def test_interrupted_equals_uninterrupted(
         names = str(shards / names)
     settings = {"micro_batch": 20, **settings}
     with open_source(names, **settings) as source:
-        states, expected = [source.state()], []
+        states = [source.state()]
+        expected = []
         for _ in range(NUM_BATCHES):
             expected.append(next(source))
             states.append(source.state())
@@ -74,14 +75,18 @@ def test_interrupted_equals_uninterrupted(
 def test_another_setup_resumes_in_a_new_order(
     tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pattern, changed = marked_tars(tmp_path, 4, 10), {"shuffle_buffer": 3, "num_workers": 2}
+    pattern = marked_tars(tmp_path, 4, 10)
+    changed = {"shuffle_buffer": 3, "num_workers": 2}
     with open_source(pattern, shuffle_buffer=9, world_size=2) as source:
-        first, state = numbers_in(source, 5), source.state()
+        first = numbers_in(source, 5)
+        state = source.state()
     with open_source(pattern, **changed) as source:
         afresh = numbers_in(source, 5)
     capsys.readouterr()
     with open_source(pattern, state, **changed) as source:
-        resumed, later, after = numbers_in(source, 5), source.state(), numbers_in(source, 1)
+        resumed = numbers_in(source, 5)
+        later = source.state()
+        after = numbers_in(source, 1)
     said = "clap.data.shards: resuming after 40 samples in a new order, because these changed: ranks (then 2, now 1)"
     assert capsys.readouterr().err.startswith(
         f"{said}, workers per rank (then 1, now 2), clap.data.shuffle_buffer ("
@@ -112,10 +117,12 @@ def test_a_state_of_earlier_versions_resumes_in_the_same_order(
 def test_moved_tars_resume_in_the_same_order(
     tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pattern, settings = marked_tars(tmp_path / "here", 4, 10), {"shuffle_buffer": 9}
+    pattern = marked_tars(tmp_path / "here", 4, 10)
+    settings = {"shuffle_buffer": 9}
     with open_source(pattern, **settings) as source:
         numbers_in(source, 3)
-        state, following = source.state(), numbers_in(source, 5)
+        state = source.state()
+        following = numbers_in(source, 5)
     (tmp_path / "here").rename(tmp_path / "there")
     with open_source(f"{tmp_path}/there/*.tar", state, **settings) as source:
         assert numbers_in(source, 5) == following

@@ -123,7 +123,8 @@ def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
 
 def test_long_clips_are_stored_whole(tmp_path: Path) -> None:
     """Features of longer clips are equal whether computed in parts or at once."""
-    clip, length = wav(sound(4 + 1 / RATE), RATE, "PCM_16"), 4 * RATE
+    clip = wav(sound(4 + 1 / RATE), RATE, "PCM_16")
+    length = 4 * RATE
     assert (
         run(
             write_tar(tmp_path / "a.tar", members({"long": clip})),
@@ -149,7 +150,9 @@ def test_the_same_command_resumes(
         write_tar(
             tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")})
         )
-    clip, num_read, is_failing = prepare.Preparation.clip, 0, True
+    clip = prepare.Preparation.clip
+    num_read = 0
+    is_failing = True
 
     def fail(*arguments: Any) -> Any:
         nonlocal num_read

@@ -121,7 +121,8 @@ def test_a_disk_without_room_is_named_before_the_download(tmp_path: Path) -> Non
 def test_no_link_below_the_named_folder_is_followed(
     tmp_path: Path, is_local: bool, name: str
 ) -> None:
-    victim, named = tmp_path / "victim", tmp_path / "named"
+    victim = tmp_path / "victim"
+    named = tmp_path / "named"
     victim.mkdir()
     (victim / "secret").write_text("precious")
     named.mkdir()

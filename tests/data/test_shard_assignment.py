@@ -39,7 +39,8 @@ def test_the_parts_of_all_workers_are_an_epoch(
             for i in range(*slice(first, end).indices(sizes_by_tar[tar]))
         )
 
-    read, opened = Counter[Any](), set[str]()
+    read = Counter[Any]()
+    opened = set[str]()
     for number in range(world_size * num_workers):
         deal = EpochPartition(tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number)
         own, others = deal.parts([*sizes_by_tar], epoch)
@@ -78,7 +79,8 @@ def test_each_item_comes_once_an_epoch(
 ) -> None:  # fmt: skip
     """After S samples, each of N items has occurred S/N times, rounded up or down, at every step of
     three epochs."""
-    total, seen = sum(sizes), Counter(range(sum(sizes)))
+    total = sum(sizes)
+    seen = Counter(range(sum(sizes)))
     for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         write_tar(tmp_path / f"{tar}.tar", marked_items(range(end - size, end)))
     options = {
@@ -99,7 +101,8 @@ def test_each_item_comes_once_an_epoch(
 def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSource) -> None:
     """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch
     has all others, and as many again as are broken."""
-    broken, seen = set(range(5, 42, 6)), Counter[int]()
+    broken = set(range(5, 42, 6))
+    seen = Counter[int]()
     items = [(f"{n:04d}.wav", b"no audio") if n in broken else marked_item(n)[0] for n in range(48)]
     for tar in range(4):
         numbers = range(12 * tar, 12 * tar + 12)
@@ -137,10 +140,8 @@ def test_every_shard_goes_to_one_worker(
     micro: ClapConfig, num_shards: int, world_size: int, num_workers: int
 ) -> None:
     """If there are too few for all workers, each worker still has one."""
-    sources, readers = (
-        [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)],
-        world_size * (num_workers or 1),
-    )
+    sources = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)]
+    readers = world_size * (num_workers or 1)
     data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
     specs = [BatchSpec(micro, 12, 4, rank, world_size) for rank in range(world_size)]
     shared = [assign_shards(sources, data, spec) for spec in specs]

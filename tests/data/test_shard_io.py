@@ -19,7 +19,8 @@ def urls(shard_cache: Path) -> list[str]:
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return a mock that is called with each remote file that is copied."""
-    noted, get_file = Mock(), MemoryFileSystem.get_file
+    noted = Mock()
+    get_file = MemoryFileSystem.get_file
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda *to, **options: (noted(to[1]), get_file(*to))
     )

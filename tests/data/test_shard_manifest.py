@@ -107,7 +107,8 @@ def test_samples_of(tmp_path: Path) -> None:
 
 
 def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
-    own, shards = front_end_of(micro.audio), {"000.tar": ShardRecord(1, 0, 0.0, "")}
+    own = front_end_of(micro.audio)
+    shards = {"000.tar": ShardRecord(1, 0, 0.0, "")}
     kinds: dict[str, tuple[Any, FrontEnd | None]] = {
         "bare": ("encoded", None),
         "plain": ("encoded", None),
@@ -172,7 +173,8 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
         "memory://flaky/manifest.json",
         b'{"shards": {"a": {"items": 7, "bytes": 0, "seconds": 0, "sha256": ""}}}',
     )
-    read, failures = MemoryFile.read, [ConnectionResetError("reset")] * 4
+    read = MemoryFile.read
+    failures = [ConnectionResetError("reset")] * 4
     monkeypatch.setattr(
         MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to)
     )

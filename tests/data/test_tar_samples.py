@@ -45,7 +45,8 @@ def test_contents_left_in_the_tar_are_fetched_later(tar: Path) -> None:
 
 def test_damage_anywhere_is_told_and_costs_what_is_behind_it(tar: Path, tmp_path: Path) -> None:
     """Truncated anywhere, with a changed byte in any header, or with blocks of zeros."""
-    whole, damaged = tar.read_bytes(), tmp_path / "damaged.tar"
+    whole = tar.read_bytes()
+    damaged = tmp_path / "damaged.tar"
     expected = [item["txt"] for item in items_of(tar)[0]]
     with tarfile.open(tar) as opened:
         members = opened.getmembers()

@@ -28,8 +28,10 @@ def test_waveforms_and_captions_belong_together(
     tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
 ) -> None:
     """The seed determines the order; torch's global generator is unchanged."""
-    tokenizer, orders = load_tokenizer(tokenizer_dir, vocab_size=512), []
-    pattern, random_state = marked_tars(tmp_path, 2, 10), torch.get_rng_state()
+    tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
+    orders = []
+    pattern = marked_tars(tmp_path, 2, 10)
+    random_state = torch.get_rng_state()
     for seed in (0, 0, 1):
         with open_source(pattern, micro_batch=20, shuffle_buffer=20, seed=seed) as source:
             batch = next(source)
@@ -62,7 +64,8 @@ def test_rows_stay_until_the_next_are_asked_for(
 def test_crops_and_captions_are_drawn_anew_in_each_pass(
     tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
 ) -> None:
-    ramp, captions = np.arange(1, 2001, dtype=np.float32) / 4000, ["a loud tone", "a click"]
+    ramp = np.arange(1, 2001, dtype=np.float32) / 4000
+    captions = ["a loud tone", "a click"]
     write_tar(
         tmp_path / "a.tar",
         [("a.wav", wav(ramp)), ("a.json", json.dumps({"title": captions}).encode())],
@@ -176,7 +179,8 @@ def test_remote_shards_give_what_local_ones_do(
 ) -> None:
     """With and without space for their copies, from copies on the host's disk, and with a truncated
     one."""
-    pattern, cut = marked_tars(tmp_path, 4, 4), tmp_path / "002.tar"
+    pattern = marked_tars(tmp_path, 4, 4)
+    cut = tmp_path / "002.tar"
     cut.write_bytes(cut.read_bytes()[:9000])
     write_manifest(
         tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)})

@@ -35,7 +35,8 @@ def test_a_rank_that_waits_has_started_more_than_it_completed(two_ranks: RankPoo
 
 
 def _sleep_before_a_collective() -> list[tuple[int, int]]:
-    ones, found = torch.ones(1, device="cuda"), []
+    ones = torch.ones(1, device="cuda")
+    found = []
     for cycles in (0, 3_000_000_000):
         torch.cuda._sleep(cycles)
         dist.all_reduce(ones)

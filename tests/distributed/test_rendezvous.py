@@ -52,7 +52,8 @@ def _start(
 
 @pytest.mark.end_to_end
 def test_rank_that_never_comes_is_named() -> None:
-    port, other_port = free_port(), free_port()
+    port = free_port()
+    other_port = free_port()
     ranks = [_start(MEET, rank, 3, port, 8.0) for rank in (0, 2)]
     without_first = _start(MEET, 1, 2, other_port, 8.0)
     assert [rank.wait() for rank in (*ranks, without_first)] == [1, 1, 1]
@@ -142,7 +143,8 @@ def test_values_of_programs_without_the_key_are_rejected(tmp_path: Path) -> None
     create_key(tmp_path)
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
     plain = dist.HashStore()
-    ours, strange = SignedStore(plain, tmp_path), SignedStore(plain, None)
+    ours = SignedStore(plain, tmp_path)
+    strange = SignedStore(plain, None)
     ours.set("rank 0", ["cn1", None])
     assert ours.get_all(["rank 0"]) == [["cn1", None]]
     strange.set("rank 1", ["cn2", None])

@@ -31,7 +31,8 @@ HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0
 WAITS = 'Timeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/a/worker.py", line 1 in work\n'
 CANT_REACH = (UNREACHABLE, "can't reach rank 0", 0, [], LINK)
-CRASHED, ABORTED = "Fatal Python error: Segmentation fault\n\n", "Fatal Python error: Aborted\n"
+CRASHED = "Fatal Python error: Segmentation fault\n\n"
+ABORTED = "Fatal Python error: Aborted\n"
 GONE = "doesn't respond"
 Counts = dict[str, tuple[int, int]]
 
@@ -40,7 +41,8 @@ class Left:
     """Writes ranks' files to a run directory and a job's folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.run, self.job = folder / "run", folder / "job"
+        self.run = folder / "run"
+        self.job = folder / "job"
         (self.run / "stacks").mkdir(parents=True)
 
     def stacks(
@@ -95,12 +97,11 @@ def left(tmp_path: Path) -> Left:
 
 
 # Started and completed collectives of a rank …
-WAITING, IDLE = {"nccl 0": (41, 40), "gloo 1": (9, 9)}, {"nccl 0": (40, 40), "gloo 1": (9, 9)}
+WAITING = {"nccl 0": (41, 40), "gloo 1": (9, 9)}
+IDLE = {"nccl 0": (40, 40), "gloo 1": (9, 9)}
 AHEAD = {"nccl 0": (41, 40), "gloo 1": (10, 10)}  # its host went on to the next step
-ON_CPU, BEHIND_ON_CPU = (
-    {"gloo 0": (41, 40), "gloo 1": (9, 8)},
-    {"gloo 0": (40, 40), "gloo 1": (9, 8)},
-)
+ON_CPU = {"gloo 0": (41, 40), "gloo 1": (9, 8)}
+BEHIND_ON_CPU = {"gloo 0": (40, 40), "gloo 1": (9, 8)}
 GATHERS = {"gloo 0": (40, 39)}  # from the others, which went on
 # … whose main thread holds Python's lock, such as in a launch on a full GPU queue,
 LOCKED: Counts = {}

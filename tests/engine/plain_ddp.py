@@ -36,7 +36,9 @@ class PlainDDP:
         options: dict[str, Any],
         clip: float = 0.0,
     ) -> None:
-        self.precision, self.accumulation, self.clip = precision, accumulation, clip
+        self.precision = precision
+        self.accumulation = accumulation
+        self.clip = clip
         self.model = model
         if precision == "bf16":
             self.model.to(
@@ -81,7 +83,8 @@ class PlainDDP:
             total += float(loss.detach()) / self.accumulation
         for name, parameter in self.model.named_parameters():
             assert parameter.grad is not None
-            self.masters[name].grad, parameter.grad = parameter.grad.float(), None
+            self.masters[name].grad = parameter.grad.float()
+            parameter.grad = None
         self.norm = float(
             torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or torch.inf)
         )

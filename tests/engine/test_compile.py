@@ -152,9 +152,11 @@ def _trained_after_a_failure(
     """Return losses of three steps of a stochastic model on log-mel features, its state after them,
     and what couldn't be compiled."""
     forget()
-    run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
+    run = settings("bf16", 1)
+    model = micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
     model.audio.batch_norm.momentum = 0.1
-    engine, batches = engine_of(run, model), list(itertools.islice(batches_of(run), 3))
+    engine = engine_of(run, model)
+    batches = list(itertools.islice(batches_of(run), 3))
     for each in batches:
         each.audio = model.mel(each.audio)
     torch.manual_seed(dist.get_rank())
@@ -181,7 +183,8 @@ def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(
 
 
 def test_too_little_memory_is_found_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = micro(), list[str]()
+    model = micro()
+    calls = list[str]()
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -208,7 +211,8 @@ def test_no_gradient_is_a_concatenation_of_sums() -> None:
     """Such a sum, as of a parameter that is split in the forward pass, may get wrong values from
     Inductor's mix-order reduction (pytorch #193061)."""
     forget()
-    model, graphs = micro(), list[torch.fx.GraphModule]()
+    model = micro()
+    graphs = list[torch.fx.GraphModule]()
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
@@ -236,9 +240,11 @@ def test_compiled_models_train_the_same_on_gpus(request: pytest.FixtureRequest, 
 
 
 def test_checkpointed_blocks_give_the_same_gradients_and_keep_less() -> None:
-    kept, found = list[int](), list[list[Tensor]]()
+    kept = list[int]()
+    found = list[list[Tensor]]()
     for towers in ((), ("audio",), ("text",), ("audio", "text")):
-        sizes, model = list[int](), micro(activation_checkpointing=towers)
+        sizes = list[int]()
+        model = micro(activation_checkpointing=towers)
         note = lambda tensor, sizes=sizes: (sizes.append(tensor.nbytes), tensor)[1]  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             audio, text, scale = model(*batch().model_inputs())

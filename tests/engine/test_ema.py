@@ -32,7 +32,8 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     with mock.patch.object(
         get_accelerator(), "is_fp16_supported", return_value=True
     ):  # true, but slow, on every CPU
-        engine, batches = engine_of(run, model), batches_of(run)
+        engine = engine_of(run, model)
+        batches = batches_of(run)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     masters = torch.nn.ParameterList(fp32_state(engine)[name].clone() for name in names)
     torchs = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.75))
@@ -58,7 +59,9 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     evaluated: Any = evaluate(SimpleNamespace(evaluate=compare), engine)  # type: ignore[arg-type]
     (path,) = (each.path for each in Checkpointer(folder).save(engine, TrainState(3)))
     assert path is not None
-    saved, raw, weights = load_weights(path), load_weights(path, raw=True), fp32_state(engine)
+    saved = load_weights(path)
+    raw = load_weights(path, raw=True)
+    weights = fp32_state(engine)
     found = {
         "torch's": all(map(torch.equal, state.values(), torchs.module)),
         "evaluated": evaluated[:2] == (True, True),

@@ -64,7 +64,8 @@ def settings(
 
 
 def batches_of(run: RunSettings) -> Any:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     return build_batches(
         run.clap.data.model_copy(update={"num_batches": 3, "caption_lengths": {"5": 1.0, "16": 1.0}}),
         model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
@@ -112,16 +113,17 @@ def _difference(
     run = settings(precision, accumulation, sync, gradient_clipping=clip)
     if "FusedAdam" in stepping:
         run.clap = run.clap.model_copy(update={"optimizer_implementation": "deepspeed"})
-    model, params = model_of(run).to(DEVICE), OPTIMIZER["params"]
-    engine, plain = (
-        _engine(run, stepping),
-        PlainDDP(model, accumulation or 2, precision, sync, params, clip),
-    )
+    model = model_of(run).to(DEVICE)
+    params = OPTIMIZER["params"]
+    engine = _engine(run, stepping)
+    plain = PlainDDP(model, accumulation or 2, precision, sync, params, clip)
     engine.norm_wanted = True
-    batches, plain_batches = batches_of(run), batches_of(run)
+    batches = batches_of(run)
+    plain_batches = batches_of(run)
     found = []
     for _ in range(steps):
-        loss, plain_loss = engine.step(batches).cpu(), torch.tensor(plain.step(plain_batches))
+        loss = engine.step(batches).cpu()
+        plain_loss = torch.tensor(plain.step(plain_batches))
         assert float(engine.gradient_norm) == pytest.approx(plain.norm, rel=1e-3)  # type: ignore[arg-type]
         found.append(_roundings(loss, plain_loss, 0.0))
         weights = fp32_state(engine)
@@ -265,7 +267,9 @@ def _skipped_steps(
         "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"},
     }
     run = settings("bf16", 1, sync, scheduler=warm_up)
-    engine, batches, rates = _engine(run, stepping), batches_of(run), list[float]()
+    engine = _engine(run, stepping)
+    batches = batches_of(run)
+    rates = list[float]()
     engine.norm_wanted = True
 
     def step(*, poisoned: bool) -> None:

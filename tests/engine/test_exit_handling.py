@@ -27,19 +27,17 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
 
 
 def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors() -> None:
-    memory, gone = (
-        (
-            "DefaultCPUAllocator: can't allocate memory",
-            "CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`",
-        ),
-        (
-            LOST,
-            "[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe",
-            "[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation",
-            "NCCL error\nncclRemoteError: A call failed, possibly due to a remote process",
-            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-            "NCCL communicator was aborted on rank 1",
-        ),
+    memory = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`",
+    )
+    gone = (
+        LOST,
+        "[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe",
+        "[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation",
+        "NCCL error\nncclRemoteError: A call failed, possibly due to a remote process",
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        "NCCL communicator was aborted on rank 1",
     )
     assert all(
         is_out_of_memory(each)
@@ -57,7 +55,8 @@ def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors() -> None:
         assert not is_connection_lost(each)
 
 
-STOPPED, AT = "stopped by SIGUSR1", "rank 0: out of memory at 616 on H100, after a peak of 3.0 GB"
+STOPPED = "stopped by SIGUSR1"
+AT = "rank 0: out of memory at 616 on H100, after a peak of 3.0 GB"
 GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"
 ENDS: list[tuple[Any, ...]] = [
     (None, None, "completed", None, None, ""),
@@ -122,7 +121,8 @@ def test_every_end_is_recorded_once(
     monkeypatch.setattr("clap_ds.engine.exit_handling.peak_memory_bytes", lambda device: 3 * 10**9)
     error_file.set_error_dir(tmp_path, 0, "node1")
     before = signal.getsignal(signal.SIGTERM)
-    record, ended = RunDirectory(tmp_path), None
+    record = RunDirectory(tmp_path)
+    ended = None
     try:
         with record_outcome(record, Ranks(0, 1, 0, 1), lambda: "616 on H100"):
             if error is not None:

@@ -50,11 +50,9 @@ def _difference(precision: str, kind: str, stepping: str) -> float:
     schedule = (getattr(lr_schedules, kind, None) or getattr(lr_scheduler, kind))(
         nominal, **SCHEDULES[kind]
     )
-    engine, batches, same_batches = (
-        on._engine(run, stepping),
-        on.batches_of(run),
-        on.batches_of(run),
-    )
+    engine = on._engine(run, stepping)
+    batches = on.batches_of(run)
+    same_batches = on.batches_of(run)
     found = list[float]()
     decays = {name: p.ndim > 1 and "position_bias" not in name for name, p in plain.masters.items()}
     groups = [

@@ -53,7 +53,9 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
     """Return, for each step, differences from the reference `whole` of losses and (relative to the
     largest) of gradients."""
     run, engine, plain = _engine(accumulation, **changes)
-    world_size, step, averaged = dist.get_world_size(), engine.deepspeed.step, dict[str, Tensor]()
+    world_size = dist.get_world_size()
+    step = engine.deepspeed.step
+    averaged = dict[str, Tensor]()
     by_rank = [
         reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)
     ]
@@ -69,7 +71,9 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
         step()
 
     engine.deepspeed.step = catch
-    found, own, start = list[float](), iter(by_rank[dist.get_rank()]), 0
+    found = list[float]()
+    own = iter(by_rank[dist.get_rank()])
+    start = 0
     for number in RAMP:
         plain.load_state_dict(engine.model.state_dict())
         generator = torch.get_rng_state()
@@ -89,7 +93,8 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
         found += [abs(float(loss) / world_size - float(expected.detach())), off / largest]
         start += number
     assert engine.deepspeed.global_samples == sum(RAMP) * run.micro_batch * world_size
-    ours, theirs_norm = engine.model.audio.batch_norm, plain.audio.batch_norm
+    ours = engine.model.audio.batch_norm
+    theirs_norm = plain.audio.batch_norm
     if dist.get_world_size() == 1:
         assert int(ours.num_batches_tracked) == int(theirs_norm.num_batches_tracked) == sum(RAMP)
         torch.testing.assert_close(ours.running_var, theirs_norm.running_var, rtol=1e-4, atol=0)

@@ -15,7 +15,10 @@ from tests.engine.test_engine import batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
-CALL, SEND, BF16, FP32 = "c10d::allreduce_", "gloo:all_reduce", "c10::BFloat16", "float"
+CALL = "c10d::allreduce_"
+SEND = "gloo:all_reduce"
+BF16 = "c10::BFloat16"
+FP32 = "float"
 """Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another
 runs it later."""
 
@@ -35,8 +38,10 @@ def _gradients(
     With `sync` "none" gradients are this rank's own."""
     run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
     model = model_of(run)
-    engine, batches = engine_of(run, model), batches_of(run)
-    found, dtypes = list[Tensor](), set[str]()
+    engine = engine_of(run, model)
+    batches = batches_of(run)
+    found = list[Tensor]()
+    dtypes = set[str]()
     for _ in range(2):
         with engine.sync.off() if sync == "none" else nullcontext():
             dtypes |= {
@@ -80,7 +85,8 @@ def test_averages_are_as_exact_as_deepspeeds_own(
 def _order_of_events(sync: str) -> list[str]:
     """Return the events of the third step: all-reduces, and "ready" for each gradient."""
     run = settings("fp32", 1, sync)
-    engine, batches = engine_of(run, model_of(run)), batches_of(run)
+    engine = engine_of(run, model_of(run))
+    batches = batches_of(run)
     for _ in range(2):
         engine.step(batches)
     for parameter in engine.model.parameters():
@@ -99,7 +105,8 @@ def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: Ran
 def _sent(sync: str, accumulation: str) -> list[float]:
     """Return how often every gradient is reduced in each call."""
     run = settings("fp32", 1, clap={"gradient_sync": sync, "train": {"accumulation": accumulation}})
-    engine, batches = engine_of(run, model_of(run)), batches_of(run)
+    engine = engine_of(run, model_of(run))
+    batches = batches_of(run)
     found = []
 
     def note(action: Callable[..., object], *arguments: Any, off: bool) -> None:

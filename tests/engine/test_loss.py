@@ -19,7 +19,8 @@ from clap_ds.engine import tiled_logits
 from clap_ds.engine.loss import LOSSES, SoftmaxLoss
 from tests.rank_pool import RankPool, in_group_of
 
-MICRO_BATCH, JOINT_DIM = 5, 8
+MICRO_BATCH = 5
+JOINT_DIM = 8
 
 
 def _softmax(logits_NN: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
@@ -149,7 +150,8 @@ def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(
 @KINDS
 def test_held_out_rows_with_several_positives(kind: str) -> None:
     """Their mean is the loss; equal similarities with the best bias give that of chance."""
-    generator, captions = torch.Generator().manual_seed(0), torch.tensor([1, 1, 2, 3, 1])
+    generator = torch.Generator().manual_seed(0)
+    captions = torch.tensor([1, 1, 2, 3, 1])
     logits = torch.randn(MICRO_BATCH, MICRO_BATCH, generator=generator, dtype=torch.float64)
     positive = (captions[:, None] == captions).double()
     rows, chance = LOSSES[kind].evaluate(logits, positive)
@@ -184,7 +186,8 @@ def _sent(kind: str, wire_dtype: torch.dtype) -> dict[str, int]:
 
 
 def test_no_feature_gradient_is_sent(eight_processes: RankPool, tmp_path: Path) -> None:
-    features, sums = 2 * MICRO_BATCH * JOINT_DIM, 2 * MICRO_BATCH * 4
+    features = 2 * MICRO_BATCH * JOINT_DIM
+    sums = 2 * MICRO_BATCH * 4
     sent = partial(_run, eight_processes, tmp_path, 4, _sent)
     for kind, wire_dtype, expected in (
         ("softmax", torch.float32, {"_allgather_base_": 3 * (4 * features + sums)}),

@@ -96,7 +96,8 @@ def test_a_failing_disk_costs_a_warning(one_rank: RankPool, tmp_path: Path) -> N
 def _two_histograms(folder: str) -> dict[str, tuple[float, ...]]:
     """Take three steps of SGD at rate 0.1. Return size, minimum and maximum of each parameter and
     gradient at the second."""
-    run, found = settings(), {}
+    run = settings()
+    found = {}
     engine = engine_of(run, ClapModel(run.clap.preset()))
     batches = iter(micro_batches(run, 0, 1, 3))
     with Scalars(engine, Path(folder), 2):

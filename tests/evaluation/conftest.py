@@ -59,7 +59,8 @@ def write_clips(tmp_path: Path) -> WriteClips:
     members in the last."""
 
     def write(*sizes: int, extra: list[tuple[str, bytes]] | None = None) -> list[str]:
-        paths, first = [], 0
+        paths = []
+        first = 0
         for shard, size in enumerate(sizes):
             members = [
                 m for n in range(first, first + size) for m in clip_members(n, description(n))

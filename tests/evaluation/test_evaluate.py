@@ -87,7 +87,8 @@ def test_the_best_checkpoint_on_two_ranks(
         "best_metric": "zero_shot_top1",
     }
     for step, top1 in ((1, 0.5), (2, 0.25)):
-        model, metrics = ClapModel(load_preset("micro")), {"zero_shot_top1": top1}
+        model = ClapModel(load_preset("micro"))
+        metrics = {"zero_shot_top1": top1}
         checkpoint_of(model, tmp_path / "run", step, Path(clip_tokenizer), metrics=metrics, **told)
     options = ["--best", "--retrieval", *write_clips(5, 4), "--json", str(tmp_path / "found.json")]
     codes, output, errors = on_ranks(2, tmp_path / "run", *options)

@@ -92,7 +92,8 @@ def test_any_number_of_ranks_finds_the_same(
 
 @torch.no_grad()
 def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: str) -> None:
-    shards, model = write_clips(9), micro_model()
+    shards = write_clips(9)
+    model = micro_model()
     found = (
         make(settings_for(shards, templates=["{}", "a {}"]), clip_tokenizer).evaluate(model).metrics
     )
@@ -125,7 +126,8 @@ def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: 
 def test_features_are_evaluated_as_the_audio_they_were_made_of(
     tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
 ) -> None:
-    encoded, members = write_clips(5), []
+    encoded = write_clips(5)
+    members = []
     for n in range(5):
         features = LogMel(MICRO.audio)(torch.from_numpy(tone(n))[None])[0]
         members += [

@@ -57,7 +57,8 @@ def by_sorting(scores: np.ndarray, relevant: np.ndarray) -> dict[str, float]:
 def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int], seed: int) -> None:
     clip_of_caption = np.repeat(np.arange(len(captions_per_clip)), captions_per_clip)
     np.random.default_rng(seed).shuffle(clip_of_caption)
-    audio, text = features(len(captions_per_clip), seed), features(len(clip_of_caption), seed + 1)
+    audio = features(len(captions_per_clip), seed)
+    text = features(len(clip_of_caption), seed + 1)
     scores = (
         (audio.double() @ text.double().T).float().numpy()
     )  # distinct ones may be equal in fp32
@@ -119,9 +120,12 @@ def test_zero_shot_against_scikit_learn(share: float) -> None:
     """With one class per clip, and two classes without clips, or with several."""
     is_of_class = torch.rand(80, 9, generator=torch.Generator().manual_seed(4)) < share
     is_of_class[torch.arange(80), torch.arange(80) % 7] = True
-    audio, classes = features(80, 0), features(9, 1)
-    found, scores = zero_shot(audio, classes, is_of_class), (audio @ classes.T).numpy()
-    best, has_clips = np.argsort(-scores, axis=1), is_of_class.any(0).numpy()
+    audio = features(80, 0)
+    classes = features(9, 1)
+    found = zero_shot(audio, classes, is_of_class)
+    scores = (audio @ classes.T).numpy()
+    best = np.argsort(-scores, axis=1)
+    has_clips = is_of_class.any(0).numpy()
     for k in (1, 5):
         any_hit = np.take_along_axis(is_of_class.numpy(), best[:, :k], axis=1).any(axis=1)
         assert found[f"zero_shot_top{k}"].value == pytest.approx(any_hit.mean(), abs=1e-12)
@@ -142,11 +146,9 @@ SCALE = torch.tensor([5.0])
 def test_the_loss_of_retrieval_is_that_of_batches_that_differ_by_one_clip(
     bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    audio, text, captions = (
-        features(10, 0),
-        features(10, 1),
-        [f"caption {number % 7}" for number in range(10)],
-    )
+    audio = features(10, 0)
+    text = features(10, 1)
+    captions = [f"caption {number % 7}" for number in range(10)]
     text[7:] = text[:3]
     monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
     expected = []

@@ -15,11 +15,9 @@ from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import Convention, TextLengths, forward_components
 from clap_ds.model.clap import ClapModel
 
-TINY, BASE, LAION = (
-    "htsat_tiny_roberta_base",
-    "htsat_base_roberta_base",
-    "clap_htsat_tiny_roberta_base",
-)
+TINY = "htsat_tiny_roberta_base"
+BASE = "htsat_base_roberta_base"
+LAION = "clap_htsat_tiny_roberta_base"
 
 # Published convention at 514 tokens, from the project's page of checked figures (GFLOPs, four
 # decimals).
@@ -68,7 +66,8 @@ def test_every_row_of_the_published_table(index: int, preset: str) -> None:
 def test_published_convention_by_length_and_a_training_sample(
     preset: str, published: str, expected: dict[int, str], training: str
 ) -> None:
-    config, lengths = load_preset(preset), TextLengths.fixed(77)
+    config = load_preset(preset)
+    lengths = TextLengths.fixed(77)
     assert {tokens: f"{_gflops(preset, tokens)['forward']:.4f}" for tokens in expected} == expected
     assert f"{analytic.published_flops(config) / 1e9:.2f}" == published
     done = analytic.forward_flops(config, lengths, "model") + analytic.backward_flops(
@@ -103,7 +102,8 @@ def test_packed_captions_cost_their_own_length() -> None:
 
 def _counted(config: ClapConfig, **options: Any) -> tuple[int, int]:
     """Count one sample's forward and backward pass with torch's counter."""
-    frozen, shape = options.pop("frozen", ()), options.pop("audio", (config.audio.num_samples,))
+    frozen = options.pop("frozen", ())
+    shape = options.pop("audio", (config.audio.num_samples,))
     model = ClapModel(config, attention="matmul", **options).train()
     freeze(model, frozen)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -119,7 +119,8 @@ LENGTHS = TextLengths.fixed(12)
 @pytest.mark.parametrize("preset", ["micro", "demo"])
 @pytest.mark.parametrize("trained", [("audio", "text"), ("audio",), ("text",)])
 def test_the_backward_pass_that_there_is(preset: str, trained: tuple[str, ...]) -> None:
-    config, frozen = load_preset(preset), {"audio", "text"} - set(trained)
+    config = load_preset(preset)
+    frozen = {"audio", "text"} - set(trained)
     shapes = [(config.audio.num_samples,)] + [config.audio.feature_shape] * (not frozen)
     for shape in shapes:
         components = forward_components(config, LENGTHS, "model", front_end=len(shape) == 1)

@@ -13,11 +13,9 @@ from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
 
-TINY, BASE, LAION = (
-    "htsat_tiny_roberta_base",
-    "htsat_base_roberta_base",
-    "clap_htsat_tiny_roberta_base",
-)
+TINY = "htsat_tiny_roberta_base"
+BASE = "htsat_base_roberta_base"
+LAION = "clap_htsat_tiny_roberta_base"
 MODELS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {
     "published": published_model,
     "model": counters.build,

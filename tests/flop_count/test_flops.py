@@ -31,7 +31,8 @@ from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
 
 WriteRun = Callable[..., Path]
-MICRO, LENGTHS = load_preset("micro"), TextLengths.fixed(16)
+MICRO = load_preset("micro")
+LENGTHS = TextLengths.fixed(16)
 
 
 def test_every_figure_of_the_report(
@@ -71,7 +72,8 @@ def test_lengths_that_a_caption_cannot_have(write_run: WriteRun) -> None:
 @pytest.mark.parametrize("frozen", [(), ("text",), ("audio",)])
 def test_a_run_counts_what_it_does(tmp_path: Path, frozen: tuple[str, ...]) -> None:
     """For waveforms and features, with frozen towers, recomputation and a second forward pass."""
-    ids, model = torch.ones(2, 16, dtype=torch.long), ClapModel(MICRO)
+    ids = torch.ones(2, 16, dtype=torch.long)
+    model = ClapModel(MICRO)
     freeze(model, frozen)
     recomputing = ModelSettings(preset="micro", activation_checkpointing=["audio"], drop_path=0.2)
     trained = [name for name in ("audio", "text") if name not in frozen]

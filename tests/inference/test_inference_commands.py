@@ -134,7 +134,8 @@ def test_the_probe_of_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names, rng = np.array([f"audio/{n}.wav" for n in range(60)]), np.random.default_rng(0)
+    names = np.array([f"audio/{n}.wav" for n in range(60)])
+    rng = np.random.default_rng(0)
     vectors = np.eye(8, dtype=np.float32)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8)).astype(
         np.float32
     )

@@ -248,7 +248,8 @@ def test_the_examples_of_docstring_and_docs(
 
 def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> None:
     """As in training, and in docs/training.md for `transformers`."""
-    samples, length = noise(2.5)[0] / 2, round(clap.clip_s * clap.sample_rate)
+    samples = noise(2.5)[0] / 2
+    length = round(clap.clip_s * clap.sample_rate)
     frames = -(-length * 44100 // 48000)
     cut = torch.from_numpy(samples)[(len(samples) - frames) // 2 :][:frames]
     middle = torchaudio.functional.resample(cut, 44100, 48000, **KAISER_BEST)[:length]

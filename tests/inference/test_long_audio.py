@@ -89,7 +89,8 @@ def test_what_is_broken_is_a_row_in_its_place(
     clap: Clap, tmp_path: Path, which: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "_BLOCK", 7001)
-    late, whole = noise(4), noise(4)
+    late = noise(4)
+    whole = noise(4)
     late[:, :72000] = late[:, 90000:] = 0  # silent windows before and after one with sound
     paths = [
         write_sound(tmp_path / f"{name}.wav", made)

@@ -18,7 +18,8 @@ TEXTS = ["a loud tone", "a quiet tone", "a click", "a loud tone"]
 
 def test_rows_are_embedded_by_what_they_have(clap: Clap, clap_folder: Path) -> None:
     encoder = MtebEncoder(str(clap_folder), device="cpu")
-    audio, text = clap.embed_audio(SOUNDS, batch_size=3), clap.embed_text(TEXTS, batch_size=3)
+    audio = clap.embed_audio(SOUNDS, batch_size=3)
+    text = clap.embed_text(TEXTS, batch_size=3)
     both = [{"audio": sound, "text": caption} for sound, caption in zip(SOUNDS, TEXTS, strict=True)]
     for names, expected in (
         (["audio"], audio),

@@ -77,10 +77,8 @@ def test_columns_of_other_types_and_empty_cells_are_refused(tmp_path: Path, colu
 def test_the_nearest_are_those_of_all_rows_sorted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    query, path = (
-        np.array([0.5, -0.5, 0.5, 0.5], np.float32),
-        write(tmp_path / "vectors.parquet", 100),
-    )
+    query = np.array([0.5, -0.5, 0.5, 0.5], np.float32)
+    path = write(tmp_path / "vectors.parquet", 100)
     scored = [(row, float(row.vector @ query)) for row in rows(100) if row.vector is not None]
     expected = sorted(scored, key=lambda pair: -round(pair[1], 5))  # stable
     for size in (1, 7, 100):

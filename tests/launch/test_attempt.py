@@ -16,7 +16,8 @@ from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.launch.supervisor import copy
 
 RANKS = ["n1", "n1", "n2", "n2"]
-GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
+GONE = ("lost_peer", "closed by peer")
+STOPPED = ("stopped", "stopped by SIGTERM")
 LACKS = ("error", "ModuleNotFoundError: No module named 'soundfile'", IMPORT)
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
@@ -164,10 +165,8 @@ def test_rank_that_was_stopped_is_named_and_not_one_that_lost_it(ended: Ended) -
 
 def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
-    number, full = (
-        os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT),
-        os.open("/dev/full", os.O_WRONLY),
-    )
+    number = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    full = os.open("/dev/full", os.O_WRONLY)
     with (tmp_path / "output").open("rb") as file:
         copy(file, full, LauncherErrors([]))
         assert file.read() == b""  # nothing blocks the ranks

@@ -104,10 +104,8 @@ def test_python_is_tried_in_its_wrapper(tmp_path: Path, slurm: FakeSlurm) -> Non
     ],
 )
 def test_refuses_what_is_not_there(slurm: FakeSlurm, fields: dict[str, Any], message: str) -> None:
-    versions, said = (
-        json.dumps(dict.fromkeys(("python", *PACKAGES), "1")),
-        "error: fake_python has no transformers",
-    )
+    versions = json.dumps(dict.fromkeys(("python", *PACKAGES), "1"))
+    said = "error: fake_python has no transformers"
     slurm.write(
         "fake_python", f"#!/bin/sh\necho 'clap-check {versions}'\necho '{said}' >&2\nexit 2\n"
     )

@@ -109,10 +109,8 @@ def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Non
     assert requeue(1, []) is None
     assert requeue(1, ["n1", "n3"]) is None
     assert requeue(1, ["n3"], without_spares(2, 4)) is None
-    excluding, fewer = (
-        "update JobId=42 ExcNodeList=n[8-9],n1",
-        "update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1",
-    )
+    excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
+    fewer = "update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1"
     assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42", fewer]
     monkeypatch.setenv(
         "SLURM_ARRAY_JOB_ID", "42"

@@ -116,7 +116,8 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
         job.note(AttemptOutcome("failed", f"lost {lost}", 1, [lost]))
     assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
     # SLURM may allocate the same hosts again after a requeue.
-    job.start, job.slots = 1, {"n1": 4, "n2": 4}
+    job.start = 1
+    job.slots = {"n1": 4, "n2": 4}
     assert [*job.choose_hosts()] == ["n1", "n2"]
 
 
@@ -201,8 +202,6 @@ def test_when_slurm_is_asked_for_another_start(
 ) -> None:
     job = _job(tmp_path, 2)
     first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
-    job.attempts, job.stopped = (
-        [first, {"requeued": False, "saved": "saved-now" in earlier}],
-        stopped,
-    )
+    job.attempts = [first, {"requeued": False, "saved": "saved-now" in earlier}]
+    job.stopped = stopped
     assert job.asks_for_another_start(outcome) == asks

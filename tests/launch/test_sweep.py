@@ -24,7 +24,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:
-    config, folder = tmp_path / "tiny.json", tmp_path / "sweep"
+    config = tmp_path / "tiny.json"
+    folder = tmp_path / "sweep"
     config.write_text(json.dumps(micro_run()))
     assert (
         main(["--config", str(config), "--folder", str(folder), "--cluster", "jupiter", *options])

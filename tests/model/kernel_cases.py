@@ -175,12 +175,14 @@ def eager_captions(
     """Compute attention of captions of 24 rows from tokens, weights and biases of q, k and v by
     plain operations."""
     tokens, *parameters = inputs
-    qkv, found = F.linear(tokens, *parameters), []
+    qkv = F.linear(tokens, *parameters)
+    found = []
     for number, length in enumerate(lengths):
         q, k, v = (
             qkv[24 * number : 24 * (number + 1)].unflatten(1, (3, HEADS, -1)).permute(1, 2, 0, 3)
         )
-        k, v = k[:, : max(length, 1)], v[:, : max(length, 1)]
+        k = k[:, : max(length, 1)]
+        v = v[:, : max(length, 1)]
         weights = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(dim=-1)
         weights = (
             weights
@@ -226,7 +228,8 @@ def kept_by_dropout(lengths: Sequence[int], dropout: float) -> list[Tensor]:
     weights and a unit matrix."""
     qkv = torch.zeros(24 * len(lengths), 3, HEADS, 32)
     qkv[:, 2] = torch.eye(24, 32).repeat(len(lengths), 1)[:, None]
-    weight, bias = torch.eye(3 * HEADS * 32), torch.zeros(3 * HEADS * 32)
+    weight = torch.eye(3 * HEADS * 32)
+    bias = torch.zeros(3 * HEADS * 32)
     seen = captions_by_triton(
         qkv.flatten(1), weight, bias, lengths=[24] * len(lengths), dropout=dropout
     )
@@ -310,7 +313,8 @@ def main() -> None:
                     largest_error(ours, theirs, draw_captions(lengths, dim), dtype),
                 )
             )
-    lengths, share = CAPTION_CASES[0][0], 0.3
+    lengths = CAPTION_CASES[0][0]
+    share = 0.3
     kept = kept_by_dropout(lengths, share)
     ours = partial(captions_by_triton, lengths=lengths, dropout=share)
     theirs = partial(eager_captions, lengths=lengths, dropped=kept)

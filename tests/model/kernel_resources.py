@@ -43,11 +43,9 @@ def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
         ("backward", window_attention_triton.BACKWARD),
     ):
         for stage, shift in ((0, 0), (0, 4), (-1, 0)):
-            grid, heads, dim = (
-                audio.stage_grids[stage],
-                audio.num_heads[stage],
-                audio.stage_dims[stage],
-            )
+            grid = audio.stage_grids[stage]
+            heads = audio.num_heads[stage]
+            dim = audio.stage_dims[stage]
             tensors = (
                 torch.empty(1, grid, grid, 3 * dim, device="meta"),
                 torch.empty(heads, 64, 64, device="meta"),

@@ -62,7 +62,8 @@ def test_embeddings_and_gradients_agree_with_transformers(
         audio = config.audio.model_copy(update={"depths": TINY_AUDIO["depths"]})
         config = config.model_copy(update={"text": text, "audio": audio})
     with no_initialisation():
-        ours, reference = ClapModel(config, attention=attention).eval(), REFERENCES[preset]()
+        ours = ClapModel(config, attention=attention).eval()
+        reference = REFERENCES[preset]()
     weights = reference.named()
     randomise(weights, seed)
     named = {name: tensor.detach() for name, tensor in weights.items()}
@@ -82,10 +83,8 @@ def test_embeddings_and_gradients_agree_with_transformers(
     torch.testing.assert_close(scale, weights["logit_scale_a"].detach().exp().reshape(1))
 
     probe = torch.Generator().manual_seed(100 + seed)
-    probe_audio, probe_text = (
-        torch.randn(audio.shape, generator=probe),
-        torch.randn(text.shape, generator=probe),
-    )
+    probe_audio = torch.randn(audio.shape, generator=probe)
+    probe_text = torch.randn(text.shape, generator=probe)
     ((audio * probe_audio).sum() + (text * probe_text).sum()).backward()
     ((expected_audio * probe_audio).sum() + (expected_text * probe_text).sum()).backward()
     compare_gradients(ours, weights)
@@ -106,10 +105,8 @@ def compare_gradients(ours: ClapModel, weights: dict[str, Tensor]) -> None:
         key: torch.cat([weights[name].grad for name in transformers_names(key)]) for key in own
     }
     for key, gradient in joined.items():
-        error, size = (
-            (own[key] - gradient).norm(),
-            joined[key.replace("self.key.bias", "self.key.weight")].norm(),
-        )
+        error = (own[key] - gradient).norm()
+        size = joined[key.replace("self.key.bias", "self.key.weight")].norm()
         assert size > 0, key
         assert error <= 1e-4 * size, f"{key}: off by {error}, gradient {size}"
 

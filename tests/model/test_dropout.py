@@ -8,7 +8,8 @@ from torch import Tensor
 
 from clap_ds.model.dropout import Dropout, hash_dropout
 
-ROWS, COLUMNS = 2048, 768
+ROWS = 2048
+COLUMNS = 768
 
 
 def dropped(p: float = 0.1) -> Tensor:
@@ -17,7 +18,8 @@ def dropped(p: float = 0.1) -> Tensor:
 
 def test_elements_and_calls_are_independent() -> None:
     torch.manual_seed(0)
-    first, second = dropped() - 0.1, dropped() - 0.1
+    first = dropped() - 0.1
+    second = dropped() - 0.1
     pairs = [
         (first, second),
         *((first[lag:], first[:-lag]) for lag in (1, 2, 8, COLUMNS, 10 * COLUMNS)),

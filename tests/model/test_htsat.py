@@ -28,7 +28,8 @@ def test_spec_augment_draws_its_stripes_per_clip() -> None:
             masked, masked.all(dim=1, keepdim=True) | masked.all(dim=2, keepdim=True)
         ), "whole stripes"
         stripes = masked.all(dim=dim)
-        total, starts = stripes.sum(dim=1), (stripes & ~F.pad(stripes, (1, 0))[:, :-1]).sum(dim=1)
+        total = stripes.sum(dim=1)
+        starts = (stripes & ~F.pad(stripes, (1, 0))[:, :-1]).sum(dim=1)
         assert starts.max() == 2
         assert total.max() <= 2 * (limit - 1)
         mean_width = (

@@ -7,7 +7,8 @@ from clap_ds.config.schema import ModelSettings
 from clap_ds.model import kernels
 from clap_ds.model.kernels import Kernels, kernels_for
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
 def test_kernels_are_those_asked_for_or_the_devices_fastest(

@@ -17,7 +17,8 @@ def test_gpus_compute_the_same(preset: str, dtype: torch.dtype) -> None:
     """Check in fp64, as a product over fewer frequencies rounds differently, with noise, which has
     power up to fmax."""
     config = load_preset(preset).audio
-    mel, generator = LogMel(config).double(), torch.Generator().manual_seed(0)
+    mel = LogMel(config).double()
+    generator = torch.Generator().manual_seed(0)
     noise = (
         torch.randn(2, config.num_samples, generator=generator, dtype=torch.float64).clamp(-4, 4)
         / 4
@@ -33,8 +34,10 @@ def test_gpus_compute_the_same(preset: str, dtype: torch.dtype) -> None:
 def test_no_copy_of_the_batch_is_stored_on_gpus() -> None:
     """Frames, powers and decibels are stored once, and all they read is int16 samples, used
     frequencies and mel powers."""
-    mel, batch = LogMel(load_preset("htsat_tiny_roberta_base").audio), 8
-    frames, samples = 4 * batch * 1001, 2 * batch * 480_000
+    mel = LogMel(load_preset("htsat_tiny_roberta_base").audio)
+    batch = 8
+    frames = 4 * batch * 1001
+    samples = 2 * batch * 480_000
     least = (samples + frames * 1024) + frames * (3 * 304) + frames * (2 * 64)
     kernels = fused_kernels(mel, torch.empty(batch, 480_000, dtype=torch.int16))
     assert sum(num_bytes for _, num_bytes in kernels) == pytest.approx(least, rel=0.01)

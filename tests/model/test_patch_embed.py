@@ -58,7 +58,8 @@ def features(is_longer: Tensor = IS_LONGER) -> Tensor:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_equals_transformers_in_values_gradients_and_statistics(training: bool) -> None:
-    theirs, inputs = reference(), features()
+    theirs = reference()
+    inputs = features()
     model = ours(theirs).train(training)
     theirs.clap.audio_model.train(training)
     found = model.encode_audio(inputs)
@@ -87,10 +88,8 @@ def test_equals_transformers_in_values_gradients_and_statistics(training: bool) 
         torch.testing.assert_close(
             own[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 16 * rounding
         )
-    buffers, statistics = (
-        dict(theirs.clap.named_buffers()),
-        to_names(dict(model.named_buffers()), transformers_names),
-    )
+    buffers = dict(theirs.clap.named_buffers())
+    statistics = to_names(dict(model.named_buffers()), transformers_names)
     for name, value in statistics.items():
         if "running" in name or "num_batches" in name:
             torch.testing.assert_close(value, buffers[name], rtol=1e-6, atol=1e-6)
@@ -142,7 +141,8 @@ def test_every_weight_learns_from_a_batch_of_short_clips(num_longer: int) -> Non
 
 def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
     """Compile two layer norms with a residual connection, as they begin the tower."""
-    rows, width = 65_536, 96
+    rows = 65_536
+    width = 96
     weight = torch.randn(width, width, dtype=torch.bfloat16, requires_grad=True)
     scale, bias = (torch.randn(width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
 
@@ -151,7 +151,8 @@ def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
         return tokens + F.linear(F.layer_norm(tokens, (width,), scale, bias), weight)
 
     compiled = torch.compile(layers, backend="aot_eager_decomp_partition")
-    values, gradients = torch.randn(64, width, dtype=torch.bfloat16), []
+    values = torch.randn(64, width, dtype=torch.bfloat16)
+    gradients = []
     for store in (torch.clone, StoredTokens.apply):
         gradients.append(
             torch.autograd.grad(

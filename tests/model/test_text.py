@@ -36,7 +36,8 @@ def test_each_architecture_is_that_of_transformers_padded_and_packed(
         torch.nn.init.normal_(parameter, std=0.3)
     own = {"architecture": kind.lower(), "num_layers": theirs.config.num_hidden_layers}
     config = MICRO.model_copy(update={**own, "pooling": pooling})
-    ours, theirs = tower(config).double(), theirs.double().eval()
+    ours = tower(config).double()
+    theirs = theirs.double().eval()
     ours.roberta.load_state_dict(theirs.state_dict(), strict=pooling == "cls_pooler")
     mask = (torch.arange(24) < torch.tensor([24, 3, 17, 2])[:, None]).long()
     ids = torch.randint(5, MICRO.vocab_size, (4, 24)).where(

@@ -51,7 +51,8 @@ def test_the_bias_tables_gradient_is_summed_in_fp32() -> None:
 
 
 def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, attend = [], torch.nn.functional.scaled_dot_product_attention
+    batches = []
+    attend = torch.nn.functional.scaled_dot_product_attention
 
     def noted(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         batches.append(len(q))
@@ -59,6 +60,8 @@ def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     monkeypatch.setattr(window_attention, "MOST_BATCHED", 11)
-    case, dtype = CASES[0], torch.float64  # 3 clips of 4 windows
+    # 3 clips of 4 windows
+    case = CASES[0]
+    dtype = torch.float64
     assert largest_error(by("sdpa", case), eager(case), draw(case), dtype) < TOLERANCE[dtype]
     assert batches == [11, 1]

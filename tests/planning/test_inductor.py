@@ -13,10 +13,8 @@ from tests.processes import ROOT
 
 
 def test_what_lies_between_products_is_one_kernel_per_direction() -> None:
-    size, weights = (
-        1024 * 512 * 2,
-        [torch.empty(512, 512, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)],
-    )
+    size = 1024 * 512 * 2
+    weights = [torch.empty(512, 512, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
 
     def layers(tokens: torch.Tensor) -> torch.Tensor:
         return F.linear(F.gelu(F.linear(tokens, weights[0])) * 2, weights[1])

@@ -24,7 +24,8 @@ from tests.conftest import micro_run
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 GB = 10**9
 BATCH = 4
 

@@ -30,7 +30,8 @@ from clap_ds.planning.roofline import (
 )
 from clap_ds.planning.tracing import Operation, Recorded
 
-H100, BF16 = GPUS["h100-sxm"], torch.bfloat16
+H100 = GPUS["h100-sxm"]
+BF16 = torch.bfloat16
 GPU = replace(H100, bf16_tflops=100e-12, memory_tbytes_per_s=10e-12)
 ALL = dict.fromkeys(TABLE, share(1.0, 0.0, "")) | {"triton mlp": share(0.2, 0.0, "")}
 
@@ -92,7 +93,8 @@ def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     }:
         assert TABLE[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
     monkeypatch.setattr(roofline, "work_folder", lambda: tmp_path)
-    before, other = shares_of(H100), shares_of(GPUS["h200"])
+    before = shares_of(H100)
+    other = shares_of(GPUS["h200"])
     # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as
     # there are as many processors.
     assert before["softmax"]["middle"] == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))

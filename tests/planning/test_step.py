@@ -48,7 +48,8 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     assert _at_peak(full, "optimizer state") == pytest.approx(8 * number, rel=0.001)
     averaged = traced(clap={"train": {"ema_decay": 0.9}})
     assert _at_peak(averaged, "optimizer state") == pytest.approx(16 * number, rel=0.001)
-    samples, ids_and_mask = 8 * 48000, 2 * 8 * 16 * 8
+    samples = 8 * 48000
+    ids_and_mask = 2 * 8 * 16 * 8
     # One in use and one ahead, as int16.
     assert _at_peak(step, "batches") == samples * (2 + 2) + 2 * ids_and_mask
 
@@ -120,7 +121,8 @@ def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(
 
 
 def test_a_loss_of_more_ranks_takes_more(traced: Callable[..., Step]) -> None:
-    alone, among = traced(), traced(world_size=64)
+    alone = traced()
+    among = traced(world_size=64)
     buckets = _at_peak(among, "gradients") - _at_peak(alone, "gradients")
     assert buckets == pytest.approx(2 * alone.num_parameters, rel=0.01)
     many = among.recorded.operations

@@ -14,7 +14,8 @@ from clap_ds.model.mel import LogMel
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.tracing import Recorded
 
-BATCH, TOKENS = 3, 20
+BATCH = 3
+TOKENS = 20
 
 
 def flops(recorded: Recorded, part: str | None = None, backward: bool | None = None) -> int:
@@ -37,10 +38,8 @@ def _traced(config: ClapConfig, kernel: str) -> Recorded:
     )
     with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True), recorded:
         model.to_empty(device="cpu")
-        waveforms, ids = (
-            torch.empty(BATCH, config.audio.num_samples),
-            torch.zeros(BATCH, TOKENS, dtype=torch.long),
-        )
+        waveforms = torch.empty(BATCH, config.audio.num_samples)
+        ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         audio, text, scale = model(waveforms, ids, None)
         (audio * text * scale).sum().backward()
     return recorded
@@ -52,9 +51,8 @@ def _traced(config: ClapConfig, kernel: str) -> Recorded:
 def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: str) -> None:
     if kernel == "triton":
         pytest.importorskip("triton")
-    recorded, forward = _traced(load_preset(preset), kernel), forward_components(
-        load_preset(preset), TextLengths.fixed(TOKENS), "model"
-    )  # fmt: skip
+    recorded = _traced(load_preset(preset), kernel)
+    forward = forward_components(load_preset(preset), TextLengths.fixed(TOKENS), "model")
     frames = load_preset(preset).audio.num_frames
     padded = forward["stretch"] * (-frames % 8) / frames  # on CUDA to a multiple of 8 frames
     mel = LogMel(load_preset(preset).audio)
@@ -77,7 +75,8 @@ def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: str) -> No
 
 def test_bytes_and_kernels_of_operations() -> None:
     with FakeTensorMode(), Recorded() as recorded:
-        a, b = torch.empty(6, 4), torch.empty(4, 5, dtype=torch.float32)
+        a = torch.empty(6, 4)
+        b = torch.empty(4, 5, dtype=torch.float32)
         _ = a @ b.T.T
         _ = a.expand(7, 6, 4) + a
         a.mul_(a)

@@ -9,7 +9,9 @@ from clap_ds.run_records.intervals import median_interval, rates, student_t
 
 @pytest.mark.parametrize("count", [6, 20])
 def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None:
-    rng, covered, trials = random.Random(count), 0, 4000
+    rng = random.Random(count)
+    covered = 0
+    trials = 4000
     for _ in range(trials):  # skewed, as step times are: log-normal with median 1
         interval = median_interval([rng.lognormvariate(0, 0.5) for _ in range(count)])
         covered += interval["low"] <= 1.0 <= interval["high"]
@@ -29,7 +31,8 @@ def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
 
 
 def test_windows_have_a_range_without_a_percentage() -> None:
-    windows, window_s = [10.0, 12.0, 11.0, 9.0, 5.0, 10.0], [2.0] * 4 + [4.0, 2.0]
+    windows = [10.0, 12.0, 11.0, 9.0, 5.0, 10.0]
+    window_s = [2.0] * 4 + [4.0, 2.0]
     assert rates(windows, window_s) == {
         "mean": pytest.approx(124 / 14), "min": 5, "max": 12, "windows": windows, "window_s": window_s,
     }  # fmt: skip

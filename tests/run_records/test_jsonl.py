@@ -32,10 +32,8 @@ def test_a_full_disk_costs_lines_and_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file size limit simulates a full disk."""
-    each, limits = (
-        JsonlWriter(tmp_path / "metrics.jsonl"),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    each = JsonlWriter(tmp_path / "metrics.jsonl")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     each.append({"step": 1})
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))

@@ -133,7 +133,8 @@ def test_slurm_says_whether_a_holder_on_another_host_is_over(
 
 def test_of_two_that_find_a_stale_lock_at_once_one_gets_it(tmp_path: Path) -> None:
     stale = _left_behind(tmp_path)
-    slow, fast = FolderLock(tmp_path, Path("/jobs/1")), FolderLock(tmp_path, Path("/jobs/2"))
+    slow = FolderLock(tmp_path, Path("/jobs/1"))
+    fast = FolderLock(tmp_path, Path("/jobs/2"))
     fast._remove(stale)
     fast.acquire()
     slow._remove(stale)

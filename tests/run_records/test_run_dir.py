@@ -27,7 +27,8 @@ def test_what_one_of_them_does_not_take_the_other_gets_and_no_progress_bar_is_lo
         def flush(self) -> None:
             self.write("")
 
-    terminal, log = io.StringIO(), io.StringIO()
+    terminal = io.StringIO()
+    log = io.StringIO()
     for tee in (Tee(terminal, Full()), Tee(Full(), log)):
         tee.write("error: no space left\n")
         tee.write("\r 50 %")

@@ -74,7 +74,8 @@ def test_a_run_says_who_is_slow_once_and_that_it_is_over(
 ) -> None:
     """Rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank 0 is slightly
     faster."""
-    watched, found = Stragglers(["a", "a", "b", "b"]), []
+    watched = Stragglers(["a", "a", "b", "b"])
+    found = []
     for step in range(0, 3 * KEPT_STEPS, window):
         data_wait_s = np.full((window, 4), 0.1) + 0.2 * (np.arange(4) == 3) * (step < 300)
         own_s = (

@@ -67,7 +67,8 @@ def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always
 def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a fake stream that reaches an event when earlier work is done, without blocking the
     host."""
-    reached, synchronised = 0.0, []
+    reached = 0.0
+    synchronised = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

@@ -67,7 +67,8 @@ def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
         "bf16": {"enabled": precision == "bf16"},
         **(AUTOCAST if precision == "autocast" else {}),
     }
-    adam, size = {"type": "AdamW", "params": {"lr": 5e-3}}, ROWS // world_size()
+    adam = {"type": "AdamW", "params": {"lr": 5e-3}}
+    size = ROWS // world_size()
     return run_settings(
         **run | {"optimizer": adam, "train_micro_batch_size_per_gpu": size} | changes
     )
@@ -223,7 +224,8 @@ def save(
 def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]:
     """Save, fail with a full disk at the weights, train, and save. Return the failed result,
     warnings and files."""
-    trained, write = trained_engine(), checkpoint.write_tensors
+    trained = trained_engine()
+    write = checkpoint.write_tensors
     checkpoints = Checkpointer(folder)
     assert checkpoints.save(trained, progress(1))[0].saved
 
@@ -246,10 +248,13 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
     """Write a checkpoint during three steps, and another one. Return losses of the steps and of a
     run that resumes from the first. Starting the first takes 2 s, the steps 10 s, and its end 3
     s."""
-    run, now = settings(clap={"train": {"ema_decay": 0.9}}), [100.0]
+    run = settings(clap={"train": {"ema_decay": 0.9}})
+    now = [100.0]
     trained = engine(run, 1, noisy=True)
     losses(trained, 0, 2)
-    checkpoints, goes_on, write = Checkpointer(folder), threading.Event(), checkpoint.write_tensors
+    checkpoints = Checkpointer(folder)
+    goes_on = threading.Event()
+    write = checkpoint.write_tensors
     lasting = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -277,7 +282,8 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
 def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     """Return rank 0's result of a checkpoint that isn't finite, and the error on all ranks at the
     next one."""
-    trained, checkpoints = trained_engine(), Checkpointer(folder)
+    trained = trained_engine()
+    checkpoints = Checkpointer(folder)
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
     checkpoints.save(trained, progress(1), wait=False)
@@ -327,7 +333,8 @@ def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "
     theirs = Checkpointer(folder)
     theirs.run_id = "theirs"
     theirs.save(trained, progress(5))
-    wanted, rule = wanted.format(folder), CheckpointSettings(keep_last=9)
+    wanted = wanted.format(folder)
+    rule = CheckpointSettings(keep_last=9)
     found = []
     for job in jobs:
         ranks = Ranks(0, 1, 0, 1, job_folder=Path(job) if job else None)

@@ -26,7 +26,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     for rank, found in enumerate(two_ranks.run(ranks.resumed, str(tmp_path), precision, frozen)):
         assert found["resumed"] == found["uninterrupted"]
         assert found["steps"] == (6, 6, 0)
-        progress, saved = found["progress"], found["saved"]
+        progress = found["progress"]
+        saved = found["saved"]
         assert progress.data_of(rank) == {"rank": rank, "step": 3}
         assert (progress.samples, progress.train_s) == (18, 1.5)
         assert (progress.best, progress.extra) == ({"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
@@ -186,7 +187,8 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
 def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
     for step in (1, 2):
         make_checkpoint(tmp_path / "theirs", step)
-    here, url = Checkpointer(tmp_path / "here"), f"file://{tmp_path}/theirs"
+    here = Checkpointer(tmp_path / "here")
+    url = f"file://{tmp_path}/theirs"
     assert here.find(f"{url}/step-00000001") == tmp_path / "here" / "step-00000001"
     for _ in range(2):
         assert here.find(url) == tmp_path / "here" / "step-00000002"
@@ -236,7 +238,8 @@ def test_last_and_best_are_kept_and_copied_with_the_tokenizer(
 ) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("made up")
-    there, scores = str(tmp_path / "there"), (0.1, 0.9, float("nan"), 0.3, 0.2)
+    there = str(tmp_path / "there")
+    scores = (0.1, 0.9, float("nan"), 0.3, 0.2)
     save = partial(
         ranks.save, keep_last=2, keep_best=1, best_metric="zero_shot_top1", remote_sync=there
     )

@@ -14,7 +14,8 @@ from tests.training.reference_steps import settings
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
 STOP = {"max_samples": 9, "target_metrics": {"zero_shot_top1": 0.9}}
 SHARDS = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
-NO_EPOCHS, ONE_PAIR = "clap.train.epochs: synthetic", "train_micro_batch_size_per_gpu: 1 on 1 rank"
+NO_EPOCHS = "clap.train.epochs: synthetic"
+ONE_PAIR = "train_micro_batch_size_per_gpu: 1 on 1 rank"
 
 
 def copied_to(url: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ GIB = 2**30
 
 
 def test_the_windows_of_a_long_run_are_merged() -> None:
-    pace, step_s = Throughput(2), np.full((7, 1), 4.0)
+    pace = Throughput(2)
+    step_s = np.full((7, 1), 4.0)
     assert pace.summary() == {}
     for _ in range(2050):
         pace.add(Window(step_s.sum(axis=0), step_s, step_s, step_s / 16, step_s, {}), 16)
@@ -39,7 +40,8 @@ def test_the_windows_of_a_long_run_are_merged() -> None:
 
 def _logged(folder: str) -> dict[str, Any]:
     """Log six steps of 20 samples on two ranks, every two steps; the first two are warm-up."""
-    rank, now = dist.get_rank(), [100.0]
+    rank = dist.get_rank()
+    now = [100.0]
     deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
     scale = torch.tensor([math.log(4.0 + rank)])
     cpu = torch.device("cpu")
@@ -47,7 +49,8 @@ def _logged(folder: str) -> dict[str, Any]:
         deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale), device=cpu
     )
     engine.count_skipped = engine.check_loss = lambda: None
-    engine.timer, plan = StepTimer(cpu), TrainPlan(120, 20, 160)
+    engine.timer = StepTimer(cpu)
+    plan = TrainPlan(120, 20, 160)
     engine.stop_timers = engine.timer.stop
     ranks: Any = SimpleNamespace(
         is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}"
@@ -57,10 +60,8 @@ def _logged(folder: str) -> dict[str, Any]:
     pieces: Any = SimpleNamespace(
         throughput=lambda: LoaderThroughput(1000.0, 4, "encoded"), state=dict
     )
-    loader, writer = (
-        BatchSource(pieces, cpu, copy_ahead=False),
-        SimpleNamespace(write=scalars.extend),
-    )
+    loader = BatchSource(pieces, cpu, copy_ahead=False)
+    writer = SimpleNamespace(write=scalars.extend)
     state = TrainState(train_s=1000.0)
     with (
         redirect_stdout(io.StringIO()) as shown,
@@ -81,10 +82,8 @@ def _logged(folder: str) -> dict[str, Any]:
             with engine.timer("data_wait"):
                 now[0] += 0.1 * (1 + rank)
             now[0] += step * (1 + 0.5 * rank) - 0.1 * (1 + rank)
-            engine.gradient_norm, engine.is_skipped = (
-                torch.tensor(2.0 * step),
-                torch.tensor(step == 2),
-            )
+            engine.gradient_norm = torch.tensor(2.0 * step)
+            engine.is_skipped = torch.tensor(step == 2)
             plan.advance(state)
             log.end_step(torch.tensor(step + 10.0 * rank))
             if step % 2 == 0:

@@ -30,7 +30,8 @@ def write_sounds(folder: Path) -> None:
     (folder / "sounds").mkdir()
     rows = ["path,caption_1,caption_2,kind"]
     for number in range(48):
-        kind, frequency = KINDS[number % 3], 100 * (1 + number % 3) ** 3 * (1 + number / 500)
+        kind = KINDS[number % 3]
+        frequency = 100 * (1 + number % 3) ** 3 * (1 + number / 500)
         wave = 0.5 * np.sin(2 * np.pi * frequency * np.arange(20000) / 16000)
         soundfile.write(folder / "sounds" / f"{number}.wav", wave, 16000)
         rows.append(f"sounds/{number}.wav,a {kind},{kind} number {number},{kind}")
@@ -52,7 +53,8 @@ def run(folder: Path, command: list[str], *more: str) -> str:
         return processes.run(
             [*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True
         ).stdout
-    launched, env = [*commands.deepspeed_launcher(), *arguments, *more], commands.environment()
+    launched = [*commands.deepspeed_launcher(), *arguments, *more]
+    env = commands.environment()
     result = subprocess.run(
         launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env
     )

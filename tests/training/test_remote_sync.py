@@ -153,7 +153,8 @@ def test_links_beside_checkpoints_are_not_copied(
 ) -> None:
     """They could lead to private files. `tests/test_hostile_files.py` has links in the other
     folder."""
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     saved = make_checkpoint(here, 1)
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "secret").touch()
@@ -173,7 +174,8 @@ def test_a_history_that_is_refused_is_warned_of(
     capsys: pytest.CaptureFixture[str],
     planted: str,
 ) -> None:
-    there, new = tmp_path / "there", tmp_path / "new"
+    there = tmp_path / "there"
+    new = tmp_path / "new"
     saved = make_checkpoint(there, 1)
     if planted == "link":
         (there / "history.jsonl").symlink_to(saved / "manifest.json")

@@ -46,7 +46,8 @@ def test_pretrained_weights_are_taken_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(9)
-    model, path = ClapModel(MICRO), tmp_path / "weights.safetensors"
+    model = ClapModel(MICRO)
+    path = tmp_path / "weights.safetensors"
     save_safetensors(model, path)
     taken = _taken(path).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())

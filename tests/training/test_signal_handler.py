@@ -17,9 +17,11 @@ def _agreed(signalled: int, number: int) -> tuple[list[tuple[int, bool]], bool]:
     """Return the agreed signal after each of four steps, and whether signal handlers are restored.
     Signals arrive after ranks have asked. In each step, another rank asks after the previous one
     has continued, which must not wait for it."""
-    before, answers = list(map(signal.getsignal, signal_handler.STOP_SIGNALS)), []
+    before = list(map(signal.getsignal, signal_handler.STOP_SIGNALS))
+    answers = []
     with signal_handler.StopRequest() as request:
-        store, key = request._store, request._key
+        store = request._store
+        key = request._key
         for step in range(4):
             if dist.get_rank() != step % 2:
                 store.wait([f"{key} {step}"], LIMIT)

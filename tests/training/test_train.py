@@ -82,10 +82,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
         "bf16": {"enabled": True},
         "gradient_accumulation_steps": 2,
     }
-    whole, parts = (
-        write_training(tmp_path, "whole", **changes),
-        write_training(tmp_path, "parts", **changes),
-    )
+    whole = write_training(tmp_path, "whole", **changes)
+    parts = write_training(tmp_path, "parts", **changes)
     commands.train(whole)
 
     for rank, number, state in ((1, signal.SIGTERM, "terminated"), (0, signal.SIGUSR1, "timeout")):
@@ -152,7 +150,8 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(
     output = commands.train(config, world_size=1)
     assert "on 1 rank instead of 2" in output
     assert f"'{sounds}/*.tar' there" in output
-    summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
+    summary = commands.summaries(config)[-1]
+    samples = STEPS * BATCH * 2
     assert all(
         row["epoch"] == pytest.approx(row["samples"] / 60, abs=1e-6)
         for row in commands.lines(config)

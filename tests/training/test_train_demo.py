@@ -12,7 +12,9 @@ pytestmark = pytest.mark.end_to_end
 LIMIT = 5 / len(KINDS)
 """Clips of a kind mostly get the same name, so chance gives five or more kinds the right one in 4
 of 1,000 runs."""
-NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 50 * len(KINDS), 10 * len(KINDS), 8
+NUM_TRAIN = 50 * len(KINDS)
+NUM_HELD_OUT = 10 * len(KINDS)
+EPOCHS = 8
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,10 @@ def test_steps_are_those_a_run_takes(
 ) -> None:
     batches = [per_step + number for number in range(len(starts))]
     ramp = [[start, batch] for start, batch in zip(sorted({0, *starts}), batches, strict=False)]
-    plan, state = (
-        TrainPlan(total, ramp[-1][1] if ramp else per_step, ramp=ramp),
-        TrainState(samples=done),
-    )
-    last, taken = plan.last_step(state), list[int]()
+    plan = TrainPlan(total, ramp[-1][1] if ramp else per_step, ramp=ramp)
+    state = TrainState(samples=done)
+    last = plan.last_step(state)
+    taken = list[int]()
     while not plan.is_done(state):
         taken.append(plan.batch(state.samples))
         plan.advance(state)
@@ -37,11 +36,9 @@ def test_steps_are_those_a_run_takes(
 
 
 def test_a_ramp_is_of_samples() -> None:
-    plan, state, seen = (
-        TrainPlan(100, 32, ramp=[[0, 8], [20, 16], [50, 32]]),
-        TrainState(),
-        list[int](),
-    )
+    plan = TrainPlan(100, 32, ramp=[[0, 8], [20, 16], [50, 32]])
+    state = TrainState()
+    seen = list[int]()
     while not plan.is_done(state):
         plan.advance(state)
         seen.append(state.samples)
@@ -50,15 +47,18 @@ def test_a_ramp_is_of_samples() -> None:
 
 def test_epochs_are_counted_in_samples() -> None:
     rest = EvaluationSettings(), CheckpointSettings()
-    train, sizes = TrainSettings(epochs=2.5), BatchSizes(3, 2, 12)
-    plan, state = TrainPlan.of(train, *rest, sizes, 101), TrainState(samples=190)
+    train = TrainSettings(epochs=2.5)
+    sizes = BatchSizes(3, 2, 12)
+    plan = TrainPlan.of(train, *rest, sizes, 101)
+    state = TrainState(samples=190)
     plan.advance(state)
     assert (plan.samples, state.samples, state.epoch) == (253, 202, 2)
     with pytest.raises(ValueError, match=r"clap\.train\.epochs"):
         TrainPlan.of(train, *rest, sizes, None)
 
 
-NOTHING, TARGET = Due(False, False, False, False), {"top1": 0.5}
+NOTHING = Due(False, False, False, False)
+TARGET = {"top1": 0.5}
 PLAN = TrainPlan(100, 10, log_every=3, evaluate_every=4, save_every=5, target_metrics=TARGET)
 REACHED = {"target": TARGET, "time_to_target_s": 1.0}
 
@@ -84,7 +84,8 @@ def test_what_is_due_after_a_step(state: TrainState, signal: int, expected: Due)
 
 
 def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
-    wanted, state = {"top1": 0.5, "retrieval_loss": 0.2}, TrainState()
+    wanted = {"top1": 0.5, "retrieval_loss": 0.2}
+    state = TrainState()
     for step, values in enumerate([(0.6, 0.4), (0.4, 0.1), (0.55, math.nan), (0.5, 0.2)], start=1):
         assert (state.time_to(wanted), state.reached(wanted)) == (None, None)
         state.step = step

@@ -79,7 +79,8 @@ def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
     reason: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    good, bad = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
+    good = make_checkpoint(tmp_path, 1)
+    bad = make_checkpoint(tmp_path, 2)
     damage(bad / name)
     assert checkpoint_files.newest_good(tmp_path) == good
     (warning,) = capsys.readouterr().err.splitlines()
@@ -110,7 +111,8 @@ def test_the_best_good_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, doomed = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
+    good = make_checkpoint(tmp_path, 1)
+    doomed = make_checkpoint(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
         checkpoint_files.remove(doomed)  # killed after renaming

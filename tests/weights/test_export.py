@@ -73,10 +73,8 @@ def test_transformers_gives_the_same_embeddings(tokenizer: Path, tmp_path: Path)
     near = torch.testing.assert_close
     with torch.no_grad():
         output = theirs(**inputs)
-        audio, text = (
-            model.encode_audio(torch.from_numpy(np.stack(sounds()))),
-            model.encode_text(ids, mask),
-        )
+        audio = model.encode_audio(torch.from_numpy(np.stack(sounds())))
+        text = model.encode_text(ids, mask)
         read_back = load_weights(tmp_path / "out").build().eval().encode_text(ids, mask)
     scores = model.logit_scale.exp().detach() * audio @ text.T
     near(output.audio_embeds, audio, atol=1e-4, rtol=0)  # limited by the front ends' difference

@@ -305,7 +305,8 @@ def test_the_published_layouts_have_configurations() -> None:
     def sizes(**config: Any) -> ClapConfig:
         return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict()), "hf")
 
-    tiny, preset = sizes(), load_preset("clap_htsat_tiny_roberta_base")
+    tiny = sizes()
+    preset = load_preset("clap_htsat_tiny_roberta_base")
     assert parse_sizes(sizes_of_clap({"model_type": "clap"}), "hf") == tiny, (
         "missing fields have transformers' defaults"
     )

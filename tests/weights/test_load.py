@@ -127,7 +127,8 @@ def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Pa
 def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(
     tmp_path: Path,
 ) -> None:
-    with_bias, without = ClapModel(MICRO, learns_bias=True), ClapModel(MICRO)
+    with_bias = ClapModel(MICRO, learns_bias=True)
+    without = ClapModel(MICRO)
     with_bias.load_state_dict({"logit_bias": torch.full((1,), -3.5)}, strict=False)
     save_safetensors(with_bias, tmp_path / "sigmoid.safetensors")
     found = load_weights(tmp_path / "sigmoid.safetensors", MICRO)

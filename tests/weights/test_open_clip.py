@@ -47,7 +47,8 @@ def test_names_shapes_and_types_are_open_clips(preset: str, digest: str) -> None
 
 def test_exported_front_end_is_ours() -> None:
     """open_clip loads its front end's filters from the file."""
-    model, waveform = ClapModel(MICRO), torch.randn(1, 48000) / 10
+    model = ClapModel(MICRO)
+    waveform = torch.randn(1, 48000) / 10
     parts = {
         name.rpartition("extractor.")[2]: each
         for name, each in open_clip.to_open_clip(model).items()
@@ -64,7 +65,8 @@ def test_exported_front_end_is_ours() -> None:
 
 def test_sizes_are_in_open_clips_words() -> None:
     found = open_clip.model_cfg(load_preset("clap_htsat_tiny_roberta_base_fused"), 77)
-    audio, text = found.pop("audio_cfg"), found.pop("text_cfg")
+    audio = found.pop("audio_cfg")
+    text = found.pop("text_cfg")
     assert found == {"embed_dim": 512}
     expected: dict[str, Any] = {
         "model_name": "tiny",
@@ -110,7 +112,8 @@ def test_an_exported_folder_loads_as_it_was(
     sizes = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["model_cfg"]
     assert (sizes["text_cfg"]["context_length"], "init_logit_bias" in sizes) == (12, learns_bias)
     file = tmp_path / "out" / "open_clip_model.safetensors"
-    state, metadata = open_clip.to_open_clip(model), {"epoch": 3, "optimizer": {}}
+    state = open_clip.to_open_clip(model)
+    metadata = {"epoch": 3, "optimizer": {}}
     assert state["logit_scale"].shape == ()
     torch.save(
         {**metadata, "state_dict": {f"module.{name}": each for name, each in state.items()}},
@@ -133,7 +136,8 @@ def test_an_exported_folder_loads_as_it_was(
 def test_htsats_own_weights_start_an_audio_tower(
     config: ClapConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, started = random_model(), ClapModel(config)
+    source = random_model()
+    started = ClapModel(config)
     theirs = {
         name.replace("audio.encoder.", "sed_model."): t
         for name, t in open_clip.to_open_clip(source).items()

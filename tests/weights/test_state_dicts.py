@@ -284,7 +284,8 @@ def test_other_models_and_contents_are_named(tmp_path: Path, laion: dict[str, Te
     ],
 )
 def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
-    tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
+    tiny = load_preset("clap_htsat_tiny_roberta_base")
+    base = load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     # music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512
     music = tiny.model_copy(update={"name": name, "audio": audio})
@@ -317,8 +318,10 @@ class Reduced:
 
 @pytest.mark.parametrize(("protocol", "as_zip"), [(2, False), (4, True)])
 def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -> None:
-    marker, plain = tmp_path / "marker", tmp_path / "inner.pt"
-    make, parts = f"open({str(marker)!r}, 'w')", torch._utils._rebuild_tensor_v2
+    marker = tmp_path / "marker"
+    plain = tmp_path / "inner.pt"
+    make = f"open({str(marker)!r}, 'w')"
+    parts = torch._utils._rebuild_tensor_v2
     torch.save(Reduced(eval, make), plain)
     for name, content in (
         ("posix.system", Reduced(os.system, f"touch '{marker}'")),

@@ -81,7 +81,8 @@ def add_build_options(parser: ArgumentParser) -> None:
     )
     add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
-    add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add = group.add_argument
+    add_one = group.add_mutually_exclusive_group().add_argument
     more = "hold out this fraction of items at random; 1: all, for a test set"
     add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="FRACTION", help=more)
     add_one(
@@ -115,7 +116,8 @@ def run_build(options: Namespace) -> int:
     """Build shards and return the exit code."""
     if bool(options.fold_column) != bool(options.held_out_fold):
         raise UserError("expected --fold_column with --held_out_fold")
-    preparation, folder = preparation_of(options), options.folder
+    preparation = preparation_of(options)
+    folder = options.folder
     listed = read_entries(options.source, options)
     entries = merge_equal_audio(listed[: options.first], options.workers)
     usable = [entry for entry in entries if not entry.problem]
@@ -197,7 +199,8 @@ def identify_audio(most_samples: int, entry: Entry) -> str:
 
 def timed(convert: Convert, total: int) -> Convert:
     """Print how long `total` files will take after the first `TRIAL`."""
-    started_s, numbers = time.perf_counter(), count(1)
+    started_s = time.perf_counter()
+    numbers = count(1)
 
     def converted(content: bytes, extension: str) -> EncodedClip:
         clip = convert(content, extension)

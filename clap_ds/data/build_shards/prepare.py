@@ -58,7 +58,8 @@ def as_it_is(content: bytes, extension: str) -> EncodedClip:
     """Keep a file, or convert it to mono FLAC if training doesn't support its format. Raises
     BrokenItemError."""
     with open_audio(content) as file:
-        rate, expected = file.samplerate, file.frames
+        rate = file.samplerate
+        expected = file.frames
         samples = file.read(dtype="float32", always_2d=True)
     mono = np.empty(len(samples), np.float32)
     num_frames, is_silent = mix(samples, mono)
@@ -73,14 +74,17 @@ class Preparation:
     """Convert audio files to kind `waveform`, or `mel` after repeating short clips."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
-        self.audio, self.described = audio, (kind, front_end_of(audio))
+        self.audio = audio
+        self.described = (kind, front_end_of(audio))
         self._log_mel = LogMel(audio) if kind == "mel" else None
         if self._log_mel:
             convert(self._log_mel)
 
     def clip(self, content: bytes, extension: str = "") -> EncodedClip:
         """Convert an audio file. Raises BrokenItemError."""
-        rate, length, hop = self.audio.sample_rate, self.audio.num_samples, self.audio.hop_size
+        rate = self.audio.sample_rate
+        length = self.audio.num_samples
+        hop = self.audio.hop_size
         with open_audio(content) as file:
             num_samples = math.ceil(file.frames * resampling_ratio(file.samplerate, rate))
             row = torch.from_numpy(
@@ -148,12 +152,14 @@ def run_prepare(options: Namespace) -> int:
     """Prepare shards and return the exit code."""
     preparation = preparation_of(options)
     assert preparation is not None  # `encoded` isn't among the choices
-    tars, folder = _by_name(expand_shards(options.shards)), options.folder
+    tars = _by_name(expand_shards(options.shards))
+    folder = options.folder
     members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
     work = members, options.workers, preparation.described
     records, broken = shard_writer.write_shards(folder, tars.values(), *work)
     shard_writer.print_amount(options.kind, [*records.values()])
-    beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
+    beside = Path(next(iter(tars.values()))).parent / "tokenizer"
+    tokenizer = HUB_TOKENIZER
     if beside.is_dir() and not leads_outside(beside, beside.parent):
 
         def outside(folder: str, names: list[str]) -> list[str]:

@@ -82,7 +82,8 @@ def none_usable(broken: Sequence[Named]) -> str:
 
 def _claim(folder: Path, plan: Iterable[str]) -> None:
     """Create the folder or check that its plan is the same. Raises UserError if it isn't."""
-    mark, state = folder / RECORDS / "plan", hashlib.sha256()
+    mark = folder / RECORDS / "plan"
+    state = hashlib.sha256()
     for part in plan:
         state.update(part.encode())
     if mark.is_file():
@@ -129,14 +130,18 @@ def _finished(folder: Path, name: str) -> Built | None:
 def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> tuple[str, Built]:
     """Write one tar and its record. Raises OSError if writing fails or `stop` is set."""
     broken: list[Named] = []
-    num_items, seconds, record, path = 0, 0.0, None, folder / name
+    num_items = 0
+    seconds = 0.0
+    record = None
+    path = folder / name
     with (
         replacing(path) as file,
         TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar,
     ):
         for content, length in members(broken):
             tar.write(content)
-            num_items, seconds = num_items + 1, seconds + length
+            num_items = num_items + 1
+            seconds = seconds + length
             if stop.is_set():
                 raise InterruptedError
     if num_items:
@@ -152,7 +157,8 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    more, cores = "write N shards in parallel (default: one per core)", len(os.sched_getaffinity(0))
+    more = "write N shards in parallel (default: one per core)"
+    cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     more = "exit with code 1 if more than this fraction was unusable"
     parser.add_argument(
