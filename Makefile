@@ -26,7 +26,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/config/paths.py clap_ds/model/torchaudio_compat.py
+.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/utils/paths.py clap_ds/model/torchaudio_compat.py
 	@echo "setting up .venv (once): torch with its CUDA libraries is several GB"
 	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch

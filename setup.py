@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PATHS = runpy.run_path(str(Path(__file__).parent / "clap_ds" / "config" / "paths.py"))
+PATHS = runpy.run_path(str(Path(__file__).parent / "clap_ds" / "utils" / "paths.py"))
 COMMIT = PATHS["commit"]()  # before building puts files beside the sources
 
 

@@ -37,10 +37,10 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import PydanticUndefined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from clap_ds.config.files import write_object
-from clap_ds.config.paths import PACKAGE, version
 from clap_ds.config.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from clap_ds.engine.schedule import WarmupStableDecayLR
+from clap_ds.engine.factory import WarmupStableDecayLR
+from clap_ds.utils.files import write_object
+from clap_ds.utils.paths import PACKAGE, version
 
 Schema = dict[str, Any]
 TABLE_PATH = PACKAGE / "config" / "deepspeed_fields.json"

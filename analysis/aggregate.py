@@ -2,23 +2,31 @@
 
 ± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the
 table; a scale with a far larger one uses its own. A scale that ran once has no ±.
+
+Group runs into repeats and series. Repeats have the same configuration, code and hardware; a
+series is their scales.
+
+Runs that differ in anything else form separate series, named by the difference
+(`gradient_sync=deepspeed`).
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from textwrap import shorten
 from typing import Any
 
-from clap_ds.analysis.group_runs import global_batch
 from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.table import ENERGY, Run, Scale
-from clap_ds.run_records.intervals import COVERAGE, student_t
-from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.metrics.intervals import COVERAGE, student_t
+from clap_ds.run_records.schema import STEP_PHASES
+from clap_ds.utils.files import flatten
 
 FAR_LARGER = 1.5
 """A scale uses its own spread if it exceeds that of all scales by this factor."""
@@ -141,3 +149,99 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         if run.error:
             yield f"{run.state}: {shorten(run.error.replace(';', ','), 120, placeholder=' …')}"
+
+
+IGNORED_SETTINGS = (
+    "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.remote_sync", "clap.train.resume",
+    "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
+    "optimizer.params.lr", "scheduler.", "clap.bench.windows", "clap.bench.breakdown_steps",
+)  # fmt: skip
+"""Settings that may differ between repeats: names, paths, seeds, the learning rate, for how long is
+measured, and batches, which are compared separately. Only the last part of a path counts."""
+ACCUMULATION = "gradient_accumulation_steps"
+_FOLDERS = re.compile(r'(?<![^\s",\[])[^\s",\[]*/')
+
+
+def split_series(runs: Sequence[Run]) -> list[Run]:
+    """Fill in `scaling` and `variant`, which identify a series with model, GPU, precision and
+    caption length. Rows of tables that state their scaling stay as they are."""
+    found = [run for run in runs if run.scaling]
+    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        if not run.scaling:
+            groups[
+                run.model, run.device, run.precision, run.context_length or 0, run.variant
+            ].append(run)
+    for (*_, given), group in groups.items():
+        for settings, alike in split_settings(group):
+            found += _with_scaling(alike, ", ".join(filter(None, (str(given), settings))))
+    return found
+
+
+def _with_scaling(runs: Sequence[Run], variant: str) -> Iterator[Run]:
+    """Runs of one batch per GPU are weak scaling, of one global batch strong. Otherwise each batch
+    per GPU is a series."""
+    batches = {run.batch_per_gpu for run in runs if run.batch_per_gpu}
+    is_mixed = len(batches) > 1
+    is_strong = len({global_batch(run) for run in runs if run.batch_per_gpu}) == 1
+    for run in runs:
+        batch = run.batch_per_gpu if is_mixed else max(batches, default=None)
+        name = variant
+        if is_mixed and not is_strong:
+            name = ", ".join(filter(None, (variant, f"batch per GPU {batch or 'not stated'}")))
+        scaling = "strong" if is_mixed and is_strong else "weak" if batches else ""
+        yield replace(
+            run, variant=name, batch_per_gpu=batch, scaling=scaling
+        )  # a failed run may not state its batch
+
+
+def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Group runs of the same settings, code and hardware; name groups by as few differences as
+    distinguish them."""
+    if len(group) == 1:
+        return [("", [*group])]
+    import pandas as pd
+
+    facts = pd.DataFrame([_facts(run) for run in group]).fillna("not recorded")
+    scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
+    if len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
+        facts = facts.drop(columns=ACCUMULATION)  # implied by the scale
+    titles = pd.Series([""] * len(group))
+    for name in sorted(
+        facts, key=lambda name: name.startswith("clap.bench.")
+    ):  # measurement settings matter least
+        longer = titles + f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
+        titles = longer if longer.nunique() > titles.nunique() else titles
+    return [
+        (title[2:], [group[at] for at in places])
+        for title, places in titles.groupby(titles).indices.items()
+    ]
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Return settings, code and hardware as text by dotted names, settings first."""
+    found = {
+        name: value
+        for name, value in flatten(run.config).items()
+        if not name.startswith(IGNORED_SETTINGS)
+    }
+    found[ACCUMULATION] = run.accumulation
+    known = {**(run.environment.get("versions") or {}), **run.environment}
+    found |= {
+        name: known[name]
+        for name in ("clap_ds", "torch", "deepspeed", "cpu_kernels")
+        if known.get(name)
+    }
+    if commit := str(known.get("git_commit") or ""):
+        found["commit"] = commit[:12] + commit[40:]
+    if devices := known.get("device_names"):
+        found["devices"] = " and ".join(sorted(set(map(str, devices))))
+    return {name: _FOLDERS.sub("", _text(value)) for name, value in found.items()}
+
+
+def _text(value: object) -> str:
+    return value.rstrip("/") if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def global_batch(run: Run) -> int | None:
+    return run.batch_per_gpu and run.batch_per_gpu * run.gpus

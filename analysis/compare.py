@@ -20,8 +20,8 @@ from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.analysis.weak_scaling import list_doubts
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.run_records.intervals import student_t
+from clap_ds.metrics.intervals import student_t
+from clap_ds.utils.errors import UserError, run_alone
 
 COVERAGE = 0.99
 """Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing

@@ -19,7 +19,7 @@ from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, list_doubts, series_of
-from clap_ds.config.errors import UserError, printable, run_alone
+from clap_ds.utils.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
     "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "

@@ -15,8 +15,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_bytes, replacing
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import read_bytes, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

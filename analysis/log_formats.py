@@ -190,7 +190,7 @@ _TITLE = re.compile(
     r" (?P<precision>\w{1,40}), micro-batch (?P<micro_batch>[1-9]\d{0,14})(?:, accumulation (?P<accumulation>[1-9]\d{0,14}))?,"
     r" (?P<context_length>[1-9]\d{0,14}) text tokens"
 )
-"""`run_title` in `clap_ds/run_records/terminal.py`."""
+"""`run_title` in `clap_ds/metrics/terminal.py`."""
 
 
 def title_in(line: str) -> dict[str, str]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
 from clap_ds.analysis.read_run import read_json, read_record, read_steps
 from clap_ds.analysis.table import Row
-from clap_ds.config.errors import UserError
-from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.run_records.schema import STEP_PHASES
+from clap_ds.utils.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -2,9 +2,9 @@
 ideal line.
 
 Examples:
-    clap-ds plot runs/sweeps/htsat_tiny-… --output scaling.png clap-ds plot analysis/published/*.csv
-    --output published.png clap-ds plot --curves runs/my_run-… --output curves.png      losses and
-    speed of a run, not its scaling
+    clap-ds plot runs/sweeps/htsat_tiny-… --output scaling.png
+    clap-ds plot analysis/published/*.csv --output published.png
+    clap-ds plot --curves runs/my_run-… --output curves.png   losses and speed of a run, not its scaling
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Scale, by_series, relative_to, unit
 from clap_ds.analysis.weak_scaling import Series, list_doubts, series_of
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.utils.errors import UserError, run_alone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,8 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 from clap_ds.analysis.table import ENERGY, MOST, Run, checked
-from clap_ds.config import files
-from clap_ds.config.errors import UserError
-from clap_ds.run_records.metrics_schema import (
+from clap_ds.run_records.run_dir import mark_killed
+from clap_ds.run_records.schema import (
     FORMER_PHASES,
     FORMER_PRESETS,
     RECORD_FILES,
@@ -24,7 +23,8 @@ from clap_ds.run_records.metrics_schema import (
     Summary,
     current,
 )
-from clap_ds.run_records.run_dir import mark_killed
+from clap_ds.utils import files
+from clap_ds.utils.errors import UserError
 
 BY_TIMER = "by DeepSpeed's timer"
 _SCHEMAS = {"summary": Summary, "config": Config, "environment": Environment}
@@ -49,7 +49,7 @@ def read_record(path: Path) -> Run:
         return checked(_run(path, summary, config, environment), str(path))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: its files don't follow clap_ds/run_records/metrics_schema.py ({error})"
+            f"{path}: its files don't follow clap_ds/run_records/schema.py ({error})"
         ) from None
 
 
@@ -103,7 +103,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     content = files.read_object(file, allow_nan=True) if file.is_file() else {}
     content = current(content) if name == "summary" else content
     if wrong := _find_wrong_type(content, _SCHEMAS[name], name):
-        raise UserError(f"{path}: {wrong} (clap_ds/run_records/metrics_schema.py)")
+        raise UserError(f"{path}: {wrong} (clap_ds/run_records/schema.py)")
     return mark_killed(path, content) if name == "summary" else content
 
 

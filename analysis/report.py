@@ -19,11 +19,11 @@ from clap_ds.analysis.read_run import read_json
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, plain_text, write_csv
 from clap_ds.analysis.weak_scaling import series_of
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import write_atomically
-from clap_ds.config.paths import VERSION
-from clap_ds.config.redaction import redacted_all
-from clap_ds.run_records.metrics_schema import STEP_PHASES, Straggler
+from clap_ds.run_records.schema import STEP_PHASES, Straggler
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.files import write_atomically
+from clap_ds.utils.paths import VERSION
+from clap_ds.utils.redaction import redacted_all
 
 TITLE = "CLAP training: throughput and scaling"
 VERSIONS = ("torch", "deepspeed", "transformers", "python", "driver")

@@ -18,9 +18,9 @@ from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted, read_table_runs
 from clap_ds.analysis.training_log import read_log, read_log_lines
 from clap_ds.config.arguments import make_parser, positive, whole_number
-from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
 from clap_ds.flop_count.device_specs import peak_for
+from clap_ds.utils.errors import UserError, printable
 
 _NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d{1,9})(?![a-z0-9])")
 

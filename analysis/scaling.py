@@ -19,8 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from clap_ds.analysis import time_to_target
-from clap_ds.analysis.aggregate import combine_repeats, run_spreads
-from clap_ds.analysis.group_runs import split_series
+from clap_ds.analysis.aggregate import combine_repeats, run_spreads, split_series
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import (
     Row,
@@ -34,7 +33,7 @@ from clap_ds.analysis.table import (
     write_csv,
 )
 from clap_ds.analysis.time_to_target import target_argument
-from clap_ds.config.errors import run_alone
+from clap_ds.utils.errors import run_alone
 
 _COLUMNS = {
     "nodes": "nodes", "GPUs": "gpus", "runs": "repeats", "samples/s/GPU ±": "samples_per_s_per_gpu",

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
-from clap_ds.config.errors import UserError, count_of, printable
-from clap_ds.config.files import read_bytes
 from clap_ds.config.model_names import preset_of
-from clap_ds.run_records import csv_text
-from clap_ds.run_records.csv_text import unguarded
-from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.run_records.schema import STEP_PHASES
+from clap_ds.utils import csv_text
+from clap_ds.utils.csv_text import unguarded
+from clap_ds.utils.errors import UserError, count_of, printable
+from clap_ds.utils.files import read_bytes
 
 
 @dataclass(frozen=True)

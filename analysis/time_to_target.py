@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clap_ds.analysis.group_runs import global_batch, split_settings
+from clap_ds.analysis.aggregate import global_batch, split_settings
 from clap_ds.analysis.read_run import read_json, read_steps
 from clap_ds.analysis.table import Run, markdown_table, significant
 from clap_ds.config.arguments import positive
-from clap_ds.config.errors import UserError
-from clap_ds.config.metrics import score
-from clap_ds.run_records.intervals import COVERAGE, student_t
+from clap_ds.config.schema import score
+from clap_ds.metrics.intervals import COVERAGE, student_t
+from clap_ds.utils.errors import UserError
 
 KEYS = ["model", "device", "nodes", "GPUs", "global batch", "settings"]
 NEEDED = {"train_s": "time s ±", "step": "steps ±", "samples": "samples ±", "energy_kwh": "kWh ±"}

@@ -20,8 +20,8 @@ from typing import Any
 from clap_ds.analysis.log_formats import DIALECTS, VALUES, Dialect, facts_in, title_in
 from clap_ds.analysis.read_run import BY_TIMER
 from clap_ds.analysis.table import COLUMNS, MOST, Run, find_encoding
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import LONGEST_LINE, MOST_BYTES, open_regular
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import LONGEST_LINE, MOST_BYTES, open_regular
 
 WARMUP_STEPS = 10
 COARSE = 0.005

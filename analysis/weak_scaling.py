@@ -11,7 +11,7 @@ import numpy as np
 
 from clap_ds.analysis.aggregate import GOOD_STATES
 from clap_ds.analysis.table import Scale, plain_text
-from clap_ds.config.errors import UserError, count_of
+from clap_ds.utils.errors import UserError, count_of
 
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
 """Shape of the step time's growth on n nodes, by law."""

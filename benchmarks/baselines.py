@@ -16,14 +16,13 @@ from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel
+from clap_ds.metrics.timers import StepTimer, seconds
 from clap_ds.model.clap import Projection
 from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
 from clap_ds.model.mel import LogMel
 from clap_ds.model.text import mean_over_tokens
-from clap_ds.run_records.timers import StepTimer, seconds
 from clap_ds.weights.formats import to_transformers
-from clap_ds.weights.hf_config import config_to_transformers
-from clap_ds.weights.key_mapping import State
+from clap_ds.weights.key_mapping import State, config_to_transformers
 
 import transformers  # isort: skip  (after torchaudio_compat)
 

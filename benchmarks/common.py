@@ -17,9 +17,9 @@ from typing import Any
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import arguments
-from clap_ds.config.files import read_json, write_atomically, write_object
-from clap_ds.config.overrides import read_config, with_assignments, with_field
-from clap_ds.config.paths import commit, work_folder
+from clap_ds.config.arguments import read_config, with_assignments, with_field
+from clap_ds.utils.files import read_json, write_atomically, write_object
+from clap_ds.utils.paths import commit, work_folder
 
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 

@@ -1,8 +1,7 @@
 """Compare the speed of this project's training step with other implementations, interleaved in one
 process.
 
-    python -m benchmarks.compare_baselines [--against loops transformers] [--micro_batch 8]
-    [--precision bf16 fp32] [--rounds 8]
+    python -m benchmarks.compare_baselines [--against loops transformers] [--micro_batch 8] [--precision bf16 fp32] [--rounds 8]
 
 All sides have the same weights and batch, and each round times one step of each. Ours is the step
 of `clap_ds/bench.py`.
@@ -32,12 +31,12 @@ import torch
 
 from benchmarks.baselines import EngineSide, Side, make_batch
 from benchmarks.common import make_parser, show, table
-from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.cpu_kernels.patch_model import report
 from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.metrics.intervals import median_interval
 from clap_ds.run_records.environment import device_name
-from clap_ds.run_records.intervals import median_interval
+from clap_ds.utils.errors import run_alone
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 """Largest relative difference of a loss from ours."""

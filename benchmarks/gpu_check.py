@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
 from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.paths import compile_cache_dir, work_folder
 from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.flop_count.device_specs import peak_for
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.paths import compile_cache_dir, work_folder
 
 
 class Check(NamedTuple):

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from benchmarks.common import make_parser, save, show, table
 from benchmarks.dropout_check import check_dropout
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
@@ -35,6 +34,7 @@ from clap_ds.engine.compile import compile_towers, reason_of
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.model.contrastive import ContrastiveModel
+from clap_ds.utils.errors import UserError, run_alone
 
 PLAIN = {"attention_impl": "sdpa", "mlp_impl": "torch", "text_attention_impl": "torch"}
 OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import make_parser, save, table
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.mlp_triton import supports, triton_mlp
+from clap_ds.model.shifted_windows import shifted_window_mask
 from clap_ds.model.text_attention import attend_in_one_kernel
 from clap_ds.model.window_attention import attend_windows
-from clap_ds.model.windows import shifted_window_mask
+from clap_ds.utils.errors import UserError, run_alone
 
 COLUMNS = (
     "kernel {kernel} | size {size} | pass {pass} | ms {ms:.3f} | least ms {least_ms:.3f} | share {share:.0%}"

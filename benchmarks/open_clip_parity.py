@@ -25,11 +25,11 @@ import transformers
 
 import clap_ds
 from benchmarks.common import make_parser, show, table
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.model.clap import ClapModel
+from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.weights.formats import htsat_alone
-from clap_ds.weights.load import load_weights
-from clap_ds.weights.open_clip import WEIGHTS, save_open_clip
+from clap_ds.weights.open_clip_weights import WEIGHTS, save_open_clip
 
 ROBERTA = {
     "hf_model_name": "roberta-base",

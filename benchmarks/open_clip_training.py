@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import make_parser, show, table
-from clap_ds.config.errors import run_alone
 from clap_ds.config.schema import LossSettings, ModelSettings
 from clap_ds.data.batch import Batch, to_int16
 from clap_ds.distributed.init import Ranks, initialize
@@ -29,7 +28,8 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.mel import full_scale
-from clap_ds.weights.tokenizer import load_tokenizer, tokenize
+from clap_ds.utils.errors import run_alone
+from clap_ds.weights.hub import load_tokenizer, tokenize
 
 STEPS = 10
 CLIPS = 2

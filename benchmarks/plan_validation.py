@@ -1,8 +1,7 @@
 """Profile steps of this engine on a GPU, and join the kernels' times to the run's plan.
 
-    python -m benchmarks.plan_validation --deepspeed_config RUN                # profile two steps
-    on one rank python -m benchmarks.plan_validation --profiles FOLDER --output
-    results/h200/efficiencies.md
+    python -m benchmarks.plan_validation --deepspeed_config RUN   # profile two steps on one rank
+    python -m benchmarks.plan_validation --profiles FOLDER --output results/h200/efficiencies.md
 
 A profile is saved as `profile.json` and `trace.json.gz` in the run directory. It is joined to the
 operations of the run's plan by name and input shapes. The result is each class of operations' share
@@ -24,18 +23,17 @@ import torch
 
 from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import add_config
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import read_json
-from clap_ds.config.paths import commit
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import Ranks, run_command
-from clap_ds.engine.open_run import open_run_dir
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
+from clap_ds.metrics.timers import StepTimer
 from clap_ds.planning.roofline import FUSED, TABLE, class_of, ideal_s
 from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
-from clap_ds.run_parts import engine_of, joined_ranks, loader_of, model_of
-from clap_ds.run_records.timers import StepTimer
+from clap_ds.run import engine_of, joined_ranks, loader_of, model_of, open_run_dir
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.files import read_json
+from clap_ds.utils.paths import commit
 
 WARM_UP = 5
 STEPS = 2

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.baselines import mask_in_a_loop
 from benchmarks.common import make_parser, show, table
-from clap_ds.config.errors import run_alone
+from clap_ds.metrics.timers import seconds
 from clap_ds.model.htsat import SpecAugment
 from clap_ds.run_records.environment import device_name
-from clap_ds.run_records.timers import seconds
+from clap_ds.utils.errors import run_alone
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
 COLUMNS = (

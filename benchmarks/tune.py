@@ -1,7 +1,6 @@
 """Find the fastest settings of a run on this machine with a short run of each combination.
 
-    python -m benchmarks.tune --config ds_configs/htsat_tiny.json --vary
-    clap.compile=off,towers,towers-max-autotune
+    python -m benchmarks.tune --config ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
 Writes a table of samples/s/GPU with range and ratio to the first. A failed combination becomes a
 row, too. The folder keeps the output, settings and run directory of each, and the rows so far in
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import changed, exit_on_sigterm, make_parser, run_config, show, table
-from clap_ds.config.arguments import add_config
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.overrides import parse_varied
-from clap_ds.config.paths import PACKAGE, work_folder
+from clap_ds.config.arguments import add_config, parse_varied
 from clap_ds.distributed.hostfile import free_port
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.paths import PACKAGE, work_folder
 
 LAUNCHER = [
     sys.executable,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"error: clap_ds requires Python 3.11 or newer, found {sys.version.split()[0]}")
 
-from clap_ds.config.paths import VERSION as __version__  # noqa: F401, N811
+from clap_ds.utils.paths import VERSION as __version__  # noqa: F401, N811
 
 if TYPE_CHECKING:
     from clap_ds.inference.model import load as load

@@ -1,11 +1,10 @@
 """Measure CLAP training throughput for a run configuration.
 
 Examples:
-    clap-ds bench --config htsat_tiny
-    one rank deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json
-    all GPUs of this host deepspeed --hostfile H clap_ds/bench.py --deepspeed_config
-    ds_configs/htsat_tiny.json            several hosts deepspeed clap_ds/bench.py
-    --deepspeed_config ds_configs/htsat_tiny.json --set clap.bench.windows=3
+    clap-ds bench --config htsat_tiny   one rank
+    deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json   all GPUs of this host
+    deepspeed --hostfile H clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json   several hosts
+    deepspeed clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json --set clap.bench.windows=3
 
 Runs warm-up steps, timed windows, then an instrumented pass that breaks down a step's time. The
 results are in a new folder of clap.output.dir (default: runs). Several ranks need `deepspeed` or
@@ -43,7 +42,7 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     run = load_run(arguments.config, ranks.world_size, arguments.set)
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
-    from clap_ds.run_parts import joined_ranks
+    from clap_ds.run import joined_ranks
 
     with joined_ranks(run, ranks) as device:
         measure_run(run, ranks, device)
@@ -54,15 +53,14 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     # Importing torch and DeepSpeed takes seconds: the settings are validated before.
     import torch.distributed as dist
 
-    from clap_ds.benchmark.breakdown import measure_breakdown
-    from clap_ds.benchmark.find_micro_batch import find_micro_batch
-    from clap_ds.benchmark.flops_profile import measure_flops
-    from clap_ds.benchmark.report import BenchReport
     from clap_ds.distributed.watchdog import ending
-    from clap_ds.engine.metric_logger import Scalars
-    from clap_ds.engine.open_run import open_run_dir
-    from clap_ds.run_parts import engine_of, loader_of, model_of
-    from clap_ds.run_records.timers import StepTimer
+    from clap_ds.metrics.tensorboard import Scalars
+    from clap_ds.metrics.timers import StepTimer
+    from clap_ds.run import engine_of, loader_of, model_of, open_run_dir
+    from clap_ds.throughput_bench.breakdown import measure_breakdown
+    from clap_ds.throughput_bench.find_micro_batch import find_micro_batch
+    from clap_ds.throughput_bench.flops_profile import measure_flops
+    from clap_ds.throughput_bench.report import BenchReport
 
     clap = run.clap
     protocol = run.clap.bench

@@ -20,10 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.overrides import find_field
-from clap_ds.config.paths import version as version
+from clap_ds.config.arguments import find_field, make_parser
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.paths import version as version
 
 PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
@@ -99,7 +98,7 @@ def check(paths: list[Path], *, train: bool, may_appear: bool = False) -> None:
             problems.append(f"{path}: {lack}: run `pip install 'clap-ds[train]'`")
             continue
         if train:
-            from clap_ds.training.checks import problems_for_training
+            from clap_ds.training.plan import problems_for_training
 
             problems += [
                 f"{path}: {problem}" for problem in problems_for_training(run.clap, run.deepspeed)

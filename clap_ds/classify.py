@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from clap_ds.config.arguments import make_parser, whole_number
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
 from clap_ds.inference.vectors import text_of
-from clap_ds.run_records.csv_text import write_csv
+from clap_ds.utils.csv_text import write_csv
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.files import read_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from clap_ds.config.arguments import COMMAND
-from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
-from clap_ds.config.paths import VERSION
+from clap_ds.utils.errors import UserError, did_you_mean, exit_code_of
+from clap_ds.utils.paths import VERSION
 
 GROUPS = {
     "run": {
@@ -21,7 +21,7 @@ GROUPS = {
     },
     "data": {"shards": ("shards", "build and prepare training shards, or estimate their size")},
     "SLURM": {
-        "hostfile": ("launch.hostfile", "write a DeepSpeed hostfile"),
+        "hostfile": ("launch.slurm_hostfile", "write a DeepSpeed hostfile"),
         "preflight": ("launch.preflight", "check the hosts of an allocation"),
         "submit": ("launch.submit", "submit a run as a job"),
         "sweep": ("launch.sweep", "submit runs at several scales or settings, and watch them"),
@@ -38,7 +38,7 @@ GROUPS = {
         "classify": ("classify", "label audio files"),
         "search": ("search", "search embedded audio by text or sound"),
         "score": ("score", "score how well audio matches captions"),
-        "export": ("weights.export", "export a checkpoint for transformers or open_clip"),
+        "export": ("checkpoint.export", "export a checkpoint for transformers or open_clip"),
     },
     "list": {"presets": ("presets", "list model presets and packaged run configurations")},
 }

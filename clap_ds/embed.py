@@ -13,11 +13,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import run_alone
-from clap_ds.config.files import replacing
-from clap_ds.config.paths import VERSION
 from clap_ds.inference import options
 from clap_ds.inference.vectors import About, check_suffix, write_table
+from clap_ds.utils.errors import run_alone
+from clap_ds.utils.files import replacing
+from clap_ds.utils.paths import VERSION
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

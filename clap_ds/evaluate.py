@@ -23,11 +23,8 @@ from pydantic import ValidationError
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import add_config, add_json, make_parser, whole_number
-from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
-from clap_ds.config.files import show_results
-from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
-from clap_ds.config.schema import EvaluationSettings
+from clap_ds.config.schema import LOSS, EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
@@ -38,6 +35,8 @@ from clap_ds.distributed.init import (
 )
 from clap_ds.inference import options
 from clap_ds.inference.options import DTYPES
+from clap_ds.utils.errors import CollectiveUserError, UserError, explain, printable
+from clap_ds.utils.files import show_results
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
@@ -152,11 +151,11 @@ def evaluate_checkpoint(
     # Importing torch takes seconds: validate first.
     import torch
 
+    from clap_ds.checkpoint.load_weights import load_weights
     from clap_ds.distributed.collectives import raise_on_all_ranks
     from clap_ds.engine.loss import LOSSES
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.run_records.environment import device_name
-    from clap_ds.weights.load import load_weights
 
     allow_mixed_code = run is not None and run.clap.debug.allow_mixed_code
     device = initialize(ranks, allow_mixed_code=allow_mixed_code)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.arguments import add_config, make_parser
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count.analytic import (
@@ -31,6 +30,7 @@ from clap_ds.flop_count.analytic import (
     published_flops,
 )
 from clap_ds.flop_count.device_specs import TRAINING_OVER_FORWARD
+from clap_ds.utils.errors import UserError, run_alone
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count

@@ -24,11 +24,11 @@ from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import USUAL, Law, Series
 from clap_ds.config.arguments import add_config, add_json, make_parser, positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import show_results
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.device_specs import Gpu, gpu_named
 from clap_ds.inference.options import check_output
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.files import show_results
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
@@ -115,8 +115,12 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
     from clap_ds.engine.compile import what_to_compile
     from clap_ds.model.kernels import kernels_for
-    from clap_ds.planning.memory import largest_micro_batch, memory_parts
-    from clap_ds.planning.step import compiled_kernels, trace_step
+    from clap_ds.planning.step import (
+        compiled_kernels,
+        largest_micro_batch,
+        memory_parts,
+        trace_step,
+    )
 
     nodes = sorted(set(arguments.nodes))
     smallest, largest = (count * arguments.gpus_per_node for count in (nodes[0], nodes[-1]))

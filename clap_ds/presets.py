@@ -1,8 +1,8 @@
 """List model presets, and the run configurations that come with this package.
 
 Examples:
-    clap-ds presets clap-ds bench --config htsat_base       a configuration by its name; a copy of
-    it is a start for your own runs
+    clap-ds presets
+    clap-ds bench --config htsat_base   a configuration by its name; a copy of it is a start for your own runs
 
 Presets are values of `clap.model.preset` and of `--preset`. These also take `open_clip:NAME` for
 open_clip's CLAP models, the path of a JSON like those in `clap_ds/config/presets`, or the path of a
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import run_alone
-from clap_ds.config.paths import CONFIGS
+from clap_ds.utils.errors import run_alone
+from clap_ds.utils.paths import CONFIGS
 
 PRESETS = {
     "htsat_tiny_roberta_base": "HTSAT-tiny and RoBERTa-base, as in LAION's scaling runs",

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.data.build_shards.caption_lists import add_columns, read_entries
 from clap_ds.inference import options
-from clap_ds.run_records.csv_text import write_csv
-from clap_ds.run_records.intervals import COVERAGE, student_t
+from clap_ds.metrics.intervals import COVERAGE, student_t
+from clap_ds.utils.csv_text import write_csv
+from clap_ds.utils.errors import UserError, run_alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import make_parser, whole_number
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.inference import options
 from clap_ds.inference.vectors import nearest, read_table
-from clap_ds.run_records.csv_text import write_csv
+from clap_ds.utils.csv_text import write_csv
+from clap_ds.utils.errors import UserError, run_alone
 
 
 def main(argv: Sequence[str] | None = None) -> None:

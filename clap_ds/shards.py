@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from clap_ds.config.arguments import make_parser
-from clap_ds.config.errors import run_alone
+from clap_ds.utils.errors import run_alone
 
 MODULES = {"build": "build_shards.build", "prepare": "build_shards.prepare"}
 """Subcommand → module of `clap_ds.data` with `add_…_options(parser)` and `run_…(options)`."""

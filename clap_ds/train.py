@@ -1,10 +1,9 @@
 """Train a CLAP model on audio–caption data.
 
 Examples:
-    clap-ds train --config my_run.json
-    one rank deepspeed clap_ds/train.py --deepspeed_config my_run.json
-    all GPUs of this host deepspeed --hostfile H clap_ds/train.py --deepspeed_config my_run.json
-    --set optimizer.params.lr=1e-4
+    clap-ds train --config my_run.json   one rank
+    deepspeed clap_ds/train.py --deepspeed_config my_run.json   all GPUs of this host
+    deepspeed --hostfile H clap_ds/train.py --deepspeed_config my_run.json --set optimizer.params.lr=1e-4
 
 Resumes from the run's newest checkpoint, if any. On SIGTERM, SIGUSR1 or SIGHUP it finishes the
 current or next step, saves and exits. Several ranks need `deepspeed` or torchrun.
@@ -24,10 +23,9 @@ if __package__ in (None, ""):
 
 # Importing torch and DeepSpeed takes seconds: functions import what needs them, after settings are
 # validated.
-from clap_ds.config.arguments import add_checkpoint_choices
-from clap_ds.config.errors import CollectiveUserError, UserError
-from clap_ds.config.metrics import best_metric, names
-from clap_ds.config.overrides import locate
+from clap_ds.checkpoint.train_state import ResumeOptions, SavedCheckpoint, TrainState
+from clap_ds.config.arguments import add_checkpoint_choices, locate
+from clap_ds.config.schema import best_metric, names
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
@@ -36,16 +34,16 @@ from clap_ds.distributed.init import (
     run_arguments,
     run_command,
 )
-from clap_ds.training.checks import problems_for_training
-from clap_ds.training.train_state import ResumeOptions, SavedCheckpoint, TrainPlan, TrainState
+from clap_ds.training.plan import TrainPlan, problems_for_training
+from clap_ds.utils.errors import CollectiveUserError, UserError
 
 if TYPE_CHECKING:
     import torch
 
+    from clap_ds.checkpoint.manager import Checkpointer
     from clap_ds.engine.engine import ClapEngine
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.run_records.run_dir import RunDirectory
-    from clap_ds.training.checkpoint import Checkpointer
 
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
@@ -59,7 +57,7 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
         )
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
-    from clap_ds.run_parts import joined_ranks
+    from clap_ds.run import joined_ranks
 
     options = {name: getattr(arguments, name) for name in ResumeOptions.__annotations__}
     with joined_ranks(run, ranks) as device:
@@ -68,18 +66,16 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
 
 def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: ResumeOptions) -> None:
     """Train until the samples are consumed, the target metrics reached, or a signal arrives."""
+    from clap_ds.checkpoint.resume import load_pretrained, resume, skip_batches
     from clap_ds.distributed.collectives import gather, raise_on_all_ranks
     from clap_ds.distributed.watchdog import ending
-    from clap_ds.engine.metric_logger import Scalars
-    from clap_ds.engine.open_run import open_run_dir
-    from clap_ds.run_parts import engine_of, loader_of, model_of
-    from clap_ds.run_records.terminal import run_title
-    from clap_ds.run_records.timers import StepTimer
+    from clap_ds.metrics.tensorboard import Scalars
+    from clap_ds.metrics.terminal import run_title
+    from clap_ds.metrics.timers import StepTimer
+    from clap_ds.run import engine_of, loader_of, model_of, open_run_dir
     from clap_ds.training.evaluate import evaluate
-    from clap_ds.training.log import TrainLogger
-    from clap_ds.training.messages import advice_on_non_finite, log_run_start
-    from clap_ds.training.resume import load_pretrained, resume, skip_batches
-    from clap_ds.training.signal_handler import StopRequest
+    from clap_ds.training.log import TrainLogger, advice_on_non_finite, log_run_start
+    from clap_ds.training.stop_signal import StopRequest
 
     clap = run.clap
     sizes = run.batch_sizes(ranks.world_size)
@@ -146,10 +142,10 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
 
 
 def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
+    from clap_ds.checkpoint.manager import Checkpointer
+    from clap_ds.checkpoint.remote import try_target
+    from clap_ds.checkpoint.restore import describe_run, find_checkpoint_folder
     from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
-    from clap_ds.training.checkpoint import Checkpointer
-    from clap_ds.training.load_checkpoint import describe_run, find_checkpoint_folder
-    from clap_ds.training.remote_sync import try_target
 
     clap = run.clap
     with raise_on_all_ranks():
@@ -199,7 +195,7 @@ def stop_or_fail(
     the last checkpoint couldn't be saved. A collective."""
     import torch.distributed as dist
 
-    from clap_ds.engine.exit_handling import StopSignal
+    from clap_ds.run import StopSignal
 
     dist.barrier()  # rank 0 has recorded the run's results
     if not signal:

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import read_object
-from clap_ds.config.paths import CHECKOUT, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import LAUNCHERS, environment
+from clap_ds.utils.errors import UserError, did_you_mean
+from clap_ds.utils.files import read_object
+from clap_ds.utils.paths import CHECKOUT, work_folder
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 PROFILE = "cluster.json"

@@ -4,7 +4,7 @@ Examples:
     salloc --nodes 4 clap-ds preflight --cluster jupiter
     clap-ds preflight --cluster jupiter --megabytes 8            in the shell of an allocation
 
-Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
+Starts `clap_ds/throughput_bench/preflight_rank.py` on all hosts as a run would be.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if __package__ in (None, ""):
 
 from clap_ds.check_runs import PACKAGES
 from clap_ds.config.arguments import make_parser, positive
-from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object
-from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed.hostfile import parse_tasks, slots_from_slurm
 from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.distributed.software import Findings, merged, odd_hosts
 from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
+from clap_ds.utils.errors import UserError, exit_code_of
+from clap_ds.utils.files import read_object
+from clap_ds.utils.paths import PACKAGE
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
 SLOW = 0.7  # a rate below this share of the median is slow
@@ -81,7 +81,7 @@ def start_ranks(
     code."""
     os.environ.update(profile.environment)
     prepare_attempt(folder, slots)
-    script = str(PACKAGE / "benchmark" / "preflight_rank.py")
+    script = str(PACKAGE / "throughput_bench" / "preflight_rank.py")
     words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     command = launch_command(profile, profile.interpreter(), slots, folder / "hostfile", words)
     own: dict[str, Any] = {

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clap_ds.config.arguments import CommandParser, add_checkpoint_choices, one_line, whole_number
-from clap_ds.config.errors import UserError, printable
-from clap_ds.config.files import read_bytes
-from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
+from clap_ds.utils.errors import UserError, printable
+from clap_ds.utils.files import read_bytes
+from clap_ds.utils.paths import CHECKOUT, PACKAGE, work_folder
 
 TRAINING_TIME = "1-00:00:00"
 _OPTIONS = {

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.run_records.lock import identify_slurm_job
+from clap_ds.utils.errors import UserError, did_you_mean
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
 OVER = (

@@ -1,9 +1,9 @@
 """Check one job, write its batch script, and submit it.
 
 Examples:
-    clap-ds submit --cluster mine --nodes 2 --config htsat_tiny clap-ds submit --cluster mine
-    --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1 clap-ds submit --cluster
-    mine --config my_run.json --train -- --restart
+    clap-ds submit --cluster mine --nodes 2 --config htsat_tiny
+    clap-ds submit --cluster mine --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1
+    clap-ds submit --cluster mine --config my_run.json --train -- --restart
 """
 
 import argparse
@@ -17,18 +17,20 @@ from pathlib import Path
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import add_config, make_parser, whole_number
-from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.overrides import (
+from clap_ds.config.arguments import (
+    add_config,
     find_field,
     locate,
+    make_parser,
     parse_assignment,
     read_config,
+    whole_number,
     with_assignments,
 )
-from clap_ds.config.paths import find_config
-from clap_ds.launch.job_store import Job, Jobs, stamp
+from clap_ds.launch.jobs import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
+from clap_ds.utils.errors import UserError, exit_code_of
+from clap_ds.utils.paths import find_config
 
 
 def start(arguments: argparse.Namespace) -> None:

@@ -26,18 +26,24 @@ from types import FrameType
 from typing import IO, Any
 
 from clap_ds.config.arguments import make_parser, whole_number
-from clap_ds.config.errors import exit_code_of, printable
-from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
-from clap_ds.config.redaction import redacted_all
 from clap_ds.distributed.error_file import IMPORT, KILLED, SIGNAL
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile, slots_from_slurm
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
+from clap_ds.launch.attempt import (
+    AttemptOutcome,
+    LauncherErrors,
+    lost,
+    outcome_of,
+    run_directory_of,
+    summary_of,
+)
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, ClusterProfile, job_file
-from clap_ds.launch.launcher_errors import LauncherErrors
 from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
-from clap_ds.run_records.jsonl import warn_on_disk_full
 from clap_ds.run_records.lock import FolderLock
+from clap_ds.run_records.run_dir import warn_on_disk_full
+from clap_ds.utils.errors import exit_code_of, printable
+from clap_ds.utils.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.utils.redaction import redacted_all
 
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)

@@ -2,10 +2,10 @@
 missing ones.
 
 Examples:
-    clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run clap-ds
-    sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
-    clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states clap-ds sweep
-    resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
+    clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run
+    clap-ds sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
+    clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states
+    clap-ds sweep resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
 """
 
 import argparse
@@ -19,13 +19,18 @@ from pathlib import Path
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from clap_ds.config.arguments import add_config, make_parser, whole_number
+from clap_ds.config.arguments import (
+    add_config,
+    make_parser,
+    parse_assignment,
+    parse_varied,
+    whole_number,
+)
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
-from clap_ds.config.errors import UserError, exit_code_of, printable
-from clap_ds.config.overrides import parse_assignment, parse_varied
-from clap_ds.config.paths import find_config
-from clap_ds.launch.job_store import Job, Jobs, stamp
+from clap_ds.launch.jobs import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_limits, add_request, options_of, request_of
+from clap_ds.utils.errors import UserError, exit_code_of, printable
+from clap_ds.utils.paths import find_config
 
 DONE = ("completed", "out_of_memory")  # states that a retry would not change
 

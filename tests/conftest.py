@@ -151,7 +151,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Train a small tokenizer and return its folder."""
-    from clap_ds.weights.tokenizer import train_tokenizer
+    from clap_ds.weights.hub import train_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["a loud tone", "a quiet tone", "a long low hum and a click"], directory)

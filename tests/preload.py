@@ -12,12 +12,11 @@ import pytest  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
 import clap_ds.analysis.plot_run
-import clap_ds.benchmark.flops_profile
-import clap_ds.benchmark.report
-import clap_ds.engine.open_run
 import clap_ds.evaluation.evaluator
 import clap_ds.inference.model
-import clap_ds.run_parts
+import clap_ds.run
+import clap_ds.throughput_bench.flops_profile
+import clap_ds.throughput_bench.report
 import clap_ds.training.log  # noqa: F401
 
 dict(deepspeed.ops.__compatible_ops__)  # calls a compiler

@@ -13,8 +13,8 @@ import pytest
 
 from clap_ds import check_runs
 from clap_ds.check_runs import PACKAGES
-from clap_ds.config.errors import UserError
-from clap_ds.config.overrides import with_field
+from clap_ds.config.arguments import with_field
+from clap_ds.utils.errors import UserError
 from tests.conftest import micro_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ import pytest
 from clap_ds import cli, presets, shards
 from clap_ds.config.arguments import CommandParser, make_parser
 from clap_ds.config.model_names import preset_names
-from clap_ds.config.paths import CONFIGS
+from clap_ds.utils.paths import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBCOMMANDS = [f"shards {name}" for name in shards.MODULES] + ["sweep status", "sweep resume"]
@@ -179,7 +179,8 @@ def test_help_names_the_command_as_it_was_called(
 
 
 @pytest.mark.parametrize(
-    "file", ["launch/submit.py", "launch/hostfile.py", "analysis/scaling.py", "clap_ds/bench.py"]
+    "file",
+    ["launch/submit.py", "launch/slurm_hostfile.py", "analysis/scaling.py", "clap_ds/bench.py"],
 )
 def test_files_run_by_path(file: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

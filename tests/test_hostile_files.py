@@ -19,29 +19,27 @@ from clap_ds import shards
 from clap_ds.analysis import extrapolate, plot_scaling, report, scaling
 from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import show_results
+from clap_ds.checkpoint.checkpoint_files import clear_leftovers, newest_good
+from clap_ds.checkpoint.load_weights import load_weights
+from clap_ds.checkpoint.remote import RemoteFolder, try_target
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
 from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
 from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries, read_paths
-from clap_ds.data.shard_manifest import describe_contents, read_manifest
-from clap_ds.data.tar_samples import list_items
+from clap_ds.data.shard_manifest import describe_contents, list_items, read_manifest
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
-from clap_ds.engine.metric_logger import Scalars
 from clap_ds.inference.vectors import read_table
-from clap_ds.launch import hostfile
+from clap_ds.launch import slurm_hostfile
 from clap_ds.launch.attempt import summary_of
-from clap_ds.run_records import csv_text
-from clap_ds.run_records.jsonl import JsonlWriter
+from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.run_records.lock import FolderLock
-from clap_ds.run_records.run_dir import RunDirectory, start_log
-from clap_ds.training.remote_sync import RemoteFolder, try_target
-from clap_ds.weights.checkpoint_files import clear_leftovers, newest_good
-from clap_ds.weights.load import load_weights
-from clap_ds.weights.tokenizer import load_tokenizer
+from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory, start_log
+from clap_ds.utils import csv_text
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import show_results
+from clap_ds.weights.hub import load_tokenizer
 from examples.synthetic_sounds import __main__ as synthetic_sounds
 from tests.analysis.samples import DATA, TINY, given
 from tests.data import builds
@@ -185,7 +183,7 @@ WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
         ["--curves", str(RECORD), "--output", str(run / "curves.svg")]
     ),
     ("e.png", "e.pdf"): lambda run: extrapolate.main([str(TINY), "--output", str(run / "e.png")]),
-    "hostfile": lambda run: hostfile.main(
+    "hostfile": lambda run: slurm_hostfile.main(
         ["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]
     ),
     "results.json": lambda run: show_results(

@@ -15,7 +15,7 @@ from list_deepspeed_fields import TORCH_SCHEDULERS, list_fields, record_parser
 from pydantic import ValidationError
 
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE, make_deepspeed_model
-from clap_ds.engine.schedule import WarmupStableDecayLR
+from clap_ds.engine.factory import WarmupStableDecayLR
 
 BATCH = {
     "train_batch_size": 4,

@@ -20,18 +20,18 @@ import pytest
 from clap_ds.analysis.log_formats import DIALECTS
 from clap_ds.analysis.table import plain_text
 from clap_ds.analysis.training_log import Log
-from clap_ds.config.errors import UserError, printable
-from clap_ds.config.files import parse_json, refuse_duplicates
-from clap_ds.config.paths import PACKAGE
-from clap_ds.config.redaction import redacted
 from clap_ds.data.build_shards import caption_lists
 from clap_ds.distributed.hostfile import expand, parse_tasks
+from clap_ds.utils.errors import UserError, printable
+from clap_ds.utils.files import parse_json, refuse_duplicates
+from clap_ds.utils.paths import PACKAGE
+from clap_ds.utils.redaction import redacted
 
 LENGTH = 100_000
 LIMIT_S = 0.5
 COMPUTED = {
-    "analysis/log_formats.py", "launch/launcher_errors.py", "launch/preflight.py",
-    "data/build_shards/caption_lists.py", "config/errors.py",
+    "analysis/log_formats.py", "launch/attempt.py", "launch/preflight.py",
+    "data/build_shards/caption_lists.py", "utils/errors.py",
 }  # fmt: skip
 """Modules with patterns from tables (log formats are tried, too), of hosts' names, of this
 project's words, and of a list's delimiter (in `FUNCTIONS`)."""

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from clap_ds import plan
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 from clap_ds.flop_count.device_specs import gpu_named
-from clap_ds.planning.memory import GIB
+from clap_ds.planning.step import GIB
 from clap_ds.planning.tracing import Operation
+from clap_ds.utils.errors import UserError
 
 WriteRun = Callable[..., Path]
 

@@ -24,8 +24,8 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import load_run
 from clap_ds.launch.cluster_profile import load_profile
 from clap_ds.model.clap import ClapModel
-from clap_ds.training.checks import problems_for_training
-from clap_ds.weights.tokenizer import train_tokenizer
+from clap_ds.training.plan import problems_for_training
+from clap_ds.weights.hub import train_tokenizer
 from tests import processes
 from tests.training.training_commands import ROOT, environment
 from tests.weights.fake_checkpoints import checkpoint_of

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Optional, Union
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model
 
 from clap_ds.config.batch_sizes import NAMES
-from clap_ds.config.files import read_json
 from clap_ds.config.model import Section
+from clap_ds.utils.files import read_json
 
 Schema = dict[str, Any]
 TABLE = read_json(Path(__file__).with_name("deepspeed_fields.json"))

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from clap_ds.config.clap_json import read_clap
-from clap_ds.config.errors import did_you_mean, explain
-from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
-from clap_ds.config.open_clip import PREFIX, sizes_of_open_clip
+from clap_ds.config.open_clip_config import PREFIX, sizes_of_open_clip
+from clap_ds.config.transformers_config import read_clap
+from clap_ds.utils.errors import did_you_mean, explain
+from clap_ds.utils.files import read_object
 
 PAD_TOKEN_ID = 1  # RoBERTa's
 CONTEXT_LENGTH = 77  # LAION's, if the training length is unknown

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from clap_ds.config import schema
+from clap_ds.config.arguments import find_field, locate, with_assignments
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
 from clap_ds.config.deepspeed_fields import (
     FIELDS,
@@ -25,12 +26,11 @@ from clap_ds.config.deepspeed_fields import (
     find_params,
     make_deepspeed_model,
 )
-from clap_ds.config.errors import UserError, did_you_mean, explain
-from clap_ds.config.files import flatten, read_object
 from clap_ds.config.model import MOST, ClapConfig, Section
-from clap_ds.config.overrides import find_field, locate, with_assignments
-from clap_ds.config.paths import find_config
 from clap_ds.config.schema import NonNegativeInt, SyntheticData
+from clap_ds.utils.errors import UserError, did_you_mean, explain
+from clap_ds.utils.files import flatten, read_object
+from clap_ds.utils.paths import find_config
 
 WITHOUT_ZERO: dict[str, Any] = {
     "zero_optimization.stage": 0,

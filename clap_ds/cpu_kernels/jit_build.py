@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clap_ds.config.paths import cache_folder, compile_cache_dir
 from clap_ds.distributed.collectives import rank
+from clap_ds.utils.paths import cache_folder, compile_cache_dir
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (

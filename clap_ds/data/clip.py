@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import CAPTION_KEY
 from clap_ds.data.decoding import (
@@ -30,6 +29,7 @@ from clap_ds.data.decoding import (
 from clap_ds.data.shard_io import Kind
 from clap_ds.model.mel import LogMel
 from clap_ds.model.patch_embed import longer_rows
+from clap_ds.utils.files import parse_json
 
 FEATURES = "npy"
 CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)

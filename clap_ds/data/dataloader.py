@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from clap_ds.config.schema import ShardData, SyntheticData
-from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
-from clap_ds.data.loader_throughput import describe
+from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, describe, join
 from clap_ds.data.synthetic import SyntheticStream
 from clap_ds.distributed.collectives import gather, rank
 from clap_ds.run_records.cpu_binding import CORES

@@ -23,7 +23,7 @@ from fsspec.callbacks import NoOpCallback
 from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clap_ds.config.files import MOST_BYTES, RefusedFileError, open_regular, own_path
+from clap_ds.utils.files import MOST_BYTES, RefusedFileError, open_regular, own_path
 
 _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 

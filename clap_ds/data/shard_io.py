@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from clap_ds.config.files import RefusedFileError, open_regular
-from clap_ds.config.paths import cache_folder
 from clap_ds.config.schema import ShardData
 from clap_ds.data.remote_files import RemoteFiles
+from clap_ds.utils.files import RefusedFileError, open_regular
+from clap_ds.utils.paths import cache_folder
 
 FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

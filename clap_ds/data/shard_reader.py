@@ -23,16 +23,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 from webdataset.filters import shuffle
 
-from clap_ds.config.errors import printable
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip, values_by_name
 from clap_ds.data.shard_assignment import Part, Source
 from clap_ds.data.shard_io import open_ahead, open_shard
-from clap_ds.data.shard_manifest import FIELD
+from clap_ds.data.shard_manifest import (
+    DAMAGE,
+    FIELD,
+    Item,
+    fetch,
+    list_items,
+    samples_between,
+    words,
+)
 from clap_ds.data.staging import StagingFolder
-from clap_ds.data.tar_samples import DAMAGE, Item, fetch, list_items, samples_between, words
-from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
+from clap_ds.utils.errors import printable
+from clap_ds.weights.hub import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
 """A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from clap_ds.config.errors import printable
-from clap_ds.config.paths import make_private
 from clap_ds.data.shard_io import NO_SPACE, OpenFile, open_copy, open_shard
 from clap_ds.distributed.hostfile import this_host
+from clap_ds.utils.errors import printable
+from clap_ds.utils.paths import make_private
 
 FIELD = "clap.data.stage_to"
 KEPT_FREE = 0.01

@@ -19,15 +19,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.schema import ShardData
-from clap_ds.data.batch import Batch, BatchSpec
+from clap_ds.data.batch import Batch, BatchSpec, LoaderThroughput
 from clap_ds.data.clip import Broken
-from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
 from clap_ds.data.shard_manifest import FIELD, count_bytes, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader, note
 from clap_ds.data.staging import StagingFolder
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
-from clap_ds.weights.tokenizer import load_tokenizer
+from clap_ds.weights.hub import load_tokenizer
 
 COUNTED_BYTES = 1e10  # of local tars without a manifest; counting their items takes a second
 NUM_EXAMPLES = 5  # broken items quoted in errors

@@ -13,7 +13,7 @@ import os
 import subprocess
 from typing import TYPE_CHECKING
 
-from clap_ds.config.errors import UserError, first_line, run_alone
+from clap_ds.utils.errors import UserError, first_line, run_alone
 
 if TYPE_CHECKING:
     import torch

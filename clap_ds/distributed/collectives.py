@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.config.errors import CollectiveUserError
+from clap_ds.utils.errors import CollectiveUserError
 
 MOST_BYTES = 64 * 2**20
 """Limit for a value: a peer's claim of its size is memory allocated here."""

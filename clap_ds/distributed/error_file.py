@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from clap_ds.config.errors import CollectiveUserError
-from clap_ds.config.files import own_folder, read_json, write_atomically
-from clap_ds.config.redaction import redacted_all
+from clap_ds.utils.errors import CollectiveUserError
+from clap_ds.utils.files import own_folder, read_json, write_atomically
+from clap_ds.utils.redaction import redacted_all
 
 USER = "user"
 ERROR = "error"

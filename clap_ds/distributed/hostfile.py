@@ -15,7 +15,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from clap_ds.config.files import read_bytes
+from clap_ds.utils.files import read_bytes
 
 PORTS = range(16000, 32000)
 """Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by

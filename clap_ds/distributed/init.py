@@ -26,7 +26,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.arguments import add_config, make_parser
-from clap_ds.config.errors import (
+from clap_ds.distributed import error_file, root_cause, watchdog
+from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
+from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
+from clap_ds.distributed.error_file import fault_of, is_connection_lost, write_error_file
+from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
+from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
+from clap_ds.utils.errors import (
     INTERRUPTED,
     USER_ERROR,
     CollectiveUserError,
@@ -35,13 +41,7 @@ from clap_ds.config.errors import (
     how_to_install,
     printable,
 )
-from clap_ds.config.paths import describe_software
-from clap_ds.distributed import error_file, flight_recorder, watchdog
-from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
-from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
-from clap_ds.distributed.error_file import fault_of, is_connection_lost, write_error_file
-from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
-from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
+from clap_ds.utils.paths import describe_software
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ def initialize(
     # ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"
-    flight_recorder.prepare()
+    root_cause.prepare()
     if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from clap_ds.config.errors import CollectiveUserError, first_line, printable, some
-from clap_ds.config.files import read_bytes
 from clap_ds.distributed.error_file import LINK, PROGRAM, UNREACHABLE, this_rank, write_error_file
 from clap_ds.distributed.software import Versions, describe_differences
+from clap_ds.utils.errors import CollectiveUserError, first_line, printable, some
+from clap_ds.utils.files import read_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -4,20 +4,26 @@ the least progress.
 Ranks write error files (`clap_ds.distributed.error_file`) and a progress file each
 (`clap_ds.distributed.watchdog`): a header line, then stacks if the rank hung or got a fatal signal.
 The file of a killed rank has only the header. Standard library only.
+
+Read torch's Flight Recorder: the collectives that a rank has started and completed.
+
+Standard library only, except in a rank.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import pickle
 import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from clap_ds.config.errors import some
-from clap_ds.config.files import parse_json, read_bytes
 from clap_ds.distributed.error_file import (
     ALL_RANKS,
     CONSEQUENCES,
@@ -35,7 +41,8 @@ from clap_ds.distributed.error_file import (
     RankError,
     read_errors,
 )
-from clap_ds.distributed.flight_recorder import Progress, dumped_progress
+from clap_ds.utils.errors import some
+from clap_ds.utils.files import parse_json, read_bytes
 
 STACKS = "stacks"  # folder of progress files in the run directory
 _BLAMES_HOSTS = (HOST, IMPORT, KILLED, LINK)
@@ -227,3 +234,54 @@ def _behind(files: list[ProgressFile]) -> list[ProgressFile]:
             return [] if any(file.waits_in(group) for file in least) else least
     # A device that completed all it got, while its host made no progress.
     return known if len(known) == 1 and any(group.startswith("nccl") for group in groups) else []
+
+
+Progress = dict[str, tuple[int, int]]
+"""Last started and last completed collective by process group, such as `nccl 0`; all ranks start
+them in the same order."""
+DUMP = "nccl_rank"
+"""Stem of the files that NCCL's own watchdog writes if a collective times out; it needs no
+Python."""
+
+
+def prepare() -> None:
+    """Make NCCL record when the device starts collectives. Call before creating a process group."""
+    defaults = {
+        "TORCH_NCCL_ENABLE_TIMING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }
+    os.environ.update({**defaults, **os.environ})
+
+
+def own_progress() -> Progress:
+    from torch._C import _distributed_c10d as c10d
+
+    found: Progress = {}
+    for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+        if dump := getattr(c10d, name, None):
+            found |= _progress(backend, dump(False, False, False))
+    return found
+
+
+def dumped_progress(folder: Path, rank: int) -> Progress:
+    """Return the progress in a rank's dump; empty if there is none."""
+    with suppress(OSError, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError):
+        return _progress("nccl", read_bytes(folder / f"{DUMP}{rank}"))
+    return {}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"expected plain values, found {module}.{name}")
+
+
+def _progress(backend: str, dump: bytes) -> Progress:
+    """Return the progress in a dump. Queued collectives of gloo count as started, those of NCCL
+    don't."""
+    begun = f"last_{'started' if backend == 'nccl' else 'enqueued'}_collective"
+    done = "last_completed_collective"
+    status = _PlainUnpickler(io.BytesIO(dump)).load()["pg_status"]
+    return {
+        f"{backend} {group}": (max(of[begun], of[done]), of[done]) for group, of in status.items()
+    }

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from clap_ds.config.errors import some
+from clap_ds.utils.errors import some
 
 Versions = Mapping[str, str | None]
 Findings = list[tuple[str, str]]  # where, what

@@ -24,12 +24,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import printable
-from clap_ds.config.files import open_own, own_folder
-from clap_ds.distributed import flight_recorder
+from clap_ds.distributed import root_cause
 from clap_ds.distributed.error_file import STALL, STOPPED, this_rank, write_error_file
 from clap_ds.distributed.root_cause import STACKS, find_root_cause, read_progress
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
+from clap_ds.utils.errors import printable
+from clap_ds.utils.files import open_own, own_folder
 
 LEAST_S = 60.0
 PAUSES = 5.0
@@ -79,9 +79,7 @@ class Watch:
         import torch
 
         self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
-        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(
-            self._path.with_name(flight_recorder.DUMP)
-        )
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(root_cause.DUMP))
         self._steps = 0
         self._longest_s = 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
@@ -195,9 +193,9 @@ class Watch:
 
     def _note(self, hung_at: float | None = None) -> None:
         """Write the file's header, of constant length."""
-        progress: flight_recorder.Progress = {}
+        progress: root_cause.Progress = {}
         with suppress(Exception):
-            progress = flight_recorder.own_progress() if hung_at else {}
+            progress = root_cause.own_progress() if hung_at else {}
         text = json.dumps({
             "rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity, "step": self._steps,
             "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at,

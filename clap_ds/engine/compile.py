@@ -15,15 +15,15 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
-from clap_ds.config.errors import first_line
-from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0, world_size
 from clap_ds.engine.grad_cache import kept_statistics
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
-from clap_ds.run_records.metrics_schema import Summary
+from clap_ds.run_records.schema import Summary
+from clap_ds.utils.errors import first_line
+from clap_ds.utils.paths import compile_cache_dir
 
 T = TypeVar("T")
 

@@ -20,24 +20,30 @@ from clap_ds.config.schema import EngineSettings, ModelSettings, TrainSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
+from clap_ds.distributed import error_file
 from clap_ds.distributed.collectives import reduce_on_rank0
 from clap_ds.distributed.watchdog import watch
 from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
-from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
+from clap_ds.metrics.timers import StepTimer, StepTimes
 from clap_ds.model.contrastive import ContrastiveModel
-from clap_ds.run_records.metrics_schema import Summary
 from clap_ds.run_records.run_dir import quiet_deepspeed
-from clap_ds.run_records.timers import StepTimer, StepTimes
+from clap_ds.run_records.schema import Summary
 
 NEVER = torch.iinfo(torch.long).max
 MOST_SKIPPED = 40
 """Consecutive skipped steps that end a run. fp16's loss scale starts at 2^16 and may need to be
 halved that often."""
+
+
+class NonFiniteError(RuntimeError):
+    """The loss, its gradient or the weights became NaN or infinite; raised on all ranks."""
+
+    fault = error_file.ALL_RANKS
 
 
 class ClapEngine:

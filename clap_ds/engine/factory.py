@@ -1,7 +1,11 @@
-"""Build a model, and DeepSpeed's engine around it with CLAP's optimizer groups."""
+"""Build a model, and DeepSpeed's engine around it with CLAP's optimizer groups.
+
+A schedule of the learning rate that neither DeepSpeed nor torch has.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -10,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from clap_ds.config.schema import (
     EngineSettings,
@@ -25,8 +30,7 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
-from clap_ds.engine.schedule import WarmupStableDecayLR
-from clap_ds.engine.throughput import StepToStepTimer
+from clap_ds.metrics.throughput import StepToStepTimer
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import kernels_for
@@ -48,7 +52,7 @@ def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks:
     def load() -> None:
         text = model.sizes.text
         if isinstance(data, ShardData):
-            from clap_ds.weights.tokenizer import load_tokenizer
+            from clap_ds.weights.hub import load_tokenizer
 
             load_tokenizer(
                 data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
@@ -201,3 +205,33 @@ def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[
             yield {"name": kind, "params": parameters, **options}
 
     return groups()
+
+
+class WarmupStableDecayLR(LambdaLR):
+    """Warm up over `warmup_num_steps`, hold the rate, and lower it over the last `decay_num_steps`
+    of `total_num_steps` to the share `min_ratio`, linearly or by the power `decay_power` (WSD,
+    arXiv 2404.06395; open_clip's `const-cooldown`). With `cosine`, and a decay of all steps after
+    the warm-up, it is open_clip's `cosine`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        decay_num_steps: int,
+        warmup_num_steps: int = 0,
+        min_ratio: float = 0.0,
+        decay_power: float = 1.0,
+        cosine: bool = False,
+    ) -> None:
+        if warmup_num_steps + decay_num_steps > total_num_steps or min_ratio > 1:
+            expected = "expected warmup_num_steps + decay_num_steps of at most total_num_steps, and min_ratio of at most 1"
+            raise ValueError(f"scheduler.params: {expected}")
+
+        def ratio(step: int) -> float:
+            left = min(1.0, max(0, total_num_steps - step) / decay_num_steps)
+            if cosine:
+                left = (1 - math.cos(math.pi * left)) / 2
+            decayed = min_ratio + (1 - min_ratio) * left**decay_power
+            return min(decayed, (step + 1) / warmup_num_steps) if warmup_num_steps else decayed
+
+        super().__init__(optimizer, ratio)

@@ -16,7 +16,7 @@ from clap_ds.engine.compile import problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import MAX_CAPTION_TOKENS, Kernels, torch_kernels
-from clap_ds.run_records.metrics_schema import ChosenKernel
+from clap_ds.run_records.schema import ChosenKernel
 
 
 def fall_back(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from clap_ds.config.errors import did_you_mean
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import RetrievalSettings, ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
@@ -30,9 +29,10 @@ from clap_ds.data.clip import (
 )
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import Kind, open_shard
-from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
+from clap_ds.data.shard_manifest import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
+from clap_ds.utils.errors import did_you_mean
 
 FIELD = "clap.evaluation"
 NUM_EXAMPLES = 5  # quoted in errors

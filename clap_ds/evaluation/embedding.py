@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clap_ds.config.model import TextConfig
 from clap_ds.model.contrastive import ContrastiveModel
-from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, load_tokenizer, tokenize
+from clap_ds.weights.hub import PreTrainedTokenizerBase, load_tokenizer, tokenize
 
 T = TypeVar("T")
 

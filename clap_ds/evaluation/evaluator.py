@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from clap_ds.config.errors import CollectiveUserError, printable
-from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.schema import EvaluationSettings
+from clap_ds.config.schema import LOSS, EvaluationSettings
 from clap_ds.data.clip import Broken
 from clap_ds.data.shard_manifest import expand_shards, kind_of
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0, run_on_rank0
@@ -40,6 +38,7 @@ from clap_ds.evaluation.clips import (
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text, tokenizer_of
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.contrastive import ContrastiveModel
+from clap_ds.utils.errors import CollectiveUserError, printable
 
 MAX_NOTES = 20  # lines about broken items
 

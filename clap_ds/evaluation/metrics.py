@@ -25,7 +25,7 @@ from clap_ds.data.clip import Broken
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
-from clap_ds.run_records.intervals import Z
+from clap_ds.metrics.intervals import Z
 
 RECALL_AT = (1, 5, 10)
 CUTOFF = 10

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.run_records.metrics_schema import Summary
+from clap_ds.run_records.schema import Summary
+from clap_ds.utils.errors import UserError, did_you_mean
 
 TRAINING_OVER_FORWARD = 3
 """In the published convention, every forward product has two in the backward pass, for its input

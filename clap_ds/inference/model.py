@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
@@ -26,10 +27,16 @@ from clap_ds.evaluation.embedding import (
     embed_text,
     tokenizer_of,
 )
-from clap_ds.inference.windows import EmbeddingRow, Pooling, Sound, Source, Window, read_windows
+from clap_ds.inference.audio_windows import (
+    EmbeddingRow,
+    Pooling,
+    Sound,
+    Source,
+    Window,
+    read_windows,
+)
 from clap_ds.weights.formats import Checkpoint
-from clap_ds.weights.load import load_weights
-from clap_ds.weights.tokenizer import PreTrainedTokenizerBase
+from clap_ds.weights.hub import PreTrainedTokenizerBase
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
 MOST_CHANNELS = 8

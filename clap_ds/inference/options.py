@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from clap_ds.config.arguments import add_preset, number, whole_number
-from clap_ds.config.errors import UserError, printable
 from clap_ds.data.build_shards.caption_lists import (
     AUDIO_SUFFIXES,
     LIST_SUFFIXES,
@@ -19,6 +18,7 @@ from clap_ds.data.build_shards.caption_lists import (
     read_paths,
 )
 from clap_ds.inference.vectors import text_of
+from clap_ds.utils.errors import UserError, printable
 
 if TYPE_CHECKING:
     from clap_ds.data.clip import Broken

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import PositiveInt, TypeAdapter
 
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import pinned
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import pinned
 
 if TYPE_CHECKING:
     from clap_ds.inference.model import EmbeddingRow

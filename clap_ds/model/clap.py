@@ -123,6 +123,6 @@ def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:
     that isn't possible."""
     if not config.open_clip:
         return ClapModel(config, **options)
-    from clap_ds.model.open_clip import OpenClipModel
+    from clap_ds.model.open_clip_model import OpenClipModel
 
     return OpenClipModel(config, **options)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import AudioConfig
+from clap_ds.model.shifted_windows import relative_position_index, shifted_window_mask
 from clap_ds.model.window_attention import attend_windows
-from clap_ds.model.windows import relative_position_index, shifted_window_mask
 
 INIT_STD = 0.02
 

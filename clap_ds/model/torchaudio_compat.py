@@ -1,8 +1,7 @@
 """Make torchaudio importable with any build of torch. Import torchaudio only from here, and before
 `transformers`.
 
-    python -m clap_ds.model.torchaudio_compat    rename torchaudio's compiled library if torch has
-    no CUDA
+    python -m clap_ds.model.torchaudio_compat   rename torchaudio's compiled library if torch has no CUDA
 
 torchaudio's wheels contain libraries linked against CUDA. With a CPU-only torch `import
 torchaudio`, and much of `transformers`, fails. This project needs none of these libraries, and

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.model.windows import from_windows, to_windows
+from clap_ds.model.shifted_windows import from_windows, to_windows
 
 MOST_BATCHED = 65_535
 """Largest batch given to PyTorch at once: the limit of a CUDA grid's third dimension, which its

@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from clap_ds.model.shifted_windows import MASKED_SCORE
 from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
-from clap_ds.model.windows import MASKED_SCORE
 
 FORWARD = Launch(4, 1)
 BACKWARD = Launch(4, 1, 168)

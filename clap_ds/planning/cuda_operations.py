@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.engine import tiled_logits
+from clap_ds.engine import loss
 from clap_ds.model import text_attention
 
 _torch_layer_norm = F.layer_norm
@@ -39,7 +39,7 @@ def cuda_functions() -> Iterator[None]:
             F, dropout=_dropout, layer_norm=_layer_norm, scaled_dot_product_attention=_attention
         ),
         mock.patch.object(text_attention, "_attend_padded", _attention),
-        mock.patch.multiple(tiled_logits, **_LOSS_KERNELS),
+        mock.patch.multiple(loss, **_LOSS_KERNELS),
     ):
         yield
 
@@ -68,7 +68,7 @@ def _attention(
 
 def _one_kernel(name: str) -> Any:
     """Wrap a function of the loss, which runs as one compiled kernel, as a single operation."""
-    function = getattr(tiled_logits, name).__wrapped__
+    function = getattr(loss, name).__wrapped__
     operation = torch.library.custom_op(f"compiled::{name.strip('_')}", function, mutates_args=())
     operation.register_fake(function)
     return operation

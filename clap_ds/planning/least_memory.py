@@ -16,22 +16,36 @@ from typing import NamedTuple
 
 import torch
 
-from clap_ds.config.errors import count_of
 from clap_ds.config.schema import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.compile import what_to_compile
-from clap_ds.engine.exit_handling import TooLittleMemoryError, advise_on_memory
 from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.flop_count.analytic import TextLengths, forward_flops
 from clap_ds.run_records.environment import MemoryLimit, memory_limits
+from clap_ds.utils.errors import CollectiveUserError, count_of
 
 TFLOPS_PER_CORE = 0.15
 """Of this project's bf16 kernels with AVX-512. AMX is twice as fast (`results/cpu`), torch's
 operations slower."""
 SLOW_STEP_S = 60.0
 SMALLEST_TRIED = 8  # by `clap.bench.find_micro_batch`
+
+
+class TooLittleMemoryError(CollectiveUserError):
+    """A run can't fit in memory; raised on all ranks."""
+
+
+def advise_on_memory(device_type: str) -> str:
+    """Return what to do if a device's memory is too small, `cuda` or `cpu`."""
+    advice = "reduce train_micro_batch_size_per_gpu, or set clap.model.activation_checkpointing"
+    if device_type == "cuda":
+        return (
+            f"{advice} (`clap-ds plan --find_micro_batch` calculates the largest micro-batch that fits,"
+            " `clap.bench.find_micro_batch` measures it)"
+        )
+    return f"{advice}, or run a packaged configuration for CPUs: htsat_tiny_cpu or, to train, train_demo_cpu"
 
 
 class LeastMemory(NamedTuple):

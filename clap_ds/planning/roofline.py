@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from clap_ds.config.files import read_json
-from clap_ds.config.paths import work_folder
 from clap_ds.flop_count.device_specs import GPUS, Gpu, peak_for
 from clap_ds.planning.tracing import TOWERS, Operation
+from clap_ds.utils.files import read_json
+from clap_ds.utils.paths import work_folder
 
 CASES = {"low": -1, "middle": 0, "high": 1}
 HOST_S = (

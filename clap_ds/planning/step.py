@@ -2,12 +2,14 @@
 backward, AdamW.
 
 It is the second step, when the optimizer has its state and torch's reducer its buckets.
+
+Compute a rank's peak memory by part, and the largest micro-batch that fits on a GPU.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.config.batch_sizes import MICRO_BATCH
-from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.compile import what_to_compile
@@ -30,6 +31,7 @@ from clap_ds.engine.loss import build_loss
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.inductor import fused_kernels
 from clap_ds.planning.tracing import TOWERS, Operation, Recorded
+from clap_ds.utils.errors import UserError
 
 CUDA = torch.device("cuda")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
@@ -221,3 +223,48 @@ def _batches(run: RunSettings) -> Iterator[Batch]:
         if batch is not None:
             yield batch
         del batch
+
+
+GIB = 2**30
+CONTEXT_GIB = 0.7
+"""CUDA context, kernels and cuBLAS workspace: 0.5 to 0.8 on H100 (assumed)."""
+NCCL_GIB = 0.8  # channel buffers if there is more than one rank (assumed)
+FRAGMENTATION = 0.016
+"""Fraction of live memory that PyTorch's allocator holds in addition: 0.3% to 1.6% on an H200
+(`results/h200`)."""
+LEAP = 4
+MOST_TRIES = 8
+
+
+def memory_parts(step: Step, world_size: int) -> dict[str, float]:
+    """Return GiB by part at the peak, largest first; their sum is the peak."""
+    names = {"audio": "audio activations", "text": "text activations"}
+    found = {
+        names.get(part, part): num_bytes / GIB for part, num_bytes in step.recorded.at_peak.items()
+    }
+    found["fragmentation"] = FRAGMENTATION * sum(found.values())
+    found["context and libraries (assumed)"] = CONTEXT_GIB + NCCL_GIB * (world_size > 1)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def largest_micro_batch(
+    peak_gib: Callable[[int], float], start: int, limit_gib: float
+) -> int | None:
+    """Return the largest multiple of 8 whose peak is within the limit; None if 8 is too large.
+
+    Extrapolate linearly from the last two sizes, because each peak requires recording a step; from
+    the first as if half of it were constant. Small batches may need less memory than the weight
+    update, which has a constant size.
+    """
+    peaks = dict[int, float]()
+    last = 0
+    size = start
+    while size not in peaks and len(peaks) < MOST_TRIES:
+        peaks[size] = peak_gib(size)
+        slope = (peaks[size] - peaks.get(last, peaks[size] / 2)) / (size - last)
+        wanted = size + (limit_gib - peaks[size]) / slope if slope > 0 else LEAP * max(size, last)
+        last = size
+        size = max(int(wanted) // 8, 1) * 8
+    return (
+        max((size // 8 * 8 for size, peak in peaks.items() if peak <= limit_gib), default=0) or None
+    )

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, cast
 import psutil
 import torch
 
-from clap_ds.config import paths
 from clap_ds.run_records.lock import identify_process
-from clap_ds.run_records.metrics_schema import Summary
+from clap_ds.run_records.schema import Summary
+from clap_ds.utils import paths
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 

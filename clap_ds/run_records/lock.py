@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import printable
-from clap_ds.config.files import create_atomically, read_json
+from clap_ds.utils.errors import printable
+from clap_ds.utils.files import create_atomically, read_json
 
 FILE = "writer.json"
 _SHOWN = ("host", "pid", "user", "job", "slurm_job", "slurm_cluster")

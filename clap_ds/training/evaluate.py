@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from clap_ds.distributed.collectives import run_on_rank0
-from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator

@@ -3,11 +3,15 @@ spans all restarts.
 
 Losses and norms stay on the device until several steps are written together, to avoid a
 synchronization per step.
+
+Messages of training at its start and after non-finite numbers.
 """
 
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,20 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.config.errors import duration_of
+from clap_ds.checkpoint.checkpoint_files import read_all
+from clap_ds.checkpoint.manager import Checkpointer
+from clap_ds.checkpoint.train_state import HISTORY, SavedCheckpoint, TrainState
 from clap_ds.data.dataloader import BatchSource
-from clap_ds.distributed.collectives import gather
+from clap_ds.distributed.collectives import gather, run_on_rank0
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.metric_logger import Scalar, Scalars
-from clap_ds.engine.throughput import Throughput, Window, gather_window
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.metrics.stragglers import Stragglers
+from clap_ds.metrics.tensorboard import Scalar, Scalars
+from clap_ds.metrics.terminal import Progress
+from clap_ds.metrics.throughput import Throughput, Window, gather_window
 from clap_ds.run_records import environment
-from clap_ds.run_records.jsonl import JsonlWriter
-from clap_ds.run_records.metrics_schema import StepLine, Summary
-from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.run_records.stragglers import Stragglers
-from clap_ds.run_records.terminal import Progress
-from clap_ds.training.train_state import HISTORY, SavedCheckpoint, TrainPlan, TrainState
+from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory
+from clap_ds.run_records.schema import StepLine, Summary
+from clap_ds.training.plan import TrainPlan
+from clap_ds.utils.errors import duration_of
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
 FEW_FAILED_SAVES = 2
@@ -278,3 +284,55 @@ class TrainLogger:
 
 def _scalars(group: str, values: dict[str, float], samples: int) -> list[Scalar]:
     return [(f"{group}/{name}", value, samples) for name, value in values.items()]
+
+
+def log_run_start(
+    plan: TrainPlan, state: TrainState, checkpoints: Path, deepspeed: dict[str, Any]
+) -> None:
+    """Print the steps to train and the checkpoint folder, and warn about a schedule of another
+    length and too few data."""
+    last = plan.last_step(state)
+    of_epochs = f" ({plan.samples / plan.epoch_samples:g} epochs)" if plan.epoch_samples else ""
+    if reached := state.reached(plan.target_metrics):
+        print(
+            f"nothing left to train: {reached}; change clap.train.target_metrics to continue",
+            flush=True,
+        )
+    elif last > state.step:
+        print(
+            f"training to {plan.samples:,} samples{of_epochs}: {last - state.step:,} steps",
+            flush=True,
+        )
+    else:
+        print(f"nothing left to train: all {plan.samples:,} samples are consumed", flush=True)
+    print(f"checkpoints: {checkpoints}", flush=True)
+    planned = deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
+    if planned != last:
+        print(
+            f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps",
+            flush=True,
+        )
+    if plan.epoch_samples is not None and plan.epoch_samples < plan.global_batch:
+        said = f"a global batch has {plan.global_batch:,} pairs, but the data only {plan.epoch_samples:,}"
+        print(f"warning: {said}; items repeat within a batch", flush=True)
+
+
+@contextmanager
+def advice_on_non_finite(
+    engine: ClapEngine, checkpointer: Checkpointer, logger: TrainLogger
+) -> Iterator[None]:
+    """Add advice to a NonFiniteError of the body. A collective then."""
+    try:
+        yield
+    except NonFiniteError as error:
+        logger.saved(*checkpointer.poll(None))
+        checkpointer.close()
+        saved = run_on_rank0(
+            lambda: [manifest.step for manifest in read_all(checkpointer.path).values()]
+        )
+        first = saved[0] + 1 if saved else 1
+        raise NonFiniteError(
+            f"{error}. The bad state was not saved: the same command without --restart continues at step {first}. If it fails"
+            f" again, skip the batches (--skip_steps {first}-{max(first, engine.steps)}), lower optimizer.params.lr, use a"
+            " longer warm-up or gradient_clipping, or resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
+        ) from None

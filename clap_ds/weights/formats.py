@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from clap_ds.config import files
-from clap_ds.config.clap_json import read_clap
-from clap_ds.config.errors import some
 from clap_ds.config.model import CONTEXT_LENGTH, ClapConfig, parse_sizes
+from clap_ds.config.transformers_config import read_clap
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import torch_kernels
+from clap_ds.utils import files
+from clap_ds.utils.errors import some
 from clap_ds.weights.hub import check_recorded
 from clap_ds.weights.key_mapping import State, from_names, to_names, transformers_names
 
@@ -153,7 +154,7 @@ def save_transformers(model: ContrastiveModel, folder: str | Path) -> None:
     """Write an fp32 folder for transformers' `ClapModel.from_pretrained` and
     `ClapFeatureExtractor.from_pretrained`. Omits the AudioSet classifier and the logit bias. Raises
     ValueError if ClapModel can't express the model."""
-    from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
+    from clap_ds.weights.key_mapping import config_to_transformers, feature_extractor, transformers
 
     theirs: Any = transformers.ClapModel(config_to_transformers(model.config))
     theirs.load_state_dict(
@@ -261,6 +262,17 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
         error = MismatchError(". ".join([complaint, *told]))
         error.count = sum(map(len, problems.values()))
         raise error
+
+
+def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
+    """Write a new safetensors file. Raises OSError."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    path.chmod(mode)  # safetensors creates files that only their owner can read
 
 
 def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.config.errors import some
-from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
+from clap_ds.utils.errors import some
+from clap_ds.utils.files import pinned
 from clap_ds.weights.formats import Checkpoint, MismatchError, renamed_checkpoint
 from clap_ds.weights.key_mapping import State, laion_names, open_clip_names
-from clap_ds.weights.open_clip import front_end_tensors
+from clap_ds.weights.open_clip_weights import front_end_tensors
 
 _IGNORED = ("audio_transform.", "text_transform.", ".spectrogram_extractor.", ".logmel_extractor.")
 _MARKS = {laion_names: "audio_branch.bn0.weight", open_clip_names: "audio.encoder.bn0.weight"}

@@ -25,10 +25,10 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import make_parser, whole_number
-from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import replacing, replacing_files, write_atomically
 from clap_ds.data.build_shards.shard_writer import print_settings
-from clap_ds.weights.tokenizer import train_tokenizer
+from clap_ds.utils.errors import UserError, run_alone
+from clap_ds.utils.files import replacing, replacing_files, write_atomically
+from clap_ds.weights.hub import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 

@@ -11,7 +11,7 @@ from clap_ds.analysis import compare as compare_command
 from clap_ds.analysis.compare import interval, pairs, verdict
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.table import Run, Scale, read_table_runs
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import TINY, command, given, run, write
 
 HEADER = "nodes,gpus,samples_per_s_per_gpu"

@@ -11,7 +11,7 @@ from clap_ds.analysis.extrapolate import ABOUT_BAND, headline, render
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
 from clap_ds.analysis.weak_scaling import USUAL, series_of
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
 TINY = series_of(scaling_table(read_table_runs(samples.TINY)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis.figure import Picture, page
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 
 
 def test_formats_and_the_page_that_takes_pictures_in_and_text_as_text(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.plot_run import draw_benchmark, draw_breakdown, draw_runs, draw_training
 from clap_ds.analysis.table import Row
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import record
 
 COMMON = {

@@ -9,7 +9,7 @@ from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_cu
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Row, Run, Scale, by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import series_of
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import BASE, DATA, TINY, command, given, run
 
 MICRO = [

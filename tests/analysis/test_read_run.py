@@ -13,7 +13,7 @@ from clap_ds.analysis.read_run import read_json, read_record, read_steps
 from clap_ds.analysis.report import provenance
 from clap_ds.analysis.scaling import render, scaling_table
 from clap_ds.analysis.time_to_target import at_target
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import DATA, write
 from tests.processes import Command
 from tests.training.training_commands import wait_until

@@ -10,7 +10,7 @@ import pytest
 
 from clap_ds.analysis import report
 from clap_ds.analysis.table import Row, write_csv
-from clap_ds.config.paths import VERSION
+from clap_ds.utils.paths import VERSION
 from tests.analysis.samples import DATA, TINY, command, record
 
 SUMMARY, ENVIRONMENT = (

@@ -11,9 +11,9 @@ import pytest
 
 from clap_ds.analysis.published import training_gflops
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.config.errors import UserError
 from clap_ds.config.model_names import preset_names
-from clap_ds.run_records.terminal import run_title
+from clap_ds.metrics.terminal import run_title
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
 
 LOG = DATA / "deepspeed_2ranks.log"

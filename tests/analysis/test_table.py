@@ -14,7 +14,7 @@ from clap_ds.analysis.table import (
     read_table_runs,
     write_csv,
 )
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import TINY, given, write
 
 HEADER = TINY.read_text().splitlines(keepends=True)[0]

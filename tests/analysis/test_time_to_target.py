@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import scaling
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import TINY, command, record
 
 

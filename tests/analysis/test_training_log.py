@@ -12,8 +12,8 @@ import pytest
 from clap_ds.analysis.log_formats import DIALECTS, Dialect
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.training_log import read_log, read_log_lines
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import LONGEST_LINE
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import LONGEST_LINE
 from tests.analysis.samples import DATA, LAUNCHER, given, running_log, throughput_line, write
 
 TWO_RANKS = DATA / "deepspeed_2ranks.log"

@@ -12,7 +12,7 @@ from clap_ds.analysis.extrapolate import ABOUT_BAND
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, series_of
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -16,7 +16,7 @@ from benchmarks import gpu_check
 from benchmarks.common import changed
 from benchmarks.gpu_check import CALLS, Check
 from clap_ds.config.settings import load_run
-from clap_ds.run_records.metrics_schema import RECORD_FILES
+from clap_ds.run_records.schema import RECORD_FILES
 from tests.processes import ROOT
 
 MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_length=16 clap.cpu_kernels=off"
@@ -183,7 +183,7 @@ commands = [step.command.split() for steps in CALLS.values() for step in steps.v
 modules = {command[1] for command in commands if command[0] == "-m"} | {"clap_ds.data.webdataset", "tests.conftest"}
 files = [Path(command[-1]).relative_to(Path.cwd()) for command in commands if command[1] == "pytest"]
 modules |= {".".join(file.with_suffix("").parts) for file in files}
-for package in ("model", "engine", "benchmark", "run_records"):
+for package in ("model", "engine", "throughput_bench", "metrics", "run_records"):
     path = f"{clap_ds.__path__[0]}/{package}"
     modules |= {each.name for each in pkgutil.walk_packages([path], f"clap_ds.{package}.")}
 for module in sorted(modules):

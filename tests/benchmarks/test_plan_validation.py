@@ -10,10 +10,10 @@ import torch
 
 from benchmarks import plan_validation
 from benchmarks.plan_validation import STEPS, idle_text, main
-from clap_ds.config.errors import UserError
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import FUSED, ideal_s
 from clap_ds.planning.tracing import Operation
+from clap_ds.utils.errors import UserError
 from tests.conftest import micro_run
 
 PRODUCT = Operation(

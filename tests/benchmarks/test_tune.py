@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tune
-from clap_ds.config.errors import UserError
+from clap_ds.utils.errors import UserError
 
 STAND_IN = """
 import json, sys, time

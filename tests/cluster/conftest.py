@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.overrides import with_field
+from clap_ds.config.arguments import with_field
 from clap_ds.launch.cluster_profile import load_profile
 from clap_ds.launch.sbatch import Request, script
 from tests import needs

@@ -9,8 +9,8 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
-from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
+from clap_ds.utils.errors import UserError
 
 
 def _by_deepspeed(given: tuple[Any, ...], world_size: int) -> tuple[int, ...] | None:

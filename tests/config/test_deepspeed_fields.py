@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from clap_ds.config.arguments import with_field
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, make_deepspeed_model
-from clap_ds.config.errors import UserError
-from clap_ds.config.overrides import with_field
 from clap_ds.config.reference import deepspeed_reference
 from clap_ds.config.settings import load_run
+from clap_ds.utils.errors import UserError
 from tests.conftest import micro_run
 
 WriteRun = Callable[..., Path]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
+from clap_ds.utils.errors import UserError
 
 MICRO = load_preset("micro")
 SIZES: dict[str, Any] = MICRO.model_dump(mode="json", exclude={"name"})

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
+from clap_ds.utils.errors import UserError
 
 WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.paths import cache_folder
 from clap_ds.cpu_kernels import jit_build
+from clap_ds.utils.paths import cache_folder
 from tests import needs
 
 SOURCE = "int number = 0;\n"

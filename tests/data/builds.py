@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from clap_ds import shards
-from clap_ds.config.errors import exit_code_of
+from clap_ds.utils.errors import exit_code_of
 from tests.data.tars import items_in, wav
 
 RATE = 16000

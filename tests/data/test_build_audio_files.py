@@ -14,7 +14,7 @@ import torch
 
 from clap_ds.config.model import load_preset
 from clap_ds.data.decoding import BrokenItemError, decode_audio
-from clap_ds.inference.windows import read_windows
+from clap_ds.inference.audio_windows import read_windows
 from tests.data.builds import RATE, items_by_source, reasons_in, run, tone, write_list
 from tests.data.tars import wav
 

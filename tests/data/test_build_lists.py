@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.data.build_shards.caption_lists import rows_of
+from clap_ds.utils.errors import UserError
 from tests.data.builds import items_by_source, reasons_in, run, tone
 from tests.data.tars import wav
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.data.build_shards.build import Numbered, divide
 from clap_ds.data.build_shards.caption_lists import Entry
+from clap_ds.utils.errors import UserError
 
 
 def entries(values: list[Any], column: str = "speaker") -> list[Entry]:

@@ -20,7 +20,7 @@ from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
 from clap_ds.model.patch_embed import longer_rows
-from clap_ds.weights.hf_config import feature_extractor
+from clap_ds.weights.key_mapping import feature_extractor
 from tests.data.tars import wav, write_tar
 from tests.evaluation.conftest import npy
 

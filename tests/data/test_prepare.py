@@ -15,13 +15,13 @@ import soundfile
 import torch
 
 from clap_ds import shards as command
-from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import INT16_SCALE, load_preset
 from clap_ds.data.build_shards import prepare
 from clap_ds.data.clip import read_mel
 from clap_ds.data.decoding import decode_audio
 from clap_ds.data.shard_manifest import front_end_of, read_manifest
 from clap_ds.model.mel import LogMel
+from clap_ds.utils.errors import exit_code_of
 from tests.data.tars import items_in, wav, write_tar
 
 MICRO = load_preset("micro")  # clips of one second

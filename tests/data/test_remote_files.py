@@ -11,10 +11,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from clap_ds.config.files import RefusedFileError
 from clap_ds.data import remote_files
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.data.shard_io import open_shard
+from clap_ds.utils.files import RefusedFileError
 from tests import needs
 
 ROOT = Path(remote_files.__file__).parents[2]

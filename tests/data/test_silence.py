@@ -14,7 +14,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.data.build_shards.prepare import Preparation, as_it_is
 from clap_ds.data.decoding import BrokenItemError, decode_audio
 from clap_ds.evaluation.clips import Middle
-from clap_ds.inference.windows import Sound, read_windows
+from clap_ds.inference.audio_windows import Sound, read_windows
 
 AUDIO = load_preset("micro").audio  # clips of one second
 RATE = AUDIO.sample_rate

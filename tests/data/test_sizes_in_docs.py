@@ -8,7 +8,7 @@ import pytest
 from webdataset.writer import TarWriter
 
 from clap_ds.config.model import load_preset
-from clap_ds.config.paths import PACKAGE
+from clap_ds.utils.paths import PACKAGE
 from tests.data.tars import wav
 
 AUDIO = load_preset("htsat_tiny_roberta_base").audio

@@ -15,7 +15,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.data.build_shards.caption_lists import audio_files_in
 from clap_ds.data.build_shards.prepare import Preparation, as_it_is
 from clap_ds.data.decoding import BrokenItemError, decode_audio, open_audio
-from clap_ds.inference.windows import read_windows
+from clap_ds.inference.audio_windows import read_windows
 
 SECONDS = 3
 MPEG_1 = (32000, 44100, 48000)

@@ -18,7 +18,7 @@ from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.data.webdataset import WebDatasetStream
-from clap_ds.weights.tokenizer import load_tokenizer
+from clap_ds.weights.hub import load_tokenizer
 from tests.data.builds import tone
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar

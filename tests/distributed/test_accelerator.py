@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.config.errors import UserError
 from clap_ds.distributed import accelerator
 from clap_ds.distributed.accelerator import choose_accelerator, choose_device
+from clap_ds.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from clap_ds.config.errors import CollectiveUserError
 from clap_ds.data.workers import Loader
 from clap_ds.distributed import error_file
 from clap_ds.distributed.error_file import (
@@ -30,7 +29,8 @@ from clap_ds.distributed.error_file import (
     read_errors,
     write_error_file,
 )
-from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.engine import NonFiniteError
+from clap_ds.utils.errors import CollectiveUserError
 
 
 def test_what_a_word_says_and_which_replaces_another(

@@ -9,7 +9,7 @@ from deepspeed.launcher.runner import fetch_hostfile
 
 from clap_ds.distributed.hostfile import expand, expand_by_slurm, read_hostfile, slots_from_slurm
 from clap_ds.launch import preflight
-from clap_ds.launch.hostfile import main
+from clap_ds.launch.slurm_hostfile import main
 from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +204,7 @@ def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
         "SLURM_TASKS_PER_NODE": "2(x2),1",
         "SLURM_NTASKS": "5",
     }
-    command = [sys.executable, "-S", str(ROOT / "launch" / "hostfile.py")]
+    command = [sys.executable, "-S", str(ROOT / "launch" / "slurm_hostfile.py")]
     environment = {**slurm, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from clap_ds.config.errors import UserError
 from clap_ds.distributed import init
 from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
+from clap_ds.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT
 from tests.rank_pool import RankPool
@@ -156,7 +156,7 @@ def test_all_ranks_stop_with_the_problem_of_one(two_ranks: RankPool) -> None:
 
 COMMAND = """
 import sys
-from clap_ds.config import errors
+from clap_ds.utils import errors
 from clap_ds.distributed import init
 init.RANK_0_SPEAKS_S = 0.1
 def main(ranks):
@@ -196,8 +196,8 @@ sys.meta_path.insert(0, Interrupt())
 """
 BEFORE = "pydantic"  # `run_command` hasn't begun
 IMPORTS = (
-    "clap_ds.run_parts", "torch", "torch._C", "numpy", "torch.nn", "torch.utils.data", "torch.distributed",
-    "torch.distributed.distributed_c10d", "torch.testing", "deepspeed", "deepspeed.comm", "clap_ds.engine.open_run",
+    "clap_ds.run", "torch", "torch._C", "numpy", "torch.nn", "torch.utils.data", "torch.distributed",
+    "torch.distributed.distributed_c10d", "torch.testing", "deepspeed", "deepspeed.comm", "clap_ds.run",
 )  # fmt: skip
 """Moments of a start, in order; torch is half imported from the second on."""
 

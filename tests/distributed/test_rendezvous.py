@@ -26,7 +26,7 @@ rendezvous.SAY_S = 1.0
 allows = "--allow" in sys.argv
 run_command(lambda ranks: (print(initialize(ranks, allow_mixed_code=allows), flush=True), time.sleep(float(sys.argv[1]))))
 """
-DIGESTED = "clap_ds.config.paths.CODE_SUFFIXES"
+DIGESTED = "clap_ds.utils.paths.CODE_SUFFIXES"
 
 
 def _start(

@@ -6,7 +6,7 @@ import pytest
 import redraw
 from redraw import FORMATS, LIST, ROOT, compute_digest, find_stale_pictures
 
-from clap_ds.config.files import read_json
+from clap_ds.utils.files import read_json
 
 
 def test_committed_pictures_are_of_todays_records_and_code() -> None:

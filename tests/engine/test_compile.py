@@ -19,7 +19,7 @@ from clap_ds.engine.compile import compile_towers
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.packed import pack
-from clap_ds.run_records.metrics_schema import Summary
+from clap_ds.run_records.schema import Summary
 from tests.engine.test_engine import DEVICE, batches_of, settings
 from tests.model.reference_clap import captions, clips
 from tests.rank_pool import RankPool

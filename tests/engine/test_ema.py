@@ -11,12 +11,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from clap_ds.checkpoint.load_weights import load_weights
+from clap_ds.checkpoint.manager import Checkpointer
+from clap_ds.checkpoint.restore import fp32_state
+from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.engine.factory import freeze
-from clap_ds.engine.state import fp32_state
-from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.evaluate import evaluate
-from clap_ds.training.train_state import TrainState
-from clap_ds.weights.load import load_weights
 from tests.engine.test_engine import PRECISIONS, batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clap_ds.checkpoint.restore import engine_state, fp32_state
 from clap_ds.config.model import INT16_SCALE, load_preset
 from clap_ds.config.schema import TrainSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
-from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.factory import parameter_groups
-from clap_ds.engine.state import engine_state, fp32_state
 from clap_ds.model.clap import ClapModel
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP

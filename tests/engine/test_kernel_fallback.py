@@ -15,7 +15,7 @@ from clap_ds.distributed.collectives import rank
 from clap_ds.engine import kernel_fallback
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.swin import WindowAttention
-from clap_ds.run_records.metrics_schema import ChosenKernel
+from clap_ds.run_records.schema import ChosenKernel
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
 

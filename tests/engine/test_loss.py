@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clap_ds.engine import tiled_logits
+from clap_ds.engine import loss
 from clap_ds.engine.loss import LOSSES, SoftmaxLoss
 from tests.rank_pool import RankPool, in_group_of
 
@@ -68,7 +68,7 @@ def _on_rank(
     kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype
 ) -> list[np.ndarray]:
     inputs = (*_features(dist.get_rank(), dtype), *_scalars(scale, dtype))
-    with mock.patch.object(tiled_logits, "CPU_TILE", 3):
+    with mock.patch.object(loss, "CPU_TILE", 3):
         return _with_gradients(kind, LOSSES[kind](wire_dtype)(*inputs), *inputs)
 
 
@@ -141,9 +141,9 @@ def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(
     expected = GLOBAL[kind](scale * audio @ text.T, bias, torch.eye(MICRO_BATCH).double())
     theirs = torch.autograd.grad(expected / 2, (audio, text, scale))
     for tile in (1, 4, 5, 7):
-        monkeypatch.setattr(tiled_logits, "CPU_TILE", tile)
-        loss = LOSSES[kind](torch.float64)(audio, text, scale, bias)
-        gradients = torch.autograd.grad(loss / 2, (audio, text, scale))
+        monkeypatch.setattr(loss, "CPU_TILE", tile)
+        value = LOSSES[kind](torch.float64)(audio, text, scale, bias)
+        gradients = torch.autograd.grad(value / 2, (audio, text, scale))
         torch.testing.assert_close(gradients, theirs, atol=1e-12, rtol=0)
 
 

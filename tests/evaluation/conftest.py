@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from clap_ds.distributed.init import Ranks
-from clap_ds.weights.tokenizer import train_tokenizer
+from clap_ds.weights.hub import train_tokenizer
 from tests.data.tars import wav, write_tar
 from tests.rank_pool import RankPool, in_group_of
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.clip import Broken
 from clap_ds.evaluate import evaluation_settings, parse_arguments, render
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
+from clap_ds.utils.errors import UserError
 from tests import processes
 from tests.evaluation.conftest import WriteClips
 from tests.training.training_commands import environment

@@ -11,17 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clap_ds.config.errors import CollectiveUserError
-from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
-from clap_ds.config.schema import EvaluationSettings
+from clap_ds.config.schema import LOSS, EvaluationSettings
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, front_end_of, write_manifest
 from clap_ds.distributed.init import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from clap_ds.weights.tokenizer import load_tokenizer, tokenize
+from clap_ds.utils.errors import CollectiveUserError
+from clap_ds.weights.hub import load_tokenizer, tokenize
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import (
     ALONE,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from clap_ds.config.errors import exit_code_of
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.clip import captions_of, choose_clip
+from clap_ds.utils.errors import exit_code_of
 from examples.synthetic_sounds.__main__ import main
 from examples.synthetic_sounds.kinds import KINDS
 from tests.data.tars import items_in

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.flop_count.device_specs import ALIASES, GPUS, gpu_named, peak_for, utilization
-from clap_ds.run_records.terminal import rows
+from clap_ds.metrics.terminal import rows
+from clap_ds.utils.errors import UserError
 from tests.processes import ROOT
 
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from clap_ds import flops
-from clap_ds.benchmark.flops_profile import measure_flops
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import ModelSettings
 from clap_ds.data.batch import Batch
@@ -28,6 +26,8 @@ from clap_ds.flop_count.analytic import (
 )
 from clap_ds.flop_count.counters import build, parameter_counts
 from clap_ds.model.clap import ClapModel
+from clap_ds.throughput_bench.flops_profile import measure_flops
+from clap_ds.utils.errors import UserError
 from tests.processes import ROOT
 
 WriteRun = Callable[..., Path]

@@ -15,11 +15,11 @@ from pyarrow import parquet
 
 import clap_ds
 from clap_ds import classify, embed, search
-from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
+from clap_ds.inference.audio_windows import EmbeddingRow
 from clap_ds.inference.vectors import About, read_table, write_table
-from clap_ds.inference.windows import EmbeddingRow
 from clap_ds.model.clap import ClapModel
+from clap_ds.utils.errors import exit_code_of
 from tests import processes
 from tests.data.tars import marked_items, write_tar
 from tests.weights.fake_checkpoints import checkpoint_of

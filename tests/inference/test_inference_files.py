@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.inference.options import find_sources
+from clap_ds.utils.errors import UserError
 from tests.data.tars import marked_items, write_tar
 
 

@@ -15,6 +15,8 @@ import soundfile
 import torch
 
 import clap_ds
+from clap_ds.checkpoint.export import export
+from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.evaluation.clips import list_clips
 from clap_ds.evaluation.embedding import class_features
@@ -22,8 +24,6 @@ from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.inference import model as module
 from clap_ds.inference.model import Clap
 from clap_ds.model.torchaudio_compat import torchaudio
-from clap_ds.weights.export import export
-from clap_ds.weights.load import load_weights
 from tests.data.tars import write_tar
 from tests.data.test_decoding import KAISER_BEST
 from tests.evaluation.conftest import ALONE

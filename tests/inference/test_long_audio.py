@@ -14,9 +14,9 @@ import soundfile
 import torch
 
 from clap_ds.data.decoding import resample, resampling_ratio
-from clap_ds.inference import windows
+from clap_ds.inference import audio_windows
+from clap_ds.inference.audio_windows import read_windows
 from clap_ds.inference.model import Clap
-from clap_ds.inference.windows import read_windows
 from tests.inference.conftest import noise, write_sound
 
 
@@ -33,7 +33,7 @@ def test_windows_are_those_of_the_whole_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        windows, "_BLOCK", 7001
+        audio_windows, "_BLOCK", 7001
     )  # shorter than a window, and no multiple of the filters' period
     path = write_sound(tmp_path / name, noise(4.3, rate, 2), rate)
     samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
@@ -55,17 +55,17 @@ def test_memory_does_not_grow_with_the_file(
     clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 18 minutes: 210 MB, or 420 resampled.
-    blocks = itertools.repeat(np.full((windows._BLOCK, 2), 0.25, np.float32), 200)
+    blocks = itertools.repeat(np.full((audio_windows._BLOCK, 2), 0.25, np.float32), 200)
     endless = SimpleNamespace(
-        read=lambda *_, **__: next(blocks, []), frames=200 * windows._BLOCK, samplerate=24000
+        read=lambda *_, **__: next(blocks, []), frames=200 * audio_windows._BLOCK, samplerate=24000
     )
-    monkeypatch.setattr(windows, "open_audio", lambda _: contextlib.nullcontext(endless))
+    monkeypatch.setattr(audio_windows, "open_audio", lambda _: contextlib.nullcontext(endless))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = write_sound(tmp_path / "a.wav", noise(0.1))
     number = sum(
         1 for _ in read_windows([path], clap.config.audio, "none", 0.0, num_workers=0, ahead=1)
     )
-    assert number == 2 * 200 * windows._BLOCK // 48000 + 2
+    assert number == 2 * 200 * audio_windows._BLOCK // 48000 + 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
@@ -88,7 +88,7 @@ def test_means(clap: Clap, tmp_path: Path) -> None:
 def test_what_is_broken_is_a_row_in_its_place(
     clap: Clap, tmp_path: Path, which: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "_BLOCK", 7001)
+    monkeypatch.setattr(audio_windows, "_BLOCK", 7001)
     late = noise(4)
     whole = noise(4)
     late[:, :72000] = late[:, 90000:] = 0  # silent windows before and after one with sound

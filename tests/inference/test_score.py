@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from clap_ds import score
-from clap_ds.config.errors import exit_code_of
 from clap_ds.inference.model import Clap
+from clap_ds.utils.errors import exit_code_of
 from tests.inference.conftest import noise, write_sound
 
 

@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.inference import vectors
+from clap_ds.inference.audio_windows import EmbeddingRow
 from clap_ds.inference.vectors import About, nearest, read_table, write_table
-from clap_ds.inference.windows import EmbeddingRow
+from clap_ds.utils.errors import UserError
 
 ABOUT = About("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from clap_ds.check_runs import PACKAGES
-from clap_ds.config.errors import UserError
 from clap_ds.launch.cluster_profile import ClusterProfile, check_environment, load_profile
+from clap_ds.utils.errors import UserError
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hostfile", "submit", "sweep"])
+@pytest.mark.parametrize("name", ["slurm_hostfile", "submit", "sweep"])
 def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     """The package is missing, or the Python is too old for it."""
     path = ROOT / "launch" / f"{name}.py"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.distributed.error_file import RankError
 from clap_ds.launch.preflight import check_tasks, evaluate, hosts_of, lines, odd_hosts, slow_links
+from clap_ds.utils.errors import UserError
 
 SILENT = "unreachable, or starts no rank:"
 REFUSED = "Unable to create step for job 79: More processors requested than permitted"

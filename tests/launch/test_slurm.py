@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.launch.slurm import (
     Partition,
     ask,
@@ -15,6 +14,7 @@ from clap_ds.launch.slurm import (
     seconds_of,
     without_spares,
 )
+from clap_ds.utils.errors import UserError
 from tests.launch.conftest import FakeSlurm
 
 

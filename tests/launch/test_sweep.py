@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.launch.job_store import Jobs
+from clap_ds.launch.jobs import Jobs
 from clap_ds.launch.sweep import main
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the check of runs' JSONs with the ranks' Python, which takes a second per command."""
-    monkeypatch.setattr("clap_ds.launch.job_store.check_environment", lambda *_, **__: "")
+    monkeypatch.setattr("clap_ds.launch.jobs.check_environment", lambda *_, **__: "")
 
 
 def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:

@@ -19,10 +19,10 @@ from torch.func import functional_call
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from clap_ds.model.shifted_windows import shifted_window_mask
 from clap_ds.model.swin import WindowAttention
 from clap_ds.model.text import Intermediate
 from clap_ds.model.window_attention import attend_windows
-from clap_ds.model.windows import shifted_window_mask
 
 Case = tuple[int, int, int, int]
 Compute = Callable[..., Tensor]

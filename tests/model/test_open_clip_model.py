@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.benchmark.flops_profile import measure_flops
-from clap_ds.config.errors import UserError
+from clap_ds.checkpoint.load_weights import load_weights
+from clap_ds.checkpoint.manager import Checkpointer
+from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.config.model import load_preset
-from clap_ds.config.open_clip import REQUIREMENT, VERSION
+from clap_ds.config.open_clip_config import REQUIREMENT, VERSION
 from clap_ds.config.schema import ModelSettings
 from clap_ds.config.settings import load_run
 from clap_ds.engine.factory import build_model
 from clap_ds.model.clap import new_model
-from clap_ds.training.checkpoint import Checkpointer
-from clap_ds.training.train_state import TrainState
-from clap_ds.weights.load import load_weights
-from clap_ds.weights.tokenizer import load_tokenizer, tokenize
+from clap_ds.throughput_bench.flops_profile import measure_flops
+from clap_ds.utils.errors import UserError
+from clap_ds.weights.hub import load_tokenizer, tokenize
 from tests.model import fake_open_clip
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import CPU, engine_of, micro_batches, settings

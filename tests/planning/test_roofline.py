@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clap_ds.config.paths import CHECKOUT
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning import roofline
 from clap_ds.planning.cuda_operations import like_cuda
@@ -29,6 +28,7 @@ from clap_ds.planning.roofline import (
     shares_of,
 )
 from clap_ds.planning.tracing import Operation, Recorded
+from clap_ds.utils.paths import CHECKOUT
 
 H100 = GPUS["h100-sxm"]
 BF16 = torch.bfloat16

@@ -19,26 +19,24 @@ import torch
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as world_size
 
+from clap_ds.checkpoint import checkpoint_files, manager
+from clap_ds.checkpoint.load_weights import load_weights
+from clap_ds.checkpoint.manager import Checkpointer
+from clap_ds.checkpoint.restore import fp32_state
+from clap_ds.checkpoint.resume import resume
+from clap_ds.checkpoint.train_state import ResumeOptions, SavedCheckpoint, TrainState
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import gather_tensor, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine import factory
-from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.factory import freeze
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import master_weights
-from clap_ds.engine.state import fp32_state
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.training import checkpoint
-from clap_ds.training.checkpoint import Checkpointer
-from clap_ds.training.resume import resume
-from clap_ds.training.train_state import ResumeOptions, SavedCheckpoint, TrainState
-from clap_ds.weights import checkpoint_files
-from clap_ds.weights.load import load_weights
 from tests.training.reference_steps import engine_of, run_settings
 
 ROWS = 6
@@ -225,7 +223,7 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
     """Save, fail with a full disk at the weights, train, and save. Return the failed result,
     warnings and files."""
     trained = trained_engine()
-    write = checkpoint.write_tensors
+    write = manager.save_tensors
     checkpoints = Checkpointer(folder)
     assert checkpoints.save(trained, progress(1))[0].saved
 
@@ -236,7 +234,7 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch, warned() as warnings:
-        patch.setattr(checkpoint, "write_tensors", full)
+        patch.setattr(manager, "save_tensors", full)
         (failed,) = checkpoints.save(trained, progress(2))
     left = [path.name for path in Path(folder).iterdir()]
     losses(trained, 1, 1)
@@ -254,22 +252,20 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
     losses(trained, 0, 2)
     checkpoints = Checkpointer(folder)
     goes_on = threading.Event()
-    write = checkpoint.write_tensors
+    write = manager.save_tensors
     lasting = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content)
+            manager, "save_tensors", lambda *content: goes_on.wait(60) and write(*content)
         )
-        patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
-        patch.setattr(
-            checkpoint, "gather_tensor", lambda own: (lasting(2.0), gather_tensor(own))[1]
-        )
+        patch.setattr(manager, "time", SimpleNamespace(time=lambda: now[0]))
+        patch.setattr(manager, "gather_tensor", lambda own: (lasting(2.0), gather_tensor(own))[1])
         checkpoints.save(trained, progress(2), wait=False)
         uninterrupted = losses(trained, 2, 3)
         lasting(10.0)
         assert not checkpoints.poll()
         patch.setattr(
-            checkpoint, "wait", lambda *futures: (lasting(3.0), goes_on.set(), wait(*futures))[2]
+            manager, "wait", lambda *futures: (lasting(3.0), goes_on.set(), wait(*futures))[2]
         )
         first = checkpoints.finish()
     (second,) = checkpoints.save(trained, progress(5))

@@ -1,8 +1,12 @@
-"""Training's log of steps with known times, on two ranks with simulated clocks."""
+"""Training's log of steps with known times, on two ranks with simulated clocks.
+
+Messages at the start and at the end of training.
+"""
 
 import io
 import json
 import math
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.checkpoint.train_state import SavedCheckpoint, TrainState
+from clap_ds.config.settings import load_run
+from clap_ds.data.batch import LoaderThroughput
 from clap_ds.data.dataloader import BatchSource
-from clap_ds.data.loader_throughput import LoaderThroughput
-from clap_ds.engine.throughput import MOST_WINDOWS, Throughput, Window
+from clap_ds.metrics.throughput import MOST_WINDOWS, Throughput, Window
+from clap_ds.metrics.timers import StepTimer
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.run_records.timers import StepTimer
-from clap_ds.training.log import TrainLogger
-from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
+from clap_ds.train import next_commands
+from clap_ds.training.log import TrainLogger, log_run_start
+from clap_ds.training.plan import TrainPlan
 from tests.rank_pool import RankPool
 
 GIB = 2**30
@@ -66,13 +73,13 @@ def _logged(folder: str) -> dict[str, Any]:
     with (
         redirect_stdout(io.StringIO()) as shown,
         redirect_stderr(io.StringIO()) as errors,
-        mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch("clap_ds.metrics.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
         mock.patch.object(
             environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]
         ),
         mock.patch(
-            "clap_ds.engine.throughput.energy_joules",
+            "clap_ds.metrics.throughput.energy_joules",
             side_effect=lambda _: (100 + 50 * rank) * now[0],
         ),
     ):
@@ -174,3 +181,29 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert scalars["train/data_wait_percent"][0] == (40, pytest.approx(100 * 0.4 / 4.5))
     assert scalars["train/samples_per_s"][0] == (40, pytest.approx(40 / 4.5))
     assert {"train/lr", "train/gradient_norm", "train/logit_scale"} <= set(scalars)
+
+
+@pytest.mark.parametrize(("items", "warns"), [(63, True), (64, False), (None, False)])
+def test_a_batch_larger_than_the_data_is_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, items: int | None, warns: bool
+) -> None:
+    log_run_start(TrainPlan(640, 64, items), TrainState(), tmp_path, {})
+    output = capsys.readouterr().out
+    assert "10 steps" in output
+    assert ("a global batch has 64 pairs, but the data only 63" in output) == warns
+
+
+@pytest.mark.parametrize(
+    ("preset", "export"),
+    [
+        ("htsat_tiny_roberta_base", "--format open_clip"),
+        ("clap_htsat_tiny_roberta_base", "FOLDER"),
+        ("demo", None),
+    ],
+)
+def test_the_end_names_an_export_that_the_model_has(
+    write_run: Callable[..., Path], preset: str, export: str | None
+) -> None:
+    first, *rest = next_commands(load_run(write_run(clap={"model": {"preset": preset}})))
+    assert first.startswith("clap-ds evaluate ")
+    assert [line.endswith(export or "") for line in rest] == [True] * (export is not None)

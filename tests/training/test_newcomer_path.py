@@ -12,7 +12,7 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.weights.load import load_weights
+from clap_ds.checkpoint.load_weights import load_weights
 from tests import processes
 from tests.conftest import micro_run
 from tests.training import training_commands as commands

@@ -5,9 +5,9 @@ from typing import Any
 
 import safetensors.torch
 
+from clap_ds.checkpoint import checkpoint_files
+from clap_ds.checkpoint.checkpoint_files import Manifest
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights import checkpoint_files
-from clap_ds.weights.checkpoint_files import Manifest
 from clap_ds.weights.formats import to_safetensors
 
 CONTENTS = {"state.safetensors": b"states" * 3000, "weights.safetensors": b"weights" * 1000}

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import clap_ds
-from clap_ds.config.clap_json import sizes_of_clap
+from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
+from clap_ds.config.transformers_config import sizes_of_clap
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import load_transformers, save_transformers
-from clap_ds.weights.load import load_weights
-from clap_ds.weights.tokenizer import train_tokenizer
+from clap_ds.weights.hub import train_tokenizer
 from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, randomise
 from tests.weights.fake_checkpoints import save_safetensors
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.audio_utils import mel_filter_bank, window_function
 
+from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import laion_names, to_names, transformers_names
-from clap_ds.weights.load import load_weights
 from tests.model.reference_clap import REFERENCES, randomise
 from tests.weights.test_formats import MICRO, assert_same, without_classifier
 

@@ -29,8 +29,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from clap_ds.config import arguments
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import pinned, read_bytes, replacing_files
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import (
     MOST_OF_A_FILE,
@@ -50,7 +48,9 @@ from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.decoding import BrokenItemError, check_samples, open_audio
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
-from clap_ds.weights.tokenizer import train_tokenizer
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import pinned, read_bytes, replacing_files
+from clap_ds.weights.hub import train_tokenizer
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")

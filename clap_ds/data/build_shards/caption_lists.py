@@ -15,8 +15,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import (
+from clap_ds.utils.errors import UserError, did_you_mean
+from clap_ds.utils.files import (
     LONGEST_LINE,
     leads_outside,
     parse_json,

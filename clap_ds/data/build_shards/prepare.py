@@ -25,8 +25,6 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.arguments import add_preset
-from clap_ds.config.errors import UserError
-from clap_ds.config.files import leads_outside, replacing_files
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
@@ -43,9 +41,16 @@ from clap_ds.data.decoding import (
     resampling_ratio,
 )
 from clap_ds.data.shard_io import Kind
-from clap_ds.data.shard_manifest import HUB_TOKENIZER, expand_shards, front_end_of
-from clap_ds.data.tar_samples import fetch, list_items
+from clap_ds.data.shard_manifest import (
+    HUB_TOKENIZER,
+    expand_shards,
+    fetch,
+    front_end_of,
+    list_items,
+)
 from clap_ds.model.mel import LogMel
+from clap_ds.utils.errors import UserError
+from clap_ds.utils.files import leads_outside, replacing_files
 
 
 class EncodedClip(NamedTuple):

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import number, whole_number
-from clap_ds.config.errors import UserError, printable
-from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, write_manifest
+from clap_ds.utils.errors import UserError, printable
+from clap_ds.utils.files import own_folder, read_bytes, read_json, replacing, write_atomically
 
 RECORDS = ".build"  # subfolder of finished shards' records
 BROKEN = "broken.jsonl"

@@ -1,0 +1,242 @@
+"""Copy checkpoints in the background to a folder or URL that fsspec can write.
+
+The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Until then,
+a file tells whose upload it is. Complete ones aren't moved, because object stores would copy every
+byte. Failures cause warnings and never stop training. Credentials come from the environment,
+because URLs are logged.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from clap_ds.checkpoint import checkpoint_files as files
+from clap_ds.checkpoint.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
+from clap_ds.checkpoint.train_state import HISTORY
+from clap_ds.config.schema import CheckpointSettings
+from clap_ds.data.remote_files import RemoteFiles
+from clap_ds.utils.files import MOST_BYTES, RefusedFileError
+
+PARTIAL = ".partial"
+"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of
+the run's id."""
+MOST_HISTORY_BYTES = 2**30
+_warn_once = cache(warn)
+
+
+def try_target(url: str) -> None:
+    """Write and delete a small file at `url`; ValueError if that fails."""
+    try:
+        remote = RemoteFiles(url)
+        name = f".probe-{os.urandom(8).hex()}"
+        remote.write(name, b"clap")
+        remote.remove(name)
+    except Exception as error:  # its type depends on the file system's package
+        problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
+        raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
+
+
+class RemoteFolder:
+    """A folder of checkpoints on an fsspec file system. Methods raise whatever errors that file
+    system raises."""
+
+    def __init__(self, url: str) -> None:
+        """Open the folder at a URL, or of the single checkpoint there."""
+        folder, _, name = url.rstrip("/").rpartition("/")
+        self._only = name if files.NAME.fullmatch(name) else None
+        self.url = folder if self._only else url
+        self._remote = RemoteFiles(self.url)
+
+    def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
+        """Return the manifests by name, newest first; `damaged` receives why others can't be
+        read."""
+
+        def read(name: str) -> Manifest:
+            content = self._remote.read_start(f"{name}/{MANIFEST}", MOST_BYTES)
+            return Manifest.from_json(content, f"{self.url}/{name}")
+
+        return files.newest_first(self._names(), read, {} if damaged is None else damaged)
+
+    def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
+        """Upload a checkpoint, and delete its run's interrupted uploads and, by `rule`, superfluous
+        checkpoints."""
+        manifest = Manifest.read(checkpoint)
+        marker = (
+            blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL
+        )  # ids may be paths
+        self._clear_interrupted(marker)
+        there = self.read_all()
+        if manifest not in there.values():
+            name = files.free_name(manifest.step, self._remote.ls())
+            self._remote.write(f"{name}/{marker}", b"")
+            if [*self._remote.ls(name)] != [marker]:
+                raise FileExistsError(f"another run has just begun {name}")
+            for file in (*manifest.files, MANIFEST):
+                self._remote.upload(
+                    checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}"
+                )
+            self._remote.remove(f"{name}/{marker}")
+            there = {name: manifest, **there}
+        own = {name: other for name, other in there.items() if other.run == manifest.run}
+        for name in files.superfluous(own, rule):
+            self._remote.write(
+                f"{name}/{marker}", b""
+            )  # so that an interrupted deletion is continued
+            self._remote.remove(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
+            self._remote.remove(name, recursive=True)
+
+    def _clear_interrupted(self, marker: str) -> None:
+        """Delete uploads with this marker. Warn of other folders without a manifest, such as other
+        runs' uploads under way."""
+        for name in self._names():
+            contents = self._remote.ls(name)
+            if MANIFEST in contents:
+                continue
+            if [file for file in contents if file.endswith(PARTIAL)] == [marker]:
+                self._remote.remove(name, recursive=True)
+            else:
+                _warn_once(
+                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another program's folder. It stays"
+                )
+
+    def upload_logs(self, sources: Iterable[Path], uploaded: dict[Path, Any] | None = None) -> None:
+        """Upload files, and folders with all their regular files, under their names. Warn of links,
+          which aren't followed.
+        Files that have the size and time of change in `uploaded` are left out; it receives those of
+          the others."""
+        uploaded = {} if uploaded is None else uploaded
+        for source in sources:
+            for path in [source, *source.rglob("*")]:
+                if path.is_symlink() or not path.is_file():
+                    continue
+                status = path.stat()
+                version = (status.st_size, status.st_mtime_ns)
+                if uploaded.get(path) == version:
+                    continue
+                name = str(path.relative_to(source.parent))
+                try:
+                    self._remote.upload(source.parent, name, name)
+                    uploaded[path] = version
+                except RefusedFileError as error:
+                    _warn_once(f"{path} isn't copied to {self.url}: {error}")
+
+    def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
+        """Download the newest good checkpoint into a local folder unless it is there, and return it
+          or None. `damaged` receives
+        by name why others aren't good; if one is, they are warned about."""
+        here = {manifest.serial: folder / name for name, manifest in files.read_all(folder).items()}
+        for name, manifest in self.read_all(damaged).items():
+            if self._only not in (None, name):
+                continue
+            with suppress(DamagedError):
+                if manifest.serial in here and files.verify(here[manifest.serial]):
+                    return here[manifest.serial]
+            try:
+                with files.begin(folder, manifest.step) as draft:
+                    files.write_file(draft / MANIFEST, manifest.to_json().encode())
+                    for file, record in manifest.files.items():
+                        (draft / file).parent.mkdir(exist_ok=True)
+                        self._remote.download(f"{name}/{file}", draft / file, record.bytes)
+                    files.verify(draft)
+                    self._download_history(draft / HISTORY, folder / HISTORY)
+            except (DamagedError, FileNotFoundError, RefusedFileError) as error:
+                damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
+            else:
+                files.warn_of(damaged)
+                return folder / draft.name
+        return None
+
+    def _download_history(self, draft: Path, to: Path) -> None:
+        """Download the history by way of a private folder, unless it is there; warn if it is a link
+        or too large."""
+        if to.exists():
+            return
+        try:
+            self._remote.download(HISTORY, draft, MOST_HISTORY_BYTES)
+            draft.replace(to)
+        except FileNotFoundError:
+            pass
+        except RefusedFileError as error:
+            warn(f"{self.url}/{HISTORY} isn't copied: {error}")
+
+    def _names(self) -> list[str]:
+        """Return the names of complete and partial checkpoints that aren't links."""
+        listing = self._remote.ls()
+        return sorted(
+            name for name, is_link in listing.items() if files.NAME.fullmatch(name) and not is_link
+        )
+
+
+class BackgroundSync:
+    """Copies finished checkpoints and logs to a URL, one at a time, in a thread that does not keep
+    the process alive.
+
+    Args:
+        folder: the checkpoints' folder, which also has logs.
+        logs: another folder of logs.
+    """
+
+    def __init__(
+        self, url: str, rule: CheckpointSettings, folder: Path, logs: Path | None = None
+    ) -> None:
+        self._url = url
+        self._rule = rule
+        self._logs = [folder / HISTORY, folder / "tensorboard", *([logs] if logs else [])]
+        self._last: Path | None = None
+        self._copied_s = -math.inf
+        self._uploaded_logs: dict[Path, Any] = {}
+        self._copies: dict[Path, Future[bool]] = {}
+        self._thread = ThreadPoolExecutor(1, "checkpoint sync")
+
+    def submit(self, checkpoint: Path) -> None:
+        """Queue this checkpoint for copying unless one was less than `remote_sync_every_minutes`
+          ago. It is skipped if it has
+        been deleted by then."""
+        self._last = checkpoint
+        if time.monotonic() - self._copied_s >= 60 * self._rule.remote_sync_every_minutes:
+            self._copied_s = time.monotonic()
+            self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
+
+    def is_copying(self, checkpoint: Path) -> bool:
+        """Return whether it is being read now."""
+        return checkpoint in self._copies and self._copies[checkpoint].running()
+
+    def close(self, limit_s: float) -> list[Path]:
+        """Copy the last checkpoint, wait for pending copies, warn about checkpoints that were not
+        copied, and return them."""
+        if self._last is not None and self._last not in self._copies:
+            self._copies[self._last] = self._thread.submit(self._copy, self._last)
+        if any(not copy.done() for copy in self._copies.values()):
+            print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
+        wait(self._copies.values(), limit_s)
+        left = [
+            path
+            for path, copy in self._copies.items()
+            if path.exists() and not (copy.done() and copy.result())
+        ]
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if left:
+            paths = ", ".join(map(str, left))
+            warn(
+                f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last"
+            )
+        return left
+
+    def _copy(self, checkpoint: Path) -> bool:
+        """Return whether the checkpoint was copied or no longer exists."""
+        try:
+            if checkpoint.exists():
+                RemoteFolder(self._url).upload(checkpoint, self._rule)
+            RemoteFolder(self._url).upload_logs(self._logs, self._uploaded_logs)
+        except Exception as error:  # its type depends on the file system's package
+            problem = f"{type(error).__name__}: {error}"
+            warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training continues")
+            return False
+        return True

@@ -1,0 +1,75 @@
+"""Throughput over time, intervals of medians and Student's t. Standard library and numpy only.
+
+Throughput is always total samples over total seconds after warm-up. A median of windows differs if
+step times vary.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
+import numpy as np
+
+from clap_ds.run_records.schema import Rates
+
+COVERAGE = 0.95
+Z = statistics.NormalDist().inv_cdf((1 + COVERAGE) / 2)
+"""Standard deviations on each side of a normal interval."""
+
+
+def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
+    """Compute total samples over total seconds from samples/s and seconds of each window, in order.
+
+    `min` and `max` are the range of the windows. The windows of one run support no confidence
+    interval: rare stalls may have hit none of them. Repeat the run to get one.
+    """
+    seconds = np.asarray(window_s, float)
+    rate = float((np.asarray(windows, float) * seconds).sum() / seconds.sum())
+    return Rates(
+        mean=rate,
+        min=min(windows),
+        max=max(windows),
+        windows=list(windows),
+        window_s=list(window_s),
+    )
+
+
+def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict[str, float]:
+    """Compute the `median` and its distribution-free interval, the narrowest pair of order
+    statistics with `coverage`.
+
+    The count of values below the true median is binomial with p = 1/2 (Conover, Practical
+    Nonparametric Statistics, 3rd ed., section 3.2). If no pair covers that much, the interval is
+    the range.
+    """
+    ordered = sorted(values)
+    count = len(values)
+    tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
+    outside = [
+        2 * tail / 2**count for tail in tails
+    ]  # both tails, by number of values excluded on each side
+    trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
+    low = ordered[trim]
+    high = ordered[count - 1 - trim]
+    covered = max(0.0, 1 - outside[trim])
+    return {
+        "low": low,
+        "high": high,
+        "coverage": covered,
+        "count": count,
+        "median": statistics.median(ordered),
+    }
+
+
+@cache
+def student_t(coverage: float, degrees: float) -> float:
+    """Compute two-sided Student's t: atan(t/√degrees) has a density proportional to cos^(degrees -
+    1), integrated here."""
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(angles) ** (degrees - 1)
+    within = np.cumsum(density) - (density + density[0]) / 2
+    return math.sqrt(degrees) * math.tan(np.interp(coverage * within[-1], within, angles))
