@@ -30,7 +30,7 @@ from clap_ds.metrics.timers import StepTimer
 from clap_ds.planning.roofline import FUSED, TABLE, class_of, ideal_s
 from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
-from clap_ds.run import engine_of, joined_ranks, loader_of, model_of, open_run_dir
+from clap_ds.run import join_ranks, open_run_dir, setup_dataloader, setup_engine, setup_model
 from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.utils.files import read_json
 from clap_ds.utils.paths import commit
@@ -47,9 +47,9 @@ def profile(run: RunSettings, ranks: Ranks) -> None:
     """Profile steps of a run to `profile.json`: each operation's caller (index in the list), name,
     input shapes, and own kernels with microseconds (on a CPU its self time)."""
     run.deepspeed.pop("flops_profiler", None)
-    with joined_ranks(run, ranks) as device, open_run_dir(run, ranks, device) as record:
-        engine = engine_of(run, ranks, model_of(run, ranks, device), StepTimer(device))
-        with loader_of(run, ranks, engine) as loader:
+    with join_ranks(run, ranks) as device, open_run_dir(run, ranks, device) as record:
+        engine = setup_engine(run, ranks, setup_model(run, ranks, device), StepTimer(device))
+        with setup_dataloader(run, ranks, engine) as loader:
             record.update_summary(engine.optimize_towers(loader, run.clap.model, run.clap.compile))
             for _ in range(WARM_UP):
                 engine.step(loader)

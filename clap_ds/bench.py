@@ -42,9 +42,9 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     run = load_run(arguments.config, ranks.world_size, arguments.set)
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
-    from clap_ds.run import joined_ranks
+    from clap_ds.run import join_ranks
 
-    with joined_ranks(run, ranks) as device:
+    with join_ranks(run, ranks) as device:
         measure_run(run, ranks, device)
 
 
@@ -56,7 +56,7 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     from clap_ds.distributed.watchdog import ending
     from clap_ds.metrics.tensorboard import Scalars
     from clap_ds.metrics.timers import StepTimer
-    from clap_ds.run import engine_of, loader_of, model_of, open_run_dir
+    from clap_ds.run import open_run_dir, setup_dataloader, setup_engine, setup_model
     from clap_ds.throughput_bench.breakdown import measure_breakdown
     from clap_ds.throughput_bench.find_micro_batch import find_micro_batch
     from clap_ds.throughput_bench.flops_profile import measure_flops
@@ -73,11 +73,11 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
         unprofiled = {
             name: section for name, section in run.deepspeed.items() if name != "flops_profiler"
         }
-        model = model_of(run, ranks, device)
-        engine = engine_of(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
+        model = setup_model(run, ranks, device)
+        engine = setup_engine(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
         if protocol.find_micro_batch:
             find_micro_batch(engine, run)
-        loader = loader_of(run, ranks, engine)
+        loader = setup_dataloader(run, ranks, engine)
         with loader, Scalars(engine, record.path) as scalars:
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             if ranks.is_main_process:

@@ -45,7 +45,7 @@ from clap_ds.utils.files import write_atomically
 
 
 @contextmanager
-def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
+def join_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     """Join the process group and yield the device. User errors begin with the run's file."""
     try:
         debug = run.clap.debug
@@ -59,7 +59,7 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
         raise type(error)(f"{run.path}: {error}") from None
 
 
-def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
+def setup_model(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
     """Build a run's model on a device, with the same weights on every rank, if a training step can
     fit in memory."""
     clap = run.clap
@@ -72,7 +72,7 @@ def model_of(run: RunSettings, ranks: Ranks, device: torch.device) -> Contrastiv
     return model
 
 
-def engine_of(
+def setup_engine(
     run: RunSettings, ranks: Ranks, model: ContrastiveModel, timer: StepTimer
 ) -> ClapEngine:
     """Build a run's engine around a model; from here on, ranks draw different dropout and
@@ -85,7 +85,7 @@ def engine_of(
     return engine
 
 
-def loader_of(
+def setup_dataloader(
     run: RunSettings, ranks: Ranks, engine: ClapEngine, state: dict[str, Any] | None = None
 ) -> BatchSource:
     """Build a rank's data loader for an engine; it continues from `state`."""

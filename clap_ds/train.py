@@ -57,10 +57,10 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
         )
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)
-    from clap_ds.run import joined_ranks
+    from clap_ds.run import join_ranks
 
     options = {name: getattr(arguments, name) for name in ResumeOptions.__annotations__}
-    with joined_ranks(run, ranks) as device:
+    with join_ranks(run, ranks) as device:
         train_run(run, ranks, device, ResumeOptions(**options))
 
 
@@ -72,7 +72,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     from clap_ds.metrics.tensorboard import Scalars
     from clap_ds.metrics.terminal import run_title
     from clap_ds.metrics.timers import StepTimer
-    from clap_ds.run import engine_of, loader_of, model_of, open_run_dir
+    from clap_ds.run import open_run_dir, setup_dataloader, setup_engine, setup_model
     from clap_ds.training.evaluate import evaluate
     from clap_ds.training.log import TrainLogger, advice_on_non_finite, log_run_start
     from clap_ds.training.stop_signal import StopRequest
@@ -84,12 +84,12 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
         open_run_dir(run, ranks, device) as record,
         open_checkpointer(run, ranks, record.path) as checkpointer,
     ):
-        model = model_of(run, ranks, device)
+        model = setup_model(run, ranks, device)
         load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
-        engine = engine_of(run, ranks, model, StepTimer(device))
+        engine = setup_engine(run, ranks, model, StepTimer(device))
         state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         begun_at = state.step
-        with loader_of(run, ranks, engine, state.data_of(ranks.rank)) as loader:
+        with setup_dataloader(run, ranks, engine, state.data_of(ranks.rank)) as loader:
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             with raise_on_all_ranks():
                 of_run = clap.train, clap.evaluation, clap.checkpoint, sizes

@@ -16,7 +16,7 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.flop_count.analytic import published_flops
 from clap_ds.flop_count.counters import build
 from clap_ds.flop_count.published_model import published_model
-from clap_ds.run import loader_of
+from clap_ds.run import setup_dataloader
 from clap_ds.throughput_bench import flops_profile
 from clap_ds.throughput_bench.flops_profile import measure_flops
 from tests.engine.test_engine import model_of, settings
@@ -47,7 +47,7 @@ def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
     with (
         contextlib.redirect_stdout(io.StringIO()) as said,
         mock.patch.object(flops_profile, "published_model", profiled_model),
-        loader_of(run, ranks, engine) as loader,
+        setup_dataloader(run, ranks, engine) as loader,
     ):
         engine.step(loader)
         for each in attentions:
@@ -89,7 +89,7 @@ def test_profiled_figures_stand_beside_the_published_convention(
 def _counted(accumulation: str) -> dict[str, Any]:
     run = settings("fp32", 2, clap={"train": {"accumulation": accumulation}})
     engine = engine_of(run, model_of(run))
-    with loader_of(run, Ranks(0, 1, 0, 1), engine) as loader:
+    with setup_dataloader(run, Ranks(0, 1, 0, 1), engine) as loader:
         return measure_flops(engine, loader, run.clap.model, {}, Path())
 
 
