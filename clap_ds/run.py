@@ -1,10 +1,8 @@
-"""Build a run's model, engine and data loader from its settings, for `train.py` and `bench.py`.
+"""A run's life: join the process group, open the run directory, build model, engine and data
+loader, and record and print how the run ends.
 
-All functions are collectives: a mistake that any rank finds is raised as a UserError on all.
-
-Open a run: its directory with the first files, its watchdog, and the record of how it ends.
-
-Record and print how a run ends, in its summary, this rank's error file and the terminal.
+`throughput_bench/loop.py` and `training/loop.py` call these functions in this order. All are
+collectives: a mistake that any rank finds is raised as a UserError on all.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,20 +41,67 @@ from clap_ds.run_records.run_dir import RunDirectory, State, create_run_dir
 from clap_ds.utils.errors import UserError, printable
 from clap_ds.utils.files import write_atomically
 
+# CUDA, cuBLAS and NCCL allocate without torch and raise others than OutOfMemoryError.
+_NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+# Time after which a process ends whose signal's exception a library has caught.
+SWALLOWED_S = 20.0
+
 
 @contextmanager
 def join_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     """Join the process group and yield the device. User errors begin with the run's file."""
+    debug = run.clap.debug
     try:
-        debug = run.clap.debug
-        device = initialize(
+        yield initialize(
             ranks,
             collective_timeout_s=debug.collective_timeout_s,
             allow_mixed_code=debug.allow_mixed_code,
         )
-        yield device
     except UserError as error:
         raise type(error)(f"{run.path}: {error}") from None
+
+
+@contextmanager
+def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
+    """Open the run directory with its first files. In the body the watchdog runs, and the run's end
+    is recorded. A collective."""
+    kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
+    local_environment = environment.environment(device, kernels)
+    places = _gather_places(local_environment, device)
+    with raise_on_all_ranks():
+        path = Path(run_on_rank0(partial(create_run_dir, run, local_environment, places)))
+    record = RunDirectory(path)
+    if ranks.is_main_process:
+        if ranks.job_folder is not None:
+            write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
+        nodes = len({place["host"] for place in places})
+        print(f"run directory: {path}\nranks: {ranks.world_size}, nodes: {nodes}", flush=True)
+        num_workers = getattr(run.clap.data, "num_workers", 0)
+        problem = cpu_binding.find_wrong_binding(places, num_workers)
+        if problem:
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
+        if device.type == "cpu" and run.precision == "bf16":
+            print(f"CPU kernels: {kernels}", flush=True)
+    error_file.set_error_dir(record.path, ranks.rank, ranks.host)
+    if not run.clap.debug.enabled:
+        # A debugger may hold a rank for hours.
+        watchdog.start(record.path)
+
+    def largest_allocation() -> str:
+        return f"micro-batch {run.micro_batch} on {environment.device_name(device)}"
+
+    with record_outcome(record, ranks, largest_allocation):
+        yield record
+        if run.deepspeed.get("comms_logger", {}).get("enabled"):
+            log_summary()
+    record.close()
+
+
+def _gather_places(local_environment: Any, device: torch.device) -> list[Any]:
+    """Return every rank's host, device and CPU cores, on rank 0."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    host = local_environment["host"]
+    return gather(cpu_binding.place_of_rank(host, local_environment["device_name"], gpu))
 
 
 def setup_model(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
@@ -108,45 +153,6 @@ def setup_dataloader(
     return loader
 
 
-@contextmanager
-def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """Open the run directory with its first files. In the body the watchdog runs, and the run's end
-    is recorded. A collective."""
-    kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
-    here = environment.environment(device, kernels)
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    everywhere = gather(cpu_binding.place_of_rank(here["host"], here["device_name"], gpu))
-    with raise_on_all_ranks():
-        path = Path(run_on_rank0(partial(create_run_dir, run, here, everywhere)))
-    record = RunDirectory(path)
-    if ranks.is_main_process:
-        if ranks.job_folder is not None:
-            write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
-        nodes = len({place["host"] for place in everywhere})
-        print(f"run directory: {path}\nranks: {ranks.world_size}, nodes: {nodes}", flush=True)
-        problem = cpu_binding.find_wrong_binding(
-            everywhere, getattr(run.clap.data, "num_workers", 0)
-        )
-        if problem:
-            print(f"warning: {problem}", file=sys.stderr, flush=True)
-        if device.type == "cpu" and run.precision == "bf16":
-            print(f"CPU kernels: {kernels}", flush=True)
-    error_file.set_error_dir(record.path, ranks.rank, ranks.host)
-    if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
-        watchdog.start(record.path)
-    what = lambda: f"micro-batch {run.micro_batch} on {environment.device_name(device)}"  # noqa: E731
-    with record_outcome(record, ranks, what):
-        yield record
-        if run.deepspeed.get("comms_logger", {}).get("enabled"):
-            log_summary()
-    record.close()
-
-
-_NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
-SWALLOWED_S = 20.0
-"""Time after which a process ends whose signal's exception a library has caught."""
-
-
 class StopSignal(BaseException):
     """A signal stopped the run. SLURM sends USR1 before the time limit."""
 
@@ -156,81 +162,107 @@ class StopSignal(BaseException):
         self.state: State = "timeout" if number == signal.SIGUSR1 else "terminated"
 
 
-def outcome_of(error: BaseException, what: str) -> tuple[State, str, str, str]:
-    """Return how a run ends after an exception: its state, the kind and message in this rank's
-    error file, and what to print. `what` is what was too large if memory is exhausted."""
+class Outcome(NamedTuple):
+    """How a run ends after an exception.
+
+    Attributes:
+        kind, message: what this rank's error file contains.
+        text: what is printed.
+    """
+
+    state: State
+    kind: str
+    message: str
+    text: str
+
+
+def classify_error(error: BaseException, largest_allocation: str) -> Outcome:
+    """Return how a run ends after an exception. `largest_allocation` is what was too large if
+    memory is exhausted."""
     text = str(error)
-    first_line = str(error).partition("\n")[0]
+    first_line = text.partition("\n")[0]
     if isinstance(error, StopSignal):
-        return error.state, error_file.STOPPED, f"stopped by {text}", f"stopped by {text}"
+        message = f"stopped by {text}"
+        return Outcome(error.state, error_file.STOPPED, message, message)
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-        at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        return (
-            "out_of_memory",
-            error_file.OUT_OF_MEMORY,
-            at,
-            f"{at}: {first_line}\n{advise_on_memory(device.type)}",
-        )
+        peak_gb = peak_memory_bytes(device) / 1e9
+        message = f"out of memory at {largest_allocation}, after a peak of {peak_gb:.1f} GB"
+        advice = f"{message}: {first_line}\n{advise_on_memory(device.type)}"
+        return Outcome("out_of_memory", error_file.OUT_OF_MEMORY, message, advice)
     if is_connection_lost(error):
-        said = f"another rank is gone: its connection to this one was lost ({first_line})"
-        return "failed", error_file.LOST_PEER, first_line, said
-    if isinstance(error, NonFiniteError | ValueError | StopIteration):  # in settings or data
-        return "failed", error_file.ERROR, text, text
-    return "failed", error_file.ERROR, f"{type(error).__name__}: {text}", traceback.format_exc()
+        explanation = f"another rank is gone: its connection to this one was lost ({first_line})"
+        return Outcome("failed", error_file.LOST_PEER, first_line, explanation)
+    if isinstance(error, NonFiniteError | ValueError | StopIteration):
+        # The cause is in settings or data, so a traceback wouldn't help.
+        return Outcome("failed", error_file.ERROR, text, text)
+    message = f"{type(error).__name__}: {text}"
+    return Outcome("failed", error_file.ERROR, message, traceback.format_exc())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the GPU's or host's memory is exhausted."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 @contextmanager
-def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) -> Iterator[None]:
+def record_outcome(
+    record: RunDirectory, ranks: Ranks, largest_allocation: Callable[[], str]
+) -> Iterator[None]:
     """Record how the body ends, and end this process unless it completes or raises UserError.
-    `what` returns what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA
-    H100"."""
+
+    Args:
+        largest_allocation: returns what was too large if memory is exhausted, such as "micro-batch
+            616 on NVIDIA H100".
+    """
+    with _raise_on_signals(record):
+        try:
+            yield
+            watchdog.stop()
+            if ranks.is_main_process:
+                record.finish("completed")
+        except UserError as error:
+            if ranks.is_main_process:
+                is_memory = isinstance(error, TooLittleMemoryError)
+                record.finish("out_of_memory" if is_memory else "failed", str(error))
+            raise
+        except (StopSignal, Exception) as error:
+            # Launchers send signals as soon as another rank has ended.
+            _ignore_signals()
+            code = _report_failure(error, classify_error(error, largest_allocation()), record, ranks)
+            if isinstance(error, NonFiniteError):
+                # If another rank left, a launcher would end rank 0 before it has printed.
+                dist.barrier()
+            init.leave(code)
+
+
+@contextmanager
+def _raise_on_signals(record: RunDirectory) -> Iterator[None]:
+    """Raise StopSignal in the body on the first of the launchers' signals, after recording it."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()  # the first one counts, and recording it must not be interrupted
+        # The first one counts, and recording it must not be interrupted.
+        _ignore_signals()
         stop = StopSignal(number)
-        record.finish(
-            stop.state, f"stopped by {stop}"
-        )  # every rank: later ones see the others' end as a failure
+        # On every rank, as later ones see the others' end as a failure.
+        record.finish(stop.state, f"stopped by {stop}")
         signal.signal(signal.SIGALRM, lambda *_: exit_if_caught(stop))
         signal.setitimer(signal.ITIMER_REAL, SWALLOWED_S, SWALLOWED_S)
         raise stop
 
     def exit_if_caught(stop: StopSignal) -> None:
-        if (
-            sys.exception() is not stop
-        ):  # else it is on its way, and a block that it leaves may wait for a checkpoint
+        # If it is on its way, a block that it leaves may wait for a checkpoint.
+        if sys.exception() is not stop:
             init.exit_now(128 + stop.number)
 
-    previous = {number: signal.signal(number, interrupt) for number in watchdog.SIGNALS}
+    previous_handlers = {number: signal.signal(number, interrupt) for number in watchdog.SIGNALS}
     try:
         yield
-        watchdog.stop()
-        if ranks.is_main_process:
-            record.finish("completed")
-    except UserError as error:
-        if ranks.is_main_process:
-            record.finish(
-                "out_of_memory" if isinstance(error, TooLittleMemoryError) else "failed", str(error)
-            )
-        raise
-    except (StopSignal, Exception) as error:
-        _ignore_signals()  # launchers send them as soon as another rank has ended
-        state, kind, message, said = outcome_of(error, what())
-        code, word = (128 + error.number, "") if isinstance(error, StopSignal) else (1, "error: ")
-        write_error_file(kind, message, code, fault=fault_of(error))
-        of_all = isinstance(error, StopSignal | NonFiniteError)  # raised on all ranks
-        if ranks.is_main_process or not of_all:
-            record.finish(state, message if of_all else f"rank {ranks.rank}: {message}")
-            speaker = "" if of_all else f"rank {ranks.rank}: "
-            print(printable(f"{word}{speaker}{said}", "\n"), file=sys.stderr, flush=True)
-        if isinstance(error, NonFiniteError):
-            # if another rank left, a launcher would end rank 0 before it has printed
-            dist.barrier()
-        init.leave(code)
     finally:
         signal.alarm(0)
-        for number, handler in previous.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -239,8 +271,19 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the GPU's or host's memory is exhausted. CUDA, cuBLAS and NCCL allocate
-    without torch and raise others."""
-    said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
-    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
+def _report_failure(
+    error: BaseException, outcome: Outcome, record: RunDirectory, ranks: Ranks
+) -> int:
+    """Write the error file and the summary, print the outcome, and return the exit code."""
+    is_stop = isinstance(error, StopSignal)
+    code = 128 + error.number if isinstance(error, StopSignal) else 1
+    write_error_file(outcome.kind, outcome.message, code, fault=fault_of(error))
+    # These are raised on all ranks, and rank 0 speaks for them.
+    on_all_ranks = is_stop or isinstance(error, NonFiniteError)
+    if on_all_ranks and not ranks.is_main_process:
+        return code
+    speaker = "" if on_all_ranks else f"rank {ranks.rank}: "
+    prefix = "" if is_stop else "error: "
+    record.finish(outcome.state, f"{speaker}{outcome.message}")
+    print(printable(f"{prefix}{speaker}{outcome.text}", "\n"), file=sys.stderr, flush=True)
+    return code

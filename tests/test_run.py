@@ -1,4 +1,4 @@
-"""Check what is recorded and printed for each exception that ends a run."""
+"""What is recorded and printed for each exception that ends a run."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ from clap_ds.run import (
     NonFiniteError,
     StopSignal,
     TooLittleMemoryError,
+    classify_error,
     is_connection_lost,
     is_out_of_memory,
     record_outcome,
@@ -24,126 +25,172 @@ from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.utils.errors import CollectiveUserError
 
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
-
-
-def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors() -> None:
-    memory = (
-        "DefaultCPUAllocator: can't allocate memory",
-        "CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`",
-    )
-    gone = (
-        LOST,
-        "[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe",
-        "[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation",
-        "NCCL error\nncclRemoteError: A call failed, possibly due to a remote process",
-        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-        "NCCL communicator was aborted on rank 1",
-    )
-    assert all(
-        is_out_of_memory(each)
-        for each in (torch.OutOfMemoryError("20 MiB"), *map(RuntimeError, memory))
-    )
-    dropped = torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
-    assert all(is_connection_lost(each) for each in (dropped, *map(RuntimeError, gone)))
-    of_a_data_server = ConnectionError("Connection reset by peer")
-    for each in (
-        of_a_data_server,
-        ValueError("the memory of this"),
-        RuntimeError("CUDA error: invalid argument"),
-    ):
-        assert not is_out_of_memory(each)
-        assert not is_connection_lost(each)
-
-
-STOPPED = "stopped by SIGUSR1"
-AT = "rank 0: out of memory at 616 on H100, after a peak of 3.0 GB"
-GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"
-ENDS: list[tuple[Any, ...]] = [
-    (None, None, "completed", None, None, ""),
-    (CollectiveUserError("no such field"), None, "failed", "no such field", None, ""),
-    (TooLittleMemoryError("needs 9 GB"), None, "out_of_memory", "needs 9 GB", None, ""),
-    (
-        StopSignal(signal.SIGTERM),
-        143,
-        "terminated",
-        "stopped by SIGTERM",
-        error_file.STOPPED,
-        "stopped by SIGTERM",
-    ),
-    (StopSignal(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
-    (
-        NonFiniteError("NaN at step 2"),
-        1,
-        "failed",
-        "NaN at step 2",
-        error_file.ERROR,
-        "error: NaN at step 2",
-    ),
-    (
-        ValueError("no shard"),
-        1,
-        "failed",
-        "rank 0: no shard",
-        error_file.ERROR,
-        "error: rank 0: no shard",
-    ),
-    (
-        torch.OutOfMemoryError("20 MiB\nmore"),
-        1,
-        "out_of_memory",
-        AT,
-        error_file.OUT_OF_MEMORY,
-        f"error: {AT}: 20 MiB\nreduce train_micro_batch_size_per_gpu",
-    ),
-    (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", error_file.LOST_PEER, GONE),
-    (KeyError("x"), 1, "failed", "rank 0: KeyError: 'x'", error_file.ERROR, "Traceback"),
+MEMORY_ERRORS: list[Exception] = [
+    torch.OutOfMemoryError("20 MiB"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate`"),
 ]
-"""Exception, exit code, state, error in the summary, kind in the error file, and printed text."""
+CONNECTION_ERRORS: list[Exception] = [
+    torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"),
+    RuntimeError(LOST),
+    RuntimeError("[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe"),
+    RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation"),
+    RuntimeError("NCCL error\nncclRemoteError: A call failed, possibly due to a remote process"),
+    RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"),
+    RuntimeError("NCCL communicator was aborted on rank 1"),
+]
+OTHER_ERRORS: list[Exception] = [
+    # Of a data server.
+    ConnectionError("Connection reset by peer"),
+    ValueError("the memory of this"),
+    RuntimeError("CUDA error: invalid argument"),
+]
 
 
-@pytest.mark.parametrize(("error", "code", "state", "recorded", "kind", "said"), ENDS)
-def test_every_end_is_recorded_once(
-    tmp_path: Path,
+@pytest.mark.parametrize("error", MEMORY_ERRORS + CONNECTION_ERRORS + OTHER_ERRORS, ids=str)
+def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> None:
+    assert is_out_of_memory(error) == (error in MEMORY_ERRORS)
+    assert is_connection_lost(error) == (error in CONNECTION_ERRORS)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "kind", "message", "text"),
+    [
+        (
+            StopSignal(signal.SIGUSR1),
+            "timeout",
+            error_file.STOPPED,
+            "stopped by SIGUSR1",
+            "stopped by SIGUSR1",
+        ),
+        (NonFiniteError("NaN at step 2"), "failed", error_file.ERROR, "NaN at step 2", "NaN"),
+        (ValueError("no shard"), "failed", error_file.ERROR, "no shard", "no shard"),
+        (
+            torch.OutOfMemoryError("20 MiB\nmore"),
+            "out_of_memory",
+            error_file.OUT_OF_MEMORY,
+            "out of memory at 616 on H100, after a peak of 3.0 GB",
+            "3.0 GB: 20 MiB\nreduce train_micro_batch_size_per_gpu",
+        ),
+        (RuntimeError(LOST), "failed", error_file.LOST_PEER, LOST, "another rank is gone"),
+        # With a traceback, if the exception has one.
+        (KeyError("x"), "failed", error_file.ERROR, "KeyError: 'x'", "NoneType"),
+    ],
+)
+def test_error_is_classified(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException | None,
-    code: int | None,
+    error: BaseException,
     state: str,
-    recorded: str | None,
-    kind: str | None,
-    said: str,
+    kind: str,
+    message: str,
+    text: str,
 ) -> None:
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(init, "leave", leave)
-    monkeypatch.setattr("clap_ds.run.dist.barrier", lambda: None)
     monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
-    error_file.set_error_dir(tmp_path, 0, "node1")
-    before = signal.getsignal(signal.SIGTERM)
-    record = RunDirectory(tmp_path)
-    ended = None
-    try:
-        with record_outcome(record, Ranks(0, 1, 0, 1), lambda: "616 on H100"):
-            if error is not None:
-                raise error
-    except (SystemExit, CollectiveUserError) as found:
-        ended = getattr(found, "code", None)
-    assert (ended, signal.getsignal(signal.SIGTERM)) == (code, before)
+    outcome = classify_error(error, "616 on H100")
+    assert (outcome.state, outcome.kind, outcome.message) == (state, kind, message)
+    assert text in outcome.text
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which the process would have ended."""
+    codes: list[int] = []
+    monkeypatch.setattr(init, "leave", codes.append)
+    monkeypatch.setattr(init, "exit_now", codes.append)
+    monkeypatch.setattr("clap_ds.run.dist.barrier", lambda: None)
+    return codes
+
+
+def _end(folder: Path, error: BaseException | None, rank: int = 0) -> Any:
+    """End a run of two ranks, and return its summary's state and error."""
+    error_file.set_error_dir(folder, rank, f"node{rank}")
+    record = RunDirectory(folder)
+    with record_outcome(record, Ranks(rank, 2, rank, 2), lambda: "616 on H100"):
+        if error is not None:
+            raise error
+    # A later consequence doesn't replace the first end.
     record.finish("failed", "a later consequence")
-    summary: dict[str, Any] = dict(record.summary())
-    assert (summary["state"], summary["error"]) == (state, recorded)
-    words = [json.loads(path.read_text()) for path in tmp_path.glob("errors/*.json")]
-    assert [(word["kind"], word["code"]) for word in words] == ([(kind, code)] if kind else [])
-    assert said in capsys.readouterr().err
+    summary = record.summary()
+    return summary.get("state"), summary.get("error")
 
 
-def test_signal_whose_exception_a_library_catches_still_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _error_files(folder: Path) -> list[tuple[str, int]]:
+    errors = [json.loads(path.read_text()) for path in folder.glob("errors/*.json")]
+    return [(error["kind"], error["code"]) for error in errors]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "state", "recorded", "printed"),
+    [
+        # Raised on all ranks, so no rank is named.
+        (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", "stopped by SIGTERM"),
+        (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", "error: NaN at step 2"),
+        (ValueError("no shard"), 1, "failed", "rank 0: no shard", "error: rank 0: no shard"),
+        (KeyError("x"), 1, "failed", "rank 0: KeyError: 'x'", "Traceback"),
+    ],
+)
+def test_failed_run_is_recorded_printed_and_left(
+    tmp_path: Path,
+    left: list[int],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    state: str,
+    recorded: str,
+    printed: str,
 ) -> None:
-    """It may take any time on its way: blocks that it leaves wait for checkpoints."""
-    left: list[int] = []
-    monkeypatch.setattr(init, "exit_now", left.append)
+    handler = signal.getsignal(signal.SIGTERM)
+    assert _end(tmp_path, error) == (state, recorded)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert left == [code]
+    assert [file_code for _, file_code in _error_files(tmp_path)] == [code]
+    assert printed in capsys.readouterr().err
+
+
+def test_error_of_all_ranks_is_printed_by_rank_0_only(
+    tmp_path: Path, left: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _end(tmp_path, NonFiniteError("NaN at step 2"), rank=1)
+    assert left == [1]
+    assert capsys.readouterr().err == ""
+
+
+def test_completed_run_is_recorded(tmp_path: Path, left: list[int]) -> None:
+    assert _end(tmp_path, None) == ("completed", None)
+    assert left == []
+    assert _error_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (CollectiveUserError("no such field"), "failed"),
+        (TooLittleMemoryError("needs 9 GB"), "out_of_memory"),
+    ],
+)
+def test_user_error_is_recorded_and_raised(
+    tmp_path: Path, left: list[int], error: Exception, state: str
+) -> None:
+    with pytest.raises(type(error)):
+        _end(tmp_path, error)
+    summary = RunDirectory(tmp_path).summary()
+    assert (summary["state"], summary["error"]) == (state, str(error))
+    assert left == []
+
+
+def test_signal_stops_the_run_and_is_recorded_by_every_rank(
+    tmp_path: Path, left: list[int]
+) -> None:
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
+        signal.raise_signal(signal.SIGINT)
+    assert left == [128 + signal.SIGINT]
+    assert RunDirectory(tmp_path).summary()["state"] == "terminated"
+
+
+def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[int]
+) -> None:
+    """Blocks that the exception leaves may wait for checkpoints."""
     monkeypatch.setattr("clap_ds.run.SWALLOWED_S", 0.1)
     with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
         with contextlib.suppress(BaseException):
@@ -151,16 +198,9 @@ def test_signal_whose_exception_a_library_catches_still_ends_the_run(
                 signal.raise_signal(signal.SIGTERM)
             finally:
                 signal.pause()
-                on_its_way = [*left]
-        time.sleep(1)
-    assert on_its_way == []
-    assert 128 + signal.SIGTERM in left
-
-
-def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(init, "leave", left.append)
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
-        signal.raise_signal(signal.SIGINT)
-    assert left == [128 + signal.SIGINT]
-    assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # every rank records it
+                left_meanwhile = [*left]
+        deadline = time.monotonic() + 60
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert left_meanwhile == []
+    assert left[0] == 128 + signal.SIGTERM

@@ -1,7 +1,5 @@
-"""Build a model, and DeepSpeed's engine around it with CLAP's optimizer groups.
-
-A schedule of the learning rate that neither DeepSpeed nor torch has.
-"""
+"""Build a model, DeepSpeed's engine around it, CLAP's optimizer groups, and a schedule of the
+learning rate that neither DeepSpeed nor torch has."""
 
 from __future__ import annotations
 
@@ -28,19 +26,21 @@ from clap_ds.config.schema import (
 from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
+from clap_ds.engine import deepspeed_compat
+from clap_ds.engine.deepspeed_compat import StepToStepTimer
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
-from clap_ds.metrics.throughput import StepToStepTimer
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import kernels_for
-from clap_ds.weights.hub import pretrained_text
+from clap_ds.weights.hub import load_tokenizer, pretrained_text
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
-_KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # optimizer groups in order
+# Optimizer groups in order.
+GROUP_NAMES = ("decay", "no_decay", "fp32", "logit_scale")
+# A 16-bit parameter with a multiple of so many elements ends at a multiple of 16 bytes.
 ALIGNED = 8
-"""A 16-bit parameter with a multiple of so many elements ends at a multiple of 16 bytes."""
 
 
 @activity("asking the hub")
@@ -52,8 +52,6 @@ def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks:
     def load() -> None:
         text = model.sizes.text
         if isinstance(data, ShardData):
-            from clap_ds.weights.hub import load_tokenizer
-
             load_tokenizer(
                 data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
             )
@@ -73,11 +71,13 @@ def build_model(
 ) -> ContrastiveModel:
     """Build a new model for a device, with `frozen` towers. Raises ValueError if the device can't
     run it."""
-    theirs = {"pretrained_text": settings.pretrained_text} if settings.sizes.open_clip else {}
+    options = settings.model_dump(include={"drop_path", "text_dropout", "spec_augment"})
+    if settings.sizes.open_clip:
+        # open_clip loads the weights itself.
+        options["pretrained_text"] = settings.pretrained_text
     model = new_model(
         settings.sizes,
-        **theirs,
-        **settings.model_dump(include={"drop_path", "text_dropout", "spec_augment"}),
+        **options,
         learns_bias=LOSSES[loss.kind].needs_bias,
         **kernels_for(settings, device)._asdict(),
         activation_checkpointing=tuple(settings.activation_checkpointing),
@@ -101,11 +101,11 @@ def freeze(model: ContrastiveModel, towers: Collection[str]) -> None:
 
 
 def trained_towers(model: ContrastiveModel) -> list[str]:
-    return [
-        each
-        for each in TOWERS
-        if any(p.requires_grad for p in model.get_submodule(each).parameters())
-    ]
+    return [tower for tower in TOWERS if _is_trained(model.get_submodule(tower))]
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def wrap(
@@ -116,40 +116,44 @@ def wrap(
     # Synchronizing twice a step would wait for the copy of the next batch: 8% of a step on an H200.
     # See `StepToStepTimer`.
     config = {"timers": {"throughput": {"synchronized": False}}, **config}
-    optimizer = None
     if "tensorboard" in config:
-        config["tensorboard"] = {**config["tensorboard"], "enabled": False}  # `Scalars` writes it
+        # `Scalars` writes it.
+        config["tensorboard"] = {**config["tensorboard"], "enabled": False}
+
+    make_optimizer = None
     if takes_flat_adamw(config, settings):
         section = config["optimizer"]
+        options = {"cpu_kernels": settings.cpu_kernels == "auto", **section.get("params", {})}
+        make_optimizer = partial(FlatAdamW, **options)
+        # Makes DeepSpeed keep groups flat.
         config["optimizer"] = {**section, "legacy_fusion": True}
-        optimizer = partial(
-            FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **section.get("params", {})
-        )
-    schedule = None
-    of_schedule = config.get("scheduler", {})
-    if of_schedule.get("type") == WarmupStableDecayLR.__name__:
-        schedule = partial(WarmupStableDecayLR, **of_schedule.get("params", {}))
+    make_schedule = None
+    schedule = config.get("scheduler", {})
+    if schedule.get("type") == WarmupStableDecayLR.__name__:
+        make_schedule = partial(WarmupStableDecayLR, **schedule.get("params", {}))
+
+    initialize: Any = deepspeed.initialize
     try:
-        with activity("building DeepSpeed's engine"):  # may compile its optimizer
-            parts: Any = {
-                "model_parameters": parameter_groups(model, train),
-                "optimizer": optimizer,
-            }
-            engine, *_ = deepspeed.initialize(
-                model=model, lr_scheduler=schedule, config=config, **parts
+        # It may compile DeepSpeed's optimizer.
+        with activity("building DeepSpeed's engine"):
+            engine, *_ = initialize(
+                model=model,
+                model_parameters=parameter_groups(model, train),
+                optimizer=make_optimizer,
+                lr_scheduler=make_schedule,
+                config=config,
             )
     except Exception as error:  # of many types
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            raise  # out of memory, or a lost rank
+            # Memory is exhausted, or another rank is lost.
+            raise
         raise ValueError(
             f"DeepSpeed rejects the configuration: {type(error).__name__}: {error}"
         ) from error
-    if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
-        # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight
-        # decay and the step count.
-        inner.state.clear()
-        engine.optimizer.refresh_fp32_params()
-    scale_rates(inner or engine.optimizer)
+
+    if deepspeed_compat.is_16_bit_wrapper(engine.optimizer):
+        deepspeed_compat.undo_first_step(engine.optimizer)
+    scale_rates(deepspeed_compat.inner_optimizer(engine.optimizer))
     engine.tput_timer = StepToStepTimer(engine.tput_timer)
     return engine
 
@@ -157,10 +161,11 @@ def wrap(
 def takes_flat_adamw(config: dict[str, Any], settings: EngineSettings) -> bool:
     """Return whether `FlatAdamW` steps a run: other options make DeepSpeed build its own."""
     section = config.get("optimizer", {})
-    is_adam = (
-        section.get("type", "").lower() in ADAMS and section.get("params", {}).keys() <= OPTIONS
+    return (
+        settings.optimizer_implementation == "torch"
+        and section.get("type", "").lower() in ADAMS
+        and section.get("params", {}).keys() <= OPTIONS
     )
-    return is_adam and settings.optimizer_implementation == "torch"
 
 
 def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
@@ -174,44 +179,52 @@ def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[
 
     Within a group, odd sizes come last: DeepSpeed's flat buffer has no gaps, and for a bias that
     doesn't start at a multiple of 16 bytes cuBLAS takes a kernel that needs twice the time.
-    Checkpoints keep the model's order (`engine/state.py`).
+    Checkpoints keep the model's order (`checkpoint/restore.py`).
     """
-    kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
-    scale_of: dict[Any, float] = {**train.lr_scale}
+    # Now, before DeepSpeed casts them.
+    fp32_values = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
+    return _parameter_groups(model, {**train.lr_scale}, fp32_values)
 
-    def group_of(name: str, parameter: nn.Parameter) -> str:
+
+def _parameter_groups(
+    model: ContrastiveModel,
+    lr_scale: dict[Any, float],
+    fp32_values: dict[nn.Parameter, torch.Tensor],
+) -> Iterator[dict[str, Any]]:
+    for parameter, value in fp32_values.items():
+        parameter.data = value
+    groups: dict[tuple[int, float], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if parameter is model.logit_scale:
-            return "logit_scale"
-        if parameter in kept:
-            return "fp32"
-        return "no_decay" if parameter.ndim < 2 or "relative_position_bias" in name else "decay"
-
-    def groups() -> Iterator[dict[str, Any]]:
-        for parameter, value in kept.items():
-            parameter.data = value
-        named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                named[group_of(name, parameter), scale_of.get(name.split(".")[0], 1.0)].append(
-                    parameter
-                )
-        for kind, scale in sorted(named, key=lambda group: (_KINDS.index(group[0]), -group[1])):
-            options = ({} if kind == "decay" else {"weight_decay": 0.0}) | (
-                {} if scale == 1 else {"lr_scale": scale}
-            )
-            parameters = sorted(
-                named[kind, scale], key=lambda parameter: parameter.numel() % ALIGNED != 0
-            )
-            yield {"name": kind, "params": parameters, **options}
-
-    return groups()
+            group_name = "logit_scale"
+        elif parameter in fp32_values:
+            group_name = "fp32"
+        elif parameter.ndim < 2 or "relative_position_bias" in name:
+            group_name = "no_decay"
+        else:
+            group_name = "decay"
+        tower, *_ = name.split(".")
+        # In the order of names, the largest scale first.
+        groups[GROUP_NAMES.index(group_name), -lr_scale.get(tower, 1.0)].append(parameter)
+    for (position, negative_scale), parameters in sorted(groups.items()):
+        group: dict[str, Any] = {"name": GROUP_NAMES[position]}
+        group["params"] = sorted(parameters, key=lambda p: p.numel() % ALIGNED != 0)
+        if group["name"] != "decay":
+            group["weight_decay"] = 0.0
+        if negative_scale != -1:
+            group["lr_scale"] = -negative_scale
+        yield group
 
 
 class WarmupStableDecayLR(LambdaLR):
-    """Warm up over `warmup_num_steps`, hold the rate, and lower it over the last `decay_num_steps`
-    of `total_num_steps` to the share `min_ratio`, linearly or by the power `decay_power` (WSD,
-    arXiv 2404.06395; open_clip's `const-cooldown`). With `cosine`, and a decay of all steps after
-    the warm-up, it is open_clip's `cosine`."""
+    """Schedule that warms up over `warmup_num_steps`, holds the rate, and lowers it over the last
+    `decay_num_steps` of `total_num_steps` to the fraction `min_ratio` (WSD, arXiv 2404.06395).
+
+    The decay is linear or has the power `decay_power`, as open_clip's `const-cooldown`. With
+    `cosine`, and a decay of all steps after the warm-up, it is open_clip's `cosine`.
+    """
 
     def __init__(
         self,
@@ -224,14 +237,19 @@ class WarmupStableDecayLR(LambdaLR):
         cosine: bool = False,
     ) -> None:
         if warmup_num_steps + decay_num_steps > total_num_steps or min_ratio > 1:
-            expected = "expected warmup_num_steps + decay_num_steps of at most total_num_steps, and min_ratio of at most 1"
-            raise ValueError(f"scheduler.params: {expected}")
+            raise ValueError(
+                "scheduler.params: expected warmup_num_steps + decay_num_steps of at most"
+                " total_num_steps, and min_ratio of at most 1"
+            )
 
         def ratio(step: int) -> float:
-            left = min(1.0, max(0, total_num_steps - step) / decay_num_steps)
+            # 1 until the decay begins, 0 at the last step.
+            remaining = min(1.0, max(0, total_num_steps - step) / decay_num_steps)
             if cosine:
-                left = (1 - math.cos(math.pi * left)) / 2
-            decayed = min_ratio + (1 - min_ratio) * left**decay_power
-            return min(decayed, (step + 1) / warmup_num_steps) if warmup_num_steps else decayed
+                remaining = (1 - math.cos(math.pi * remaining)) / 2
+            decayed = min_ratio + (1 - min_ratio) * remaining**decay_power
+            if warmup_num_steps == 0:
+                return decayed
+            return min(decayed, (step + 1) / warmup_num_steps)
 
         super().__init__(optimizer, ratio)

@@ -19,16 +19,17 @@ from clap_ds.data.batch import Batch
 from clap_ds.model.contrastive import ContrastiveModel
 
 Forward = Callable[..., tuple[Tensor, ...]]
-"""The model in training, including autocast: inputs of `Batch.model_inputs` → features and
-scalars."""
+"""The model in training, including autocast: inputs of `Batch.model_inputs` → audio and text
+features, logit scale and, if any, logit bias."""
 
 
 @contextmanager
-def kept_statistics(model: ContrastiveModel) -> Iterator[None]:
-    """Restore the batch norm's statistics afterwards."""
-    kept = [(buffer, buffer.clone()) for buffer in model.running_statistics()]
+def preserve_statistics(model: ContrastiveModel) -> Iterator[None]:
+    """Restore the batch norm's running statistics afterwards."""
+    buffers = model.running_statistics()
+    values = [buffer.clone() for buffer in buffers]
     yield
-    for buffer, value in kept:
+    for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)
 
 
@@ -36,42 +37,46 @@ def kept_statistics(model: ContrastiveModel) -> Iterator[None]:
 def first_pass(
     forward: Forward, model: ContrastiveModel, micro_batches: list[Batch]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if
-    any, the bias, as leaves that require gradients; and the random state before each micro-batch.
-    Running statistics don't change."""
+    """Compute a step's features without a graph. Running statistics don't change.
+
+    Returns leaves that require gradients, and the random state before each micro-batch. The leaves
+    are the step's audio and text features, (rows, joint_dim) each, and the scalars.
+    """
     outputs = []
-    states = []
-    with kept_statistics(model):
+    rng_states = []
+    with preserve_statistics(model):
         for batch in micro_batches:
-            states.append(random_state(batch.device))
+            rng_states.append(random_state(batch.device))
             outputs.append(forward(*batch.model_inputs()))
-    audio, text, *_ = zip(*outputs, strict=True)
-    leaves = [
-        each.detach().requires_grad_()
-        for each in (torch.cat(audio), torch.cat(text), *outputs[0][2:])
-    ]
-    return leaves, states
+    audio_parts, text_parts, *_ = zip(*outputs, strict=True)
+    # The scalars are parameters, the same for each micro-batch.
+    _, _, *scalars = outputs[0]
+    values = [torch.cat(audio_parts), torch.cat(text_parts), *scalars]
+    return [value.detach().requires_grad_() for value in values], rng_states
 
 
 def second_pass(
     forward: Forward,
     batch: Batch,
-    state: dict[str, Any],
+    rng_state: dict[str, Any],
     gradients: Sequence[Tensor],
     number: int,
-    total: int,
+    num_micro_batches: int,
 ) -> Tensor:
-    """Compute the surrogate loss, a scalar, of micro-batch `number` (from 0) of `total`, from the
-    random `state` before its first pass and the loss's `gradients` for the leaves."""
-    restore_random_state(state, batch.device)
+    """Compute the surrogate loss, a scalar, of the micro-batch `number`, from 0.
+
+    Args:
+        rng_state: the random state before its first pass.
+        gradients: the loss's, for the leaves.
+    """
+    restore_random_state(rng_state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
-    rows = slice(number * len(batch), (number + 1) * len(batch))
     audio_gradient, text_gradient, *scalar_gradients = gradients
+    rows = slice(number * len(batch), (number + 1) * len(batch))
     terms = [(audio * audio_gradient[rows]).sum(), (text * text_gradient[rows]).sum()]
-    terms += [
-        (own * gradient).sum() / total
-        for own, gradient in zip(scalars, scalar_gradients, strict=True)
-    ]
+    for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
+        # The whole batch's gradient, which every micro-batch adds a part of.
+        terms.append((scalar * gradient).sum() / num_micro_batches)
     return torch.stack(terms).sum()
 
 
@@ -86,5 +91,6 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore `random_state`. A state without a GPU's leaves the GPU's generator unchanged."""
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state.get("cuda") is not None:  # earlier versions' is None
+    # Checkpoints of earlier versions have None for a CPU.
+    if device.type == "cuda" and state.get("cuda") is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

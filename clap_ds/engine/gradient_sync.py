@@ -14,34 +14,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
+from clap_ds.engine import deepspeed_compat
 from clap_ds.engine.loss import PeerWait
 
 
 class GradientSync:
-    """Average gradients over ranks with DeepSpeed or, `overlapped` with backward, with torch's
-    reducer. The latter requires that every trained parameter gets a gradient in every step. It
-    sends each in its own dtype, so DeepSpeed also averages those of a run with another
-    `communication_data_type`."""
+    """Averaging of gradients over ranks by DeepSpeed or, `overlapped` with backward, by torch's
+    reducer. The latter requires that every trained parameter gets a gradient in every step."""
 
     def __init__(
         self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext
     ) -> None:
+        """Attach to DeepSpeed's engine.
+
+        Args:
+            bucket_mb: size of the reducer's buckets in MiB.
+        """
         self._engine = engine
         self._is_off = False
         self._peer_wait = peer_wait
-        self._module: Any = engine.module  # an nn.Module to which `replicate` adds methods
-        dtypes = {
-            parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad
-        }
-        narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+        # `replicate` adds methods to the module.
+        self._module: Any = engine.module
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        narrowest = min((p.dtype for p in trained), key=lambda dtype: dtype.itemsize)
+        # The reducer sends each gradient in its own dtype, so DeepSpeed averages those of a run
+        # with another `communication_data_type`.
         self._overlapped = overlapped and engine.communication_data_type == narrowest
         if self._overlapped:
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-        engine.register_forward_pre_hook(
-            self._settle
-        )  # runs before the module's hook, which the reducer uses
+        # The engine's hook runs before the module's, which the reducer uses.
+        engine.register_forward_pre_hook(self._enable_allreduce)
 
-    def _settle(self, module: nn.Module, inputs: Any) -> None:
+    def _enable_allreduce(self, module: nn.Module, inputs: Any) -> None:
         """Enable the all-reduce of the coming pass only at the accumulation boundary, and not in
         `off`."""
         if self._overlapped:
@@ -50,16 +54,20 @@ class GradientSync:
         # DeepSpeed checks the boundary itself. On one rank it would copy every gradient to a buffer
         # and back.
         by_deepspeed = not self._overlapped and dist.get_world_size() > 1
-        self._engine.enable_backward_allreduce = by_deepspeed and not self._is_off
+        deepspeed_compat.enable_allreduce(self._engine, by_deepspeed and not self._is_off)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run DeepSpeed's backward pass, and record the time from this rank's last gradient to its
-          return as a wait.
-        Autograd runs callbacks in the order of queueing: this one first, then the reducer's, which
-          waits."""
-        with ExitStack() as waiting:
-            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            loss.register_hook(lambda _: queue(lambda: waiting.enter_context(self._peer_wait())))
+        return as a wait for other ranks."""
+        queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+        with ExitStack() as wait:
+
+            def start_wait() -> None:
+                wait.enter_context(self._peer_wait())
+
+            # Autograd runs callbacks in the order of queueing: this one first, then the reducer's,
+            # which waits.
+            loss.register_hook(lambda _: queue(start_wait))
             self._engine.backward(loss, **options)
 
     @contextmanager

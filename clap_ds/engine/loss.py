@@ -1,16 +1,13 @@
 """Compute contrastive losses over the global batch, with exact gradients but without sending
 feature gradients.
 
-Both gradients have a closed form: a rank that has seen all features computes its own features'
-gradient in the forward pass, tile by tile, and then frees the similarities and gathered features.
+Both losses' gradients have a closed form: a rank that has seen all features computes its own
+features' gradient in the forward pass, and then frees the similarities and gathered features. The
+softmax loss works tile by tile, as the similarities of a large batch don't fit in memory. The
+operations between two matrix products are a separate function, which torch.compile fuses into one
+kernel on a GPU.
 
-Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
-
-Sum over rows of a similarity matrix, one tile of columns at a time. Shape letters are as in
-`loss`.
-
-The operations between two matrix products are a separate function, which torch.compile fuses into
-one kernel on a GPU.
+Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension, R ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +27,28 @@ from clap_ds.config.schema import LossSettings
 from clap_ds.distributed.collectives import rank, world_size
 from clap_ds.engine.compile import compiled_on_gpu
 
+# Columns per tile: few kernels on a GPU (80 MB at a micro-batch of 616), cache-sized on a CPU.
+GPU_TILE = 32768
+CPU_TILE = 1024
+
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 PeerWait = Callable[[], AbstractContextManager[object]]
 """Makes a context manager for waits for other ranks, such as `StepTimer.peer_wait`."""
+LossAndGradients = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class _Gather:
-    """Start an all-gather."""
+    """An all-gather that has been started."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype) -> None:
-        self._own = self._gathered = local.detach().to(dtype).contiguous()
+        self._local = local.detach().to(dtype).contiguous()
+        self._gathered = self._local
         self._work: dist.Work | None = None
         if world_size() > 1:
-            self._gathered = self._own.new_empty(world_size() * len(local), *local.shape[1:])
-            self._work = _all_gather(self._gathered, self._own, async_op=True)
+            self._gathered = self._local.new_empty(world_size() * len(local), *local.shape[1:])
+            self._work = _all_gather(self._gathered, self._local, async_op=True)
 
     def wait(self) -> Tensor:
         """Return every rank's rows in rank order, complete for work queued afterwards."""
@@ -54,125 +57,23 @@ class _Gather:
         return self._gathered
 
 
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: None,
-        audio_ND: Tensor,
-        text_ND: Tensor,
-        peer_wait: PeerWait,
-    ) -> Tensor:
-        num_local = len(audio_BD)
-        scale = logit_scale.detach()
-        first = rank() * num_local
-        own_audio_BD, own_text_BD = (
-            each[first : first + num_local] for each in (audio_ND, text_ND)
-        )
-        row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first)
-        column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first)
-        loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
-
-        if any(ctx.needs_input_grad):
-            lses = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype)
-            with peer_wait():
-                lse_R2B = lses.wait()
-            row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
-            rest = scale, first
-            audio_grad_BD, scale_grad = tiled_softmax_gradient(
-                own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest
-            )
-            text_grad_BD, _ = tiled_softmax_gradient(
-                own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest
-            )
-            # 1/2N of the formula, times the number of ranks, by which data parallelism will divide.
-            factor = 1 / (2 * num_local)
-            ctx.save_for_backward(
-                audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale)
-            )
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        audio_grad_BD, text_grad_BD, scale_grad = (
-            saved * upstream[0] for saved in ctx.saved_tensors
-        )
-        return audio_grad_BD, text_grad_BD, scale_grad, *[None] * 4
-
-
-class _Sigmoid(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor,
-        audio_ND: Tensor,
-        text_ND: Tensor,
-        peer_wait: PeerWait,
-    ) -> Tensor:
-        scale = logit_scale.detach()
-        bias = logit_bias.detach()
-        num_local = len(audio_BD)
-        audios = audio_ND.chunk(world_size())
-        texts = text_ND.chunk(world_size())
-        audio = audios[rank()]
-        text = texts[rank()]
-        loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
-        audio_grad_BD = torch.zeros_like(audio_BD)
-        text_grad_BD = torch.zeros_like(text_BD)
-        for distance in range(world_size()):
-            other_audio = audios[rank() - distance]
-            other_text = texts[rank() - distance]
-            similarity_BB = similarities(audio, other_text, scale.dtype)
-            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0)
-            loss += row_loss_BB.sum()
-            scale_grad += (row_weight_BB * similarity_BB).sum()
-            bias_grad += row_weight_BB.sum()
-            audio_grad_BD += weighted_sum(row_weight_BB, other_text, scale.dtype)
-            column_weight_BB = row_weight_BB.T
-            if distance:
-                logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
-                column_weight_BB = _sigmoid_terms(logits_BB, False)[1]
-            text_grad_BD += weighted_sum(column_weight_BB, other_audio, scale.dtype)
-        features = (audio_grad_BD * (scale / num_local), text_grad_BD * (scale / num_local))
-        ctx.save_for_backward(*features, scale_grad / num_local, bias_grad / num_local)
-        return loss[0] / num_local
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None, None)
-
-
-def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
-    """Return -log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal if
-    `paired`, else -1."""
-    loss_BB = F.softplus(logits_BB)
-    weight_BB = logits_BB.sigmoid()
-    if paired:
-        loss_BB.diagonal().sub_(logits_BB.diagonal())
-        weight_BB.diagonal().sub_(1)
-    return loss_BB, weight_BB
-
-
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
     """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with
     equal similarities."""
     targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
-    both = [
-        F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)
-    ]
-    return torch.stack(both).mean(0), math.log(len(logits_BB))
+    audio_to_text_B = F.cross_entropy(logits_BB, targets_BB, reduction="none")
+    text_to_audio_B = F.cross_entropy(logits_BB.T, targets_BB, reduction="none")
+    return torch.stack((audio_to_text_B, text_to_audio_B)).mean(0), math.log(len(logits_BB))
 
 
 def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """Return the sigmoid loss likewise."""
-    share = float(positive_BB.mean())
-    chance = -len(logits_BB) * (share * math.log(share) + (1 - share) * math.log1p(-share))
+    """Return the sigmoid loss of each pair of a held-out batch, (B,), and the minimum loss with
+    equal similarities."""
+    positives = float(positive_BB.mean())
+    # The entropy of a positive, for each of a row's entries.
+    chance = -len(logits_BB) * (
+        positives * math.log(positives) + (1 - positives) * math.log1p(-positives)
+    )
     return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
 
 
@@ -181,13 +82,14 @@ class ContrastiveLoss:
     fp32.
 
     Attributes:
-        function: computes the loss of this rank's pairs, and its gradient.
+        compute: gathered features, both (N, D), logit scale and, if needed, bias → the mean loss of
+            this rank's pairs, and its gradients by this rank's features and the scalars.
         needs_bias: whether the model learns a logit bias.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss
-          (B,), and that of chance.
+            (B,), and that of chance.
     """
 
-    function: type[torch.autograd.Function]
+    compute: Callable[..., LossAndGradients]
     needs_bias: bool
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
@@ -201,14 +103,13 @@ class ContrastiveLoss:
     def gather_early(self, model: nn.Module) -> None:
         """Start gathering each tower's features when they are ready, during the other tower's
         forward pass."""
-        for name in ("audio", "text"):
-            model.get_submodule(f"{name}_projection").register_forward_hook(
-                partial(self._start, name)
-            )
+        for tower in ("audio", "text"):
+            projection = model.get_submodule(f"{tower}_projection")
+            projection.register_forward_hook(partial(self._start, tower))
 
-    def _start(self, name: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
+    def _start(self, tower: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
         if torch.is_grad_enabled():
-            self._early[name] = _Gather(features_BD, self._wire_dtype)
+            self._early[tower] = _Gather(features_BD, self._wire_dtype)
 
     def __call__(
         self,
@@ -218,7 +119,7 @@ class ContrastiveLoss:
         logit_bias: Tensor | None = None,
     ) -> Tensor:
         """Compute the loss of this rank's pairs against the global batch. A collective; all
-          micro-batches have the same size.
+        micro-batches have the same size.
 
         Args:
             audio_BD, text_BD: L2-normalized features of the same pairs, fp32.
@@ -226,41 +127,141 @@ class ContrastiveLoss:
             logit_bias: what is added to them, shape (1,), fp32, if the loss needs it.
 
         Returns the mean over this rank's pairs, a scalar. Its mean over ranks is the global batch's
-          loss; likewise gradients.
+        loss; likewise gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
         with self._peer_wait():
-            gathered = audio.wait(), text.wait()
-        loss: Tensor = self.function.apply(
-            audio_BD, text_BD, logit_scale, logit_bias, *gathered, self._peer_wait
-        )
+            audio_ND = audio.wait()
+            text_ND = text.wait()
+        scalars = [logit_scale, logit_bias] if self.needs_bias else [logit_scale]
+        compute = partial(self.compute, audio_ND, text_ND, *scalars)
+        loss: Tensor = _WithGradient.apply(compute, audio_BD, text_BD, *scalars)
         return loss
 
 
+class _WithGradient(torch.autograd.Function):
+    """A loss that computes its gradient in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., LossAndGradients], *inputs: Tensor) -> Tensor:
+        loss, gradients = compute(needs_gradients=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        gradients = [gradient * upstream[0] for gradient in ctx.saved_tensors]
+        return None, *gradients
+
+
 class SoftmaxLoss(ContrastiveLoss):
-    """Compute the symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
+    """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the
     gradient is dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N.
     """
 
-    function = _Softmax
     needs_bias = False
     evaluate = staticmethod(softmax_rows)
 
+    def compute(
+        self, audio_ND: Tensor, text_ND: Tensor, scale: Tensor, *, needs_gradients: bool
+    ) -> LossAndGradients:
+        num_local = len(audio_ND) // world_size()
+        # The index of this rank's first pair.
+        first_pair = rank() * num_local
+        audio_BD = audio_ND[first_pair : first_pair + num_local]
+        text_BD = text_ND[first_pair : first_pair + num_local]
+        row_lse_B, row_target_B = tiled_row_sums(audio_BD, text_ND, scale, first_pair)
+        column_lse_B, column_target_B = tiled_row_sums(text_BD, audio_ND, scale, first_pair)
+        loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
+        if not needs_gradients:
+            return loss, ()
+
+        lses = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype)
+        with self._peer_wait():
+            lse_R2B = lses.wait()
+        row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
+        audio_grad_BD, scale_grad = tiled_softmax_gradient(
+            audio_BD, text_ND, row_lse_B, column_lse_N, scale, first_pair
+        )
+        text_grad_BD, _ = tiled_softmax_gradient(
+            text_BD, audio_ND, column_lse_B, row_lse_N, scale, first_pair
+        )
+        # 1/2N of the formula, times the number of ranks, by which data parallelism will divide.
+        factor = 1 / (2 * num_local)
+        scale_grad = (scale_grad * factor).view_as(scale)
+        return loss, (audio_grad_BD * factor, text_grad_BD * factor, scale_grad)
+
 
 class SigmoidLoss(ContrastiveLoss):
-    """Compute the pairwise sigmoid loss of SigLIP (arXiv 2303.15343).
+    """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343).
 
     L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 if i = j, else -1. Each rank
     computes the rows of its audio and the columns of its text, one rank's block at a time. Only
     rows contribute to the loss and the scalars' gradients, so that each entry counts once.
     """
 
-    function = _Sigmoid
     needs_bias = True
     evaluate = staticmethod(sigmoid_rows)
+
+    def compute(
+        self,
+        audio_ND: Tensor,
+        text_ND: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        *,
+        needs_gradients: bool,
+    ) -> LossAndGradients:
+        audios = audio_ND.chunk(world_size())
+        texts = text_ND.chunk(world_size())
+        audio_BD = audios[rank()]
+        text_BD = texts[rank()]
+        num_local = len(audio_BD)
+        loss = torch.zeros_like(scale)
+        scale_grad = torch.zeros_like(scale)
+        bias_grad = torch.zeros_like(scale)
+        audio_grad_BD = torch.zeros_like(audio_BD, dtype=scale.dtype)
+        text_grad_BD = torch.zeros_like(text_BD, dtype=scale.dtype)
+        # Each rank begins with its own block, the only one with pairs.
+        for distance in range(world_size()):
+            other_audio_BD = audios[rank() - distance]
+            other_text_BD = texts[rank() - distance]
+            similarity_BB = similarities(audio_BD, other_text_BD, scale.dtype)
+            loss_BB, row_weight_BB = _sigmoid_terms(
+                similarity_BB * scale + bias, paired=distance == 0
+            )
+            loss += loss_BB.sum()
+            scale_grad += (row_weight_BB * similarity_BB).sum()
+            bias_grad += row_weight_BB.sum()
+            audio_grad_BD += weighted_sum(row_weight_BB, other_text_BD, scale.dtype)
+            column_weight_BB = row_weight_BB.T
+            if distance > 0:
+                similarity_BB = similarities(text_BD, other_audio_BD, scale.dtype)
+                _, column_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, paired=False)
+            text_grad_BD += weighted_sum(column_weight_BB, other_audio_BD, scale.dtype)
+        # 1/N of the formula, times the number of ranks, by which data parallelism will divide.
+        gradients = (
+            audio_grad_BD * (scale / num_local),
+            text_grad_BD * (scale / num_local),
+            scale_grad / num_local,
+            bias_grad / num_local,
+        )
+        return loss[0] / num_local, gradients
+
+
+def _sigmoid_terms(logits_BB: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
+    """Return -log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal if
+    `paired`, else -1."""
+    loss_BB = F.softplus(logits_BB)
+    weight_BB = logits_BB.sigmoid()
+    if paired:
+        # softplus(-x) = softplus(x) - x
+        loss_BB.diagonal().sub_(logits_BB.diagonal())
+        weight_BB.diagonal().sub_(1)
+    return loss_BB, weight_BB
 
 
 LOSSES: dict[str, Any] = {"softmax": SoftmaxLoss, "sigmoid": SigmoidLoss}
@@ -275,23 +276,19 @@ def build_loss(
     return LOSSES[settings.kind](torch.bfloat16 if in_bf16 else torch.float32, peer_wait)
 
 
-GPU_TILE = 32768
-CPU_TILE = 1024
-"""Columns per tile: few kernels on a GPU (80 MB at a micro-batch of 616), cache-sized on a CPU."""
-
-
 def tiled_row_sums(
-    own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int
+    own_BD: Tensor, all_ND: Tensor, scale: Tensor, first_pair: int
 ) -> tuple[Tensor, Tensor]:
     """Return log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and S_ij of pair i, for which j =
-    `first` + i.
-
-    Both are (B,) in the scale's dtype."""
+    `first_pair` + i. Both are (B,) in the scale's dtype."""
     lses = []
     targets = []
     for columns in _tiles(all_ND):
-        rest = scale, _pairs(own_BD, columns, first)
-        lse_B, *target_B = _row_sums(similarities(own_BD, all_ND[columns], scale.dtype), *rest)
+        pairs = _pairs(own_BD, columns, first_pair)
+        # No name refers to a tile's similarities, so that they are freed before the next one's.
+        lse_B, *target_B = _row_sums(
+            similarities(own_BD, all_ND[columns], scale.dtype), scale, pairs
+        )
         lses.append(lse_B)
         targets += target_B
     return torch.stack(lses).logsumexp(dim=0), torch.stack(targets).sum(dim=0)
@@ -299,21 +296,31 @@ def tiled_row_sums(
 
 @compiled_on_gpu
 def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list[Tensor]:
-    """Return both for one tile; without `pairs` only the first. Compiled code computes this maximum
-    and sum in one pass (online softmax, arXiv 1805.02867)."""
+    """Return both for one tile; without `pairs` only the log-sum-exp. Compiled code computes this
+    maximum and sum in one pass (online softmax, arXiv 1805.02867)."""
     logits_BK = similarity_BK * scale
-    targets = [(logits_BK * _are_pairs(pairs)).sum(dim=1)] if pairs else []
+    targets = []
+    if pairs:
+        targets.append((logits_BK * _are_pairs(pairs)).sum(dim=1))
     maximum_B1 = logits_BK.amax(dim=1, keepdim=True)
     total_B1 = logits_BK.sub_(maximum_B1).exp_().sum(dim=1, keepdim=True)
     return [(maximum_B1 + total_B1.log()).squeeze(1), *targets]
 
 
 def tiled_softmax_gradient(
-    own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
+    own_BD: Tensor,
+    all_ND: Tensor,
+    own_lse_B: Tensor,
+    all_lse_N: Tensor,
+    scale: Tensor,
+    first_pair: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute the softmax loss's gradient for this rank's features of one tower, recomputing
-    similarities tile by tile, from the log-sum-exps of own rows and of all columns. `first` is the
-    index of this rank's first pair.
+    similarities tile by tile.
+
+    Args:
+        own_lse_B, all_lse_N: log-sum-exps of own rows and of all columns.
+        first_pair: index of this rank's first pair.
 
     Returns 2N times the gradients of own features, (B, D), and of the scale from own rows, scalar,
     in the scale's dtype.
@@ -321,14 +328,20 @@ def tiled_softmax_gradient(
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
     for columns in _tiles(all_ND):
-        others_KD = all_ND[columns]
-        lses = (own_lse_B, all_lse_N[columns])
-        pairs = _pairs(own_BD, columns, first)
-        rest = scale, *lses, pairs, weight_dtype
-        weights = _weights(similarities(own_BD, others_KD, scale.dtype), *rest)
-        weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
-        del weights  # before the next tile is made
-    # Σ_ij weight_ij · own_i·all_j; the loop has summed over j
+        other_KD = all_ND[columns]
+        pairs = _pairs(own_BD, columns, first_pair)
+        weight_BK = _weights(
+            similarities(own_BD, other_KD, scale.dtype),
+            scale,
+            own_lse_B,
+            all_lse_N[columns],
+            pairs,
+            weight_dtype,
+        )
+        weighted_BD += weighted_sum(weight_BK, other_KD, scale.dtype)
+        # Free the tile before the next one is made.
+        del weight_BK
+    # Σ_ij weight_ij · own_i·all_j; the loop has summed over j.
     return weighted_BD * scale, (weighted_BD * own_BD).sum()
 
 
@@ -350,19 +363,21 @@ def _weights(
     return weight_BK.to(dtype)
 
 
-def _pairs(own_BD: Tensor, columns: slice, first: int) -> list[Tensor]:
+def _pairs(own_BD: Tensor, columns: slice, first_pair: int) -> list[Tensor]:
     """Return indices in the global batch of own rows (B,) and a tile's columns (K,), int64; nothing
     for a tile without own pairs."""
-    own = range(first, first + len(own_BD))
-    if columns.stop <= own.start or own.stop <= columns.start:
+    end = first_pair + len(own_BD)
+    if columns.stop <= first_pair or end <= columns.start:
         return []
-    return [torch.arange(each.start, each.stop, device=own_BD.device) for each in (own, columns)]
+    rows_B = torch.arange(first_pair, end, device=own_BD.device)
+    columns_K = torch.arange(columns.start, columns.stop, device=own_BD.device)
+    return [rows_B, columns_K]
 
 
 def _are_pairs(pairs: list[Tensor]) -> Tensor:
     """Return (B, K): 1.0 if row and column are a pair, else 0.0."""
-    own_B, other_K = pairs
-    return torch.where(own_B[:, None] == other_K, 1.0, 0.0)
+    rows_B, columns_K = pairs
+    return torch.where(rows_B[:, None] == columns_K, 1.0, 0.0)
 
 
 def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -388,6 +403,7 @@ def _tiles(all_ND: Tensor) -> Iterator[slice]:
     """Yield tiles of equal width, except for the last. If it may be, the width is a multiple of 64
     to suit tensor cores."""
     size = len(all_ND)
-    widest = GPU_TILE if all_ND.is_cuda else CPU_TILE
-    width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
+    max_width = GPU_TILE if all_ND.is_cuda else CPU_TILE
+    num_tiles = math.ceil(size / max_width)
+    width = min(max_width, 64 * math.ceil(size / num_tiles / 64))
     return (slice(start, min(start + width, size)) for start in range(0, size, width))

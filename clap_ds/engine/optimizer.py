@@ -1,5 +1,5 @@
 """Run AdamW in DeepSpeed's 16-bit wrapper, on one flat fp32 tensor per group, with torch's fused
-kernel or the CPU kernel.
+kernel or the CPU kernel; average its weights.
 
 DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which requires a CUDA toolkit.
 `FlatAdamW` replaces it. The wrapper's step reads every group's norm on the host. In bf16, whose
@@ -16,33 +16,26 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from clap_ds.cpu_kernels import adamw as adamw_native
 from clap_ds.cpu_kernels.jit_build import is_ready, unavailable
+from clap_ds.engine import deepspeed_compat
+from clap_ds.engine.deepspeed_compat import FP16_Optimizer, StandInForFusedAdam
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Fields of `optimizer.params` that `FlatAdamW` supports."""
+# Elements whose squares are summed in fp32; their sums are added in fp64.
 NORM_ROW = 4096
-"""Elements whose squares are summed in fp32; their sums are added in fp64."""
+# In the divisor of clipped gradients, as in DeepSpeed.
+CLIP_EPSILON = 1e-6
 
 
-class _InPlaceOfFusedAdam(FusedAdam):
-    """Make DeepSpeed treat a subclass as its FusedAdam, without compiling that."""
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__init__(self, params, defaults)
-
-    zero_grad = torch.optim.Optimizer.zero_grad
-
-
-class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
-    """Run fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's.
-    With `cpu_kernels`, groups that `cpu_kernels.adamw.supports` use that kernel. The state has the
-    same form in all cases."""
+class FlatAdamW(torch.optim.AdamW, StandInForFusedAdam):
+    """Fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's. With
+    `cpu_kernels`, groups that `cpu_kernels.adamw.supports` use that kernel. The state has the same
+    form in all cases."""
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
@@ -62,33 +55,33 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 
         Args:
             grads: each group's flat gradient in one tensor or, for the CPU kernel, several; None:
-              the parameters' own.
+                the parameters' own.
             output_params: each group's flat tensor in the model's dtype, which receives the new
-              weights.
+                weights.
             scale: divisor of `grads`; if a tensor, scalar fp32 on their device.
             found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step
-              counters unchanged.
+                counters unchanged.
         """
         if grads is None or output_params is None:
             super().step()
             return
-        by_torch: list[tuple[Tensor, Tensor]] = []
+        stepped_by_torch: list[tuple[Tensor, Tensor]] = []
         for group, gradients, (low,) in zip(self.param_groups, grads, output_params, strict=True):
             (master,) = group["params"]
             if self.steps_natively(low):
                 self._step_natively(group, gradients, low, float(scale), found_inf)
             else:
                 master.grad = gradients[0].float()
-                by_torch.append((master, low))
+                stepped_by_torch.append((master, low))
         # torch's fused kernels read these attributes. Masters without a gradient stay.
-        is_one = isinstance(scale, float) and scale == 1.0
-        self.grad_scale = (
-            None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
-        )
+        self.grad_scale = None
+        if isinstance(scale, Tensor) or scale != 1.0:
+            self.grad_scale = torch.as_tensor(scale, dtype=torch.float32, device=low.device)
         self.found_inf = found_inf
         super().step()
-        self.grad_scale = self.found_inf = None
-        for master, low in by_torch:
+        self.grad_scale = None
+        self.found_inf = None
+        for master, low in stepped_by_torch:
             low.copy_(master)
             master.grad = None
 
@@ -107,140 +100,148 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         (master,) = group["params"]
         state = self.state[master]
         if not state:
+            # The names and dtypes of torch's AdamW.
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(master),
-                torch.zeros_like(master),
-            )
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
-        options = {name: group[name] for name in OPTIONS}
-        sizes = [each.numel() for each in gradients]
-        flats = low, master.detach(), state["exp_avg"], state["exp_avg_sq"]
-        lows, *rest = (each.split(sizes) for each in flats)
+        # The kernel updates a slice of each flat tensor per gradient.
+        sizes = [gradient.numel() for gradient in gradients]
         adamw_native.native_adamw(
-            lows, gradients, *rest, **options, step=int(state["step"]), scale=scale
+            low.split(sizes),
+            gradients,
+            master.detach().split(sizes),
+            state["exp_avg"].split(sizes),
+            state["exp_avg_sq"].split(sizes),
+            **{name: group[name] for name in OPTIONS},
+            step=int(state["step"]),
+            scale=scale,
         )
 
 
 class FlatStep:
-    """Replace the step of DeepSpeed's wrapper around `FlatAdamW` in bf16, without host reads.
+    """Replacement for the step of DeepSpeed's wrapper around `FlatAdamW` in bf16, without host
+    reads.
 
     If any gradient isn't finite (on all ranks alike), weights, moments and step counters don't
     change, and `skipped`, scalar bool on the device, is true. DeepSpeed's scheduler continues, so
     that the learning rate depends only on the step number.
     """
 
-    def __init__(self, wrapper: FP16_Optimizer) -> None:
+    def __init__(self, wrapper: FP16_Optimizer, max_norm: float) -> None:
+        """Replace the wrapper's step by one that clips gradients to `max_norm`; 0 doesn't clip."""
         self._wrapper = wrapper
-        self.skipped = torch.zeros((), dtype=torch.bool, device=wrapper.fp32_groups_flat[0].device)
-        wrapper.step_fused_adam = self
+        self._optimizer: FlatAdamW = deepspeed_compat.inner_optimizer(wrapper)
+        self._max_norm = max_norm
+        device = self._optimizer.param_groups[0]["params"][0].device
+        self.skipped = torch.zeros((), dtype=torch.bool, device=device)
+        deepspeed_compat.replace_update(wrapper, self)
 
     @staticmethod
-    def has_place_for(optimizer: Any) -> bool:
+    def is_applicable(optimizer: Any) -> bool:
         """Return whether this is DeepSpeed's wrapper around `FlatAdamW`, without a loss scale."""
-        is_flat = isinstance(optimizer, FP16_Optimizer) and isinstance(
-            optimizer.optimizer, FlatAdamW
+        return (
+            isinstance(optimizer, FP16_Optimizer)
+            and isinstance(deepspeed_compat.inner_optimizer(optimizer), FlatAdamW)
+            and not deepspeed_compat.has_loss_scale(optimizer)
         )
-        return is_flat and not optimizer.loss_scale_config.use_grad_scaling
 
     @torch.no_grad()
     def __call__(self) -> bool:
-        """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping,
-          scalar fp64.
-        Return False, like the wrapper without an overflow."""
-        wrapper = self._wrapper
-        most = self._wrapper.clip_grad
-        gradients = [
-            self._gradients(*group)
-            for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
-        ]
-        norm = norm_of([*chain(*gradients)], natively=wrapper.optimizer.cpu_kernels)
-        wrapper._global_grad_norm = norm
+        """Clip and update, and set the wrapper's gradient norm to the one before clipping, scalar
+        fp64. Return False, like the wrapper without an overflow."""
+        groups = [*deepspeed_compat.flat_groups(self._wrapper)]
+        gradients = [self._gradients(parameters, low) for parameters, low in groups]
+        norm = norm_of([*chain(*gradients)], natively=self._optimizer.cpu_kernels)
+        deepspeed_compat.set_gradient_norm(self._wrapper, norm)
         self.skipped = ~norm.isfinite()
-        wrapper.optimizer.step(
+        divisor: float | Tensor = 1.0
+        if self._max_norm > 0:
+            divisor = ((norm + CLIP_EPSILON) / self._max_norm).clamp(min=1).float()
+        self._optimizer.step(
             grads=gradients,
-            output_params=[[low] for low in wrapper.fp16_groups_flat],
-            scale=((norm + 1e-6) / most).clamp(min=1).float() if most > 0 else 1.0,
+            output_params=[[low] for _, low in groups],
+            scale=divisor,
             found_inf=self.skipped.float(),
         )
         return False
 
-    def _gradients(self, group: Sequence[Tensor], low: Tensor) -> list[Tensor]:
+    def _gradients(self, parameters: Sequence[Tensor], low: Tensor) -> list[Tensor]:
         """Return a group's gradients: one per parameter for the CPU kernel, else one flat tensor,
         to launch few kernels."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
-        return (
-            gradients
-            if self._wrapper.optimizer.steps_natively(low)
-            else [_flatten_dense_tensors(gradients)]
-        )
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in parameters
+        ]
+        if self._optimizer.steps_natively(low):
+            return gradients
+        return [_flatten_dense_tensors(gradients)]
 
 
 def scale_rates(optimizer: Any) -> None:
     """Multiply every group's `lr` by its `lr_scale`, if any, during each step. Between steps `lr`
     is the scheduler's."""
-    plain = optimizer.step
+    unscaled_step = optimizer.step
 
-    @wraps(plain)
+    @wraps(unscaled_step)
     def step(*args: Any, **kwargs: Any) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
-        plain(*args, **kwargs)
+        unscaled_step(*args, **kwargs)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
     optimizer.step = step
 
 
-def grouped_parameters(optimizer: Any) -> list[list[Tensor]]:
-    """Return the model's parameters in the groups and order of its optimizer, or of DeepSpeed's
-    wrapper around that."""
-    return getattr(optimizer, "fp16_groups", None) or [
-        group["params"] for group in optimizer.param_groups
-    ]
-
-
 def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimizer's fp32 weights by name, in its order; they may be the model's own."""
-    groups = grouped_parameters(optimizer)
-    masters: Iterable[Any] = getattr(optimizer, "fp32_groups", groups)
-    if hasattr(optimizer, "fp32_groups_flat"):
-        masters = map(_unflatten_dense_tensors, optimizer.fp32_groups_flat, groups)
+    parameters = chain(*deepspeed_compat.parameters_by_group(optimizer))
+    masters = chain(*deepspeed_compat.masters_by_group(optimizer))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(own)]: fp32 for own, fp32 in zip(chain(*groups), chain(*masters), strict=True)}
+    return {
+        names[id(parameter)]: master for parameter, master in zip(parameters, masters, strict=True)
+    }
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
-    """Return the total 2-norm of contiguous tensors, scalar fp64 on their device; `natively`: with
-    the CPU kernel if possible. Squares are summed in rows, as a single fp32 sum of 10⁸ would be
-    wrong by percents."""
+    """Return the total 2-norm of contiguous tensors, scalar fp64 on their device.
+
+    Args:
+        natively: use the CPU kernel if possible.
+    """
     norms = list[Tensor]()
-    if natively and (ready := [each for each in tensors if is_ready(each)]) and not unavailable():
-        norms.append(adamw_native.native_norm(ready).view(1))
-        tensors = [each for each in tensors if not is_ready(each)]
-    for each in tensors:
-        whole = each.numel() - each.numel() % NORM_ROW
-        for rows in (each.view(-1)[:whole].view(-1, NORM_ROW), each.view(-1)[whole:].view(1, -1)):
-            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+    if natively and not unavailable():
+        native_tensors = [tensor for tensor in tensors if is_ready(tensor)]
+        tensors = [tensor for tensor in tensors if not is_ready(tensor)]
+        if native_tensors:
+            norms.append(adamw_native.native_norm(native_tensors).view(1))
+    for tensor in tensors:
+        # Squares are summed in rows: a single fp32 sum of 10⁸ would be wrong by percents.
+        remainder = tensor.numel() % NORM_ROW
+        flat = tensor.view(-1)
+        rows = flat[: tensor.numel() - remainder].view(-1, NORM_ROW)
+        last_row = flat[tensor.numel() - remainder :].view(1, -1)
+        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+        norms.append(torch.linalg.vector_norm(last_row, dim=1, dtype=torch.float32))
     return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
 
 
-class WeightAverage:
-    """Average the weights exponentially over steps (Polyak and Juditsky 1992). The average starts
-    as the current weights; an update keeps the fraction `decay` of it. Frozen weights and buffers
-    are the model's own.
+class ModelEma:
+    """Exponential moving average of the weights over steps (Polyak and Juditsky 1992). It starts
+    as the current weights. Frozen weights and buffers are the model's own.
 
     Attributes:
         weights: the average by name, fp32.
     """
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor], decay: float) -> None:
+        """Average the `masters`; an update keeps the fraction `decay` of the average."""
         self._decay = decay
         self._masters = [*masters.values()]
-        self._models = [model.get_parameter(name) for name in masters]
+        self._parameters = [model.get_parameter(name) for name in masters]
         self.weights = {name: master.detach().clone() for name, master in masters.items()}
 
     @torch.no_grad()
@@ -258,10 +259,10 @@ class WeightAverage:
     def in_place(self) -> Iterator[None]:
         """Replace the model's weights by the average, in their dtypes, and restore them exactly
         afterwards."""
-        weights = [weight.detach() for weight in self._models]
-        kept = [weight.clone() for weight in weights]
+        weights = [parameter.detach() for parameter in self._parameters]
+        copies = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, [*self.weights.values()])
         try:
             yield
         finally:
-            torch._foreach_copy_(weights, kept)
+            torch._foreach_copy_(weights, copies)

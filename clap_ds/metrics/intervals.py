@@ -17,23 +17,22 @@ import numpy as np
 from clap_ds.run_records.schema import Rates
 
 COVERAGE = 0.95
+# Standard deviations on each side of a normal interval.
 Z = statistics.NormalDist().inv_cdf((1 + COVERAGE) / 2)
-"""Standard deviations on each side of a normal interval."""
 
 
-def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
-    """Compute total samples over total seconds from samples/s and seconds of each window, in order.
+def rates(samples: Sequence[float], window_s: Sequence[float]) -> Rates:
+    """Compute total samples over total seconds from each window's samples and seconds, in order.
 
     `min` and `max` are the range of the windows. The windows of one run support no confidence
     interval: rare stalls may have hit none of them. Repeat the run to get one.
     """
-    seconds = np.asarray(window_s, float)
-    rate = float((np.asarray(windows, float) * seconds).sum() / seconds.sum())
+    windows = [number / seconds for number, seconds in zip(samples, window_s, strict=True)]
     return Rates(
-        mean=rate,
+        mean=sum(samples) / sum(window_s),
         min=min(windows),
         max=max(windows),
-        windows=list(windows),
+        windows=windows,
         window_s=list(window_s),
     )
 
@@ -48,18 +47,15 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict
     """
     ordered = sorted(values)
     count = len(values)
+    # By number of values excluded on each side: the probability that the median is among them.
     tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
-    outside = [
-        2 * tail / 2**count for tail in tails
-    ]  # both tails, by number of values excluded on each side
-    trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
-    low = ordered[trim]
-    high = ordered[count - 1 - trim]
-    covered = max(0.0, 1 - outside[trim])
+    outside = [2 * tail / 2**count for tail in tails]
+    num_allowed = sum(probability <= 1 - coverage for probability in outside)
+    trim = max(num_allowed - 1, 0)
     return {
-        "low": low,
-        "high": high,
-        "coverage": covered,
+        "low": ordered[trim],
+        "high": ordered[count - 1 - trim],
+        "coverage": max(0.0, 1 - outside[trim]),
         "count": count,
         "median": statistics.median(ordered),
     }
@@ -71,5 +67,6 @@ def student_t(coverage: float, degrees: float) -> float:
     1), integrated here."""
     angles = np.linspace(0, math.pi / 2, 100_001)
     density = np.cos(angles) ** (degrees - 1)
+    # The trapezoidal rule.
     within = np.cumsum(density) - (density + density[0]) / 2
     return math.sqrt(degrees) * math.tan(np.interp(coverage * within[-1], within, angles))

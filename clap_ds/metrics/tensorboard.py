@@ -1,5 +1,5 @@
-"""Write DeepSpeed's and our scalars to TensorBoard and DeepSpeed's other monitors (CSV, Weights &
-Biases, Comet)."""
+"""Write DeepSpeed's scalars and this project's to TensorBoard and DeepSpeed's other monitors (CSV,
+Weights & Biases, Comet)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from clap_ds.engine.engine import ClapEngine
 
-Scalar = tuple[str, float, int]  # tag, value, samples trained on so far
-BINS = 64  # of histograms
+Scalar = tuple[str, float, int]
+"""Tag, value, samples trained on so far."""
+HISTOGRAM_BINS = 64
 
 
 def _hide_writer_error(error: threading.ExceptHookArgs) -> None:
@@ -32,35 +33,38 @@ def _hide_writer_error(error: threading.ExceptHookArgs) -> None:
 
 
 class Scalars:
-    """Defer the writes of DeepSpeed's monitor from the timed steps to `write`, in the order of
-    samples. If the `tensorboard` section has no output path, files go to `tensorboard` in `folder`.
-    With `histogram_every_steps`, histograms of parameters and averaged gradients are written before
-    every so many updates."""
+    """Scalars that are written outside the timed steps, in the order of samples, with those of
+    DeepSpeed's monitors."""
 
     def __init__(
         self, engine: ClapEngine, folder: Path, histogram_every_steps: int | None = None
     ) -> None:
+        """Defer the writes of DeepSpeed's monitors to `write`.
+
+        Args:
+            folder: holds `tensorboard` if that section has no output path.
+            histogram_every_steps: write histograms of parameters and averaged gradients before
+                every so many updates.
+        """
         section = engine.config.get("tensorboard", {})
-        deepspeed = engine.deepspeed
-        place = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
+        path = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
         self._tensorboard: SummaryWriter | None = None
         if section.get("enabled", True) and rank() == 0:
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )  # a machine that only runs gpu_check lacks tensorboard
+            # A machine that only runs gpu_check lacks tensorboard.
+            from torch.utils.tensorboard import SummaryWriter
 
-            with warn_on_disk_full(place), own_folder(place):  # TensorBoard would follow a link
+            # TensorBoard would follow a link.
+            with warn_on_disk_full(path), own_folder(path):
                 threading.excepthook = _hide_writer_error
                 # TensorBoard discards entries of samples that will be trained on again.
-                self._tensorboard = SummaryWriter(
-                    str(place), purge_step=deepspeed.global_samples + 1
-                )
-        deepspeed.monitor.enabled |= section.get("enabled", False)  # whether DeepSpeed also writes
+                next_sample = engine.deepspeed.global_samples + 1
+                self._tensorboard = SummaryWriter(str(path), purge_step=next_sample)
         if histogram_every_steps:
-            engine.before_update = partial(self._write_histograms, engine, histogram_every_steps)
-        self._waiting: list[Scalar] = []
-        self._write = deepspeed.monitor.write_events
-        deepspeed.monitor.write_events = self._waiting.extend
+            engine.pre_step_hook = partial(self._write_histograms, engine, histogram_every_steps)
+        self._deferred: list[Scalar] = []
+        self._write = engine.defer_monitor_events(
+            self._deferred.extend, enabled=section.get("enabled", False)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -70,8 +74,8 @@ class Scalars:
 
     def write(self, scalars: Iterable[Scalar] = ()) -> None:
         """Write these and DeepSpeed's deferred scalars, on rank 0 only."""
-        events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
-        self._waiting.clear()
+        events = sorted([*self._deferred, *scalars], key=lambda scalar: scalar[2])
+        self._deferred.clear()
         with warn_on_disk_full("DeepSpeed's monitor output"):
             if self._tensorboard is not None:
                 for event in events:
@@ -80,15 +84,18 @@ class Scalars:
             self._write(events)
 
     @torch.no_grad()
-    def _write_histograms(self, engine: ClapEngine, every: int) -> None:
-        if self._tensorboard is None or (engine.steps + 1) % every:
+    def _write_histograms(self, engine: ClapEngine, interval: int) -> None:
+        if (engine.steps + 1) % interval != 0:
             return
         samples = engine.deepspeed.global_samples + engine.deepspeed.train_batch_size()
         for name, parameter in engine.model.named_parameters():
-            for group, tensor in (("parameters", parameter), ("gradients", parameter.grad)):
-                if tensor is not None and tensor.isfinite().any():
-                    finite = tensor[tensor.isfinite()].float()
-                    with warn_on_disk_full("TensorBoard's histograms"):
-                        self._tensorboard.add_histogram(
-                            f"{group}/{name}", finite, samples, bins=BINS
-                        )
+            self._write_histogram(f"parameters/{name}", parameter, samples)
+            if parameter.grad is not None:
+                self._write_histogram(f"gradients/{name}", parameter.grad, samples)
+
+    def _write_histogram(self, tag: str, tensor: torch.Tensor, samples: int) -> None:
+        # TensorBoard rejects NaNs and an empty tensor.
+        values = tensor[tensor.isfinite()].float()
+        if self._tensorboard is not None and len(values) > 0:
+            with warn_on_disk_full("TensorBoard's histograms"):
+                self._tensorboard.add_histogram(tag, values, samples, bins=HISTOGRAM_BINS)

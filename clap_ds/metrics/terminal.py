@@ -11,24 +11,24 @@ from clap_ds.utils.errors import count_of, duration_of, printable
 
 
 class Progress:
-    """Prints a line per advance: steps done and time left. `first` steps were done before this
-    start."""
+    """A line per advance: steps done and time left. `first` steps were done before this start."""
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
         self._num_steps = num_steps
         self._enabled = enabled
-        self._first = self._done = first
+        self._first = first
+        self._done = first
         self._started_s = time.monotonic()
 
     def advance(self, num_steps: int, text: str) -> None:
+        """Print a line on `num_steps` more steps."""
         self._done += num_steps
-        if self._enabled:
-            elapsed_s = time.monotonic() - self._started_s
-            left_s = elapsed_s / max(self._done - self._first, 1) * (self._num_steps - self._done)
-            print(
-                f"step {self._done}/{self._num_steps}  {text}  {duration_of(left_s)} left",
-                flush=True,
-            )
+        if not self._enabled:
+            return
+        elapsed_s = time.monotonic() - self._started_s
+        s_per_step = elapsed_s / max(self._done - self._first, 1)
+        remaining = duration_of(s_per_step * (self._num_steps - self._done))
+        print(f"step {self._done}/{self._num_steps}  {text}  {remaining} left", flush=True)
 
 
 def run_title(summary: Summary) -> str:
@@ -51,16 +51,13 @@ def run_title(summary: Summary) -> str:
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
     cells = [*rows(summary)]
-    notes = (
-        [summary["peak_source"]] if "flops" in summary and summary["peak_tflops"] is None else []
-    )
-    notes += [f"warning: {text}" for text in summary.get("warnings", [])]
-    left, right = (max(map(len, column)) for column in zip(*cells, strict=True))
-    lines = [
-        run_title(summary),
-        *(f"  {name:{left}}  {value:>{right}}" for name, value in cells),
-        *notes,
-    ]
+    name_width = max(len(name) for name, _ in cells)
+    value_width = max(len(value) for _, value in cells)
+    lines = [run_title(summary)]
+    lines += [f"  {name:{name_width}}  {value:>{value_width}}" for name, value in cells]
+    if "flops" in summary and summary["peak_tflops"] is None:
+        lines.append(summary["peak_source"])
+    lines += [f"warning: {text}" for text in summary.get("warnings", [])]
     print(printable("\n".join(lines), "\n"), flush=True)
 
 
@@ -74,26 +71,26 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
     yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
     by_deepspeed = summary["deepspeed_samples_per_s"]
-    reserved = summary.get("memory_reserved_peak_bytes")
-    told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
-    yield "samples/s (total), DeepSpeed's timer", told
+    deepspeed_rate = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
+    yield "samples/s (total), DeepSpeed's timer", deepspeed_rate
     yield "step time, median", f"{1000 * step['median']:,.1f} ms"
     yield "step time, 95th percentile", f"{1000 * step['p95']:,.1f} ms"
     yield "step time, slowest rank", f"{1000 * step['slowest_rank_median']:,.1f} ms"
     yield "data wait", f"{summary['data_wait_percent']:.2f}%"
-    held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
-    yield "peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"
+    memory = f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB"
+    reserved = summary.get("memory_reserved_peak_bytes")
+    if reserved:
+        memory += f" of tensors, {reserved / 2**30:,.2f} GiB reserved"
+    yield "peak memory per rank (largest)", memory
     if "joules_per_sample" in summary:
-        yield (
-            "energy",
-            f"{summary['joules_per_sample']:,.4g} J per sample, {summary['energy_kwh']:,.4g} kWh",
-        )
+        per_sample = f"{summary['joules_per_sample']:,.4g} J per sample"
+        yield "energy", f"{per_sample}, {summary['energy_kwh']:,.4g} kWh"
     if "flops" in summary:
         yield from _utilization_rows(summary, summary["flops"], summary["peak_tflops"])
     breakdown = summary["breakdown_s"] or {}
     for phase, seconds in breakdown.items():
-        share = 100 * seconds / sum(breakdown.values())
-        yield f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {share:5.1f}%"
+        percent = 100 * seconds / sum(breakdown.values())
+        yield f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {percent:5.1f}%"
 
 
 def _utilization_rows(
@@ -104,7 +101,8 @@ def _utilization_rows(
     if peak is None:
         yield "MFU", "– (unknown peak)"
         return
-    if (published := summary["mfu_published_percent"]) is not None:
+    published = summary["mfu_published_percent"]
+    if published is not None:
         name = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
         yield name, f"{published:.2f}% of {peak:g} TFLOPS"
     yield "MFU (executed FLOPs)", f"{summary['mfu_model_percent']:.2f}% of {peak:g} TFLOPS"

@@ -1,17 +1,17 @@
-"""Gather the step times of a window from all ranks, and compute throughput over windows, also by
-DeepSpeed's timer."""
+"""Gather the step times of a window from all ranks, and compute throughput over windows.
+
+`train.py` and `bench.py` use the same path: `StepTimer` times steps on each rank, `gather_window`
+sends a window's times to rank 0, and `Throughput` adds up the windows.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.timer import ThroughputTimer
 from torch import Tensor
 
 from clap_ds.distributed.collectives import gather_tensor
@@ -21,7 +21,8 @@ from clap_ds.metrics.timers import StepTimes
 from clap_ds.run_records.environment import energy_joules, largest_memory, peak_memory
 from clap_ds.run_records.schema import StepTime, Summary
 
-MOST_WINDOWS = 256  # in a summary; more are merged with their neighbors
+# In a summary; more are merged with their neighbors.
+MOST_WINDOWS = 256
 
 
 class Window(NamedTuple):
@@ -52,23 +53,41 @@ class Window(NamedTuple):
         """Seconds of waiting for data, on the rank that waited most."""
         return float(self.data_wait_s.sum(axis=0).max())
 
+    def samples_per_s(self, batch_size: int) -> float:
+        """Return all ranks' samples/s, with `batch_size` samples in each step of all ranks."""
+        return batch_size * len(self.step_s) / self.slowest_s
+
+    def first_rank_rates(self, batch_size: float) -> list[float]:
+        """Return the samples/s of rank 0, or on another rank its own, in each step without its data
+        wait. With `batch_size` samples per step of this rank, it is what a loader must supply."""
+        rates: list[float] = (batch_size / (self.step_s - self.data_wait_s)[:, 0]).tolist()
+        return rates
+
 
 def gather_window(times: StepTimes, figures: Tensor) -> Window:
     """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A
     collective."""
+    device = figures.device
+    of_window = [times.window_s, energy_joules(device), *peak_memory(device)]
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
     by_step = np.column_stack(
         (times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy())
     )
-    device = figures.device
-    of_window = [times.window_s, energy_joules(device), *peak_memory(device)]
-    of_rank = torch.from_numpy(np.concatenate((of_window, by_step.ravel())))
-    by_rank = np.stack(gather_tensor(of_rank))
+    # A row per rank: the window's values, then the steps' one after the other.
+    local_row = torch.from_numpy(np.concatenate((of_window, by_step.ravel())))
+    by_rank = np.stack(gather_tensor(local_row))
     window_s, joules, *memory = by_rank[:, : len(of_window)].T
-    by_step = np.moveaxis(by_rank[:, len(of_window) :].reshape(-1, *by_step.shape), 0, 1)
-    step_s, own_s, waits_s = np.moveaxis(by_step[..., :3], 2, 0)
-    largest = largest_memory(zip(*memory, strict=True))
-    return Window(window_s, step_s, own_s, waits_s, by_step[..., 3:], largest, float(joules.sum()))
+    # (ranks, steps, values) → (steps, ranks, values)
+    values = by_rank[:, len(of_window) :].reshape(-1, *by_step.shape).swapaxes(0, 1)
+    return Window(
+        window_s=window_s,
+        step_s=values[..., 0],
+        own_s=values[..., 1],
+        data_wait_s=values[..., 2],
+        figures=values[..., 3:],
+        memory=largest_memory(zip(*memory, strict=True)),
+        joules=float(joules.sum()),
+    )
 
 
 class Throughput:
@@ -76,13 +95,16 @@ class Throughput:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        # Samples, seconds and seconds of data wait of each window.
         self._windows: list[tuple[int, float, float]] = []
+        # Of each step: rank 0's time, and the slowest rank's.
         self._step_s = array("d")
         self._slowest_s = array("d")
 
-    def add(self, window: Window, samples: int) -> None:
-        """Add a window on rank 0, with the global batch's `samples` in each step."""
-        self._windows.append((samples * len(window.step_s), window.slowest_s, window.waited_s))
+    def add(self, window: Window, batch_size: int) -> None:
+        """Add a window on rank 0, with `batch_size` samples in each step of all ranks."""
+        num_samples = batch_size * len(window.step_s)
+        self._windows.append((num_samples, window.slowest_s, window.waited_s))
         self._step_s.extend(window.step_s[:, 0])
         self._slowest_s.extend(window.step_s.max(axis=1))
 
@@ -91,15 +113,13 @@ class Throughput:
         windows."""
         if not self._windows:
             return {}
-        every = -(-len(self._windows) // MOST_WINDOWS)
-        merged = np.add.reduceat(
-            np.array(self._windows, float), range(0, len(self._windows), every)
-        )
-        samples, window_s, waited_s = merged.T
-        found = rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
+        windows_per_group = math.ceil(len(self._windows) / MOST_WINDOWS)
+        starts = range(0, len(self._windows), windows_per_group)
+        samples, window_s, waited_s = np.add.reduceat(np.array(self._windows, float), starts).T
+        per_gpu = rates((samples / self._world_size).tolist(), window_s.tolist())
         return Summary(
-            samples_per_s_per_gpu=found,
-            samples_per_s=found["mean"] * self._world_size,
+            samples_per_s_per_gpu=per_gpu,
+            samples_per_s=per_gpu["mean"] * self._world_size,
             step_time_s=StepTime(
                 median=float(np.median(self._step_s)),
                 p95=float(np.percentile(self._step_s, 95)),
@@ -107,60 +127,3 @@ class Throughput:
             ),
             data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
         )
-
-
-class StepToStepTimer(ThroughputTimer):
-    """DeepSpeed's throughput timer, running from the end of a step to the end of the next one.
-
-    DeepSpeed's own runs on the host from the launch of the forward pass to the end of `step()`.
-    While the host is ahead of the GPU, this isn't a step's time, unless the timer waits for the GPU
-    twice in every step. From end to end, times add up to wall time wherever the host waits, waiting
-    for data included. Evaluations and checkpoints are excluded by `pause`.
-    """
-
-    def __init__(self, timer: ThroughputTimer) -> None:
-        """Make a replacement for an engine's timer."""
-        super().__init__(timer.config, timer.batch_size, steps_per_output=timer.steps_per_output)
-        self._unprinted_s = 0.0
-        self._unprinted_steps = 0
-
-    def start(self) -> None:
-        """Start the clock unless it is running, when the GPU has finished earlier work. DeepSpeed
-          calls this in each forward
-        pass."""
-        if self.start_time > 0:
-            self.started = True
-        elif self.config.enabled:
-            get_accelerator().synchronize()
-            super().start()
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Count a micro-step, with `global_step` also a step. DeepSpeed calls this at the end of
-        `step()`."""
-        if not self.started:
-            return
-        self._count_time()
-        if global_step and self.start_time > 0:
-            self._unprinted_steps += 1
-            # DeepSpeed prints the batch over this time as `CurrSamplesPerSec`. Single steps vary
-            # with the host's lead, so it is the mean since the last line.
-            self.step_elapsed_time = self._unprinted_s / self._unprinted_steps
-        super().stop(global_step, report_speed)
-        if global_step and self._is_report_boundary():
-            self._unprinted_s = 0.0
-            self._unprinted_steps = 0
-
-    def pause(self) -> None:
-        """Stop the clock until the next `start`. The caller has waited for the GPU, so that all of
-        its work counts."""
-        self._count_time()
-        self.start_time = 0
-
-    def _count_time(self) -> None:
-        if self.start_time > 0:
-            if self.config.synchronized:
-                get_accelerator().synchronize()
-            now = time.time()
-            self.total_elapsed_time += now - self.start_time
-            self._unprinted_s += now - self.start_time
-            self.start_time = now  # type: ignore[assignment]  # starts as 0 in DeepSpeed

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+# The phase that is timed even while throughput is measured.
 ALWAYS_TIMED = "data_wait"
-"""The phase that is timed even while throughput is measured."""
 PEER_WAIT = "peer_wait"
 
+# A CUDA event, or seconds of the host's clock.
 _Mark = Any
-"""A CUDA event, or seconds of the host's clock."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -48,7 +48,18 @@ def _mark(device: torch.device) -> _Mark:
 
 def _seconds_between(before: _Mark, after: _Mark) -> float:
     """Return the seconds between two marks that the device has reached."""
-    return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
+    if isinstance(before, float):
+        return float(after - before)
+    return float(before.elapsed_time(after)) / 1000
+
+
+class _Span(NamedTuple):
+    """Part of a step that is added to a phase or, if it is nested in that phase, subtracted."""
+
+    phase: str
+    sign: int
+    begin: _Mark
+    end: _Mark
 
 
 class StepTimes(NamedTuple):
@@ -62,8 +73,8 @@ class StepTimes(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of a window, their phases and their waits for other ranks: `start()`,
-    `mark()` after each step, `stop()`.
+    """Timer of a window's steps, their phases and their waits for other ranks: `start()`, `mark()`
+    after each step, `stop()`.
 
     GPU phases are times on the device: `data_wait` is how long it waited for data or their copy.
     Other phases are timed only in `instrumented` windows, with the device synchronized before and
@@ -72,22 +83,24 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._marks: list[_Mark] = []  # empty between windows
-        self._spans: list[
-            list[tuple[str, int, _Mark, _Mark]]
-        ] = []  # per step; the sign -1 subtracts a nested phase
+        # The window's begin and each step's end; empty between windows.
+        self._marks: list[_Mark] = []
+        # Of each step.
+        self._spans: list[list[_Span]] = []
+        # Phases that have begun, the innermost last.
         self._open: list[str] = []
         self._instrumented = False
         self._started_s = 0.0
 
     def start(self, *, instrumented: bool = False) -> None:
         """Start a window unless one is running."""
-        if not self._marks:
-            synchronize(self.device)
-            self._instrumented = instrumented
-            self._spans = [[]]
-            self._marks = [_mark(self.device)]
-            self._started_s = time.perf_counter()
+        if self._marks:
+            return
+        synchronize(self.device)
+        self._instrumented = instrumented
+        self._spans = [[]]
+        self._marks = [_mark(self.device)]
+        self._started_s = time.perf_counter()
 
     def mark(self) -> None:
         """Record that a step is complete."""
@@ -98,22 +111,24 @@ class StepTimer:
         """End the window and return its times."""
         synchronize(self.device)
         window_s = time.perf_counter() - self._started_s
-        step_s = [_seconds_between(before, after) for before, after in pairwise(self._marks)]
-        phases_s: list[dict[str, float]] = [defaultdict(float) for _ in step_s]
-        for total, spans in zip(phases_s, self._spans, strict=False):
-            for phase, sign, begin, end in spans:
-                total[phase] += sign * _seconds_between(begin, end)
+        step_s = [_seconds_between(begin, end) for begin, end in pairwise(self._marks)]
         self._marks = []
-        own_s = [
-            whole_s - phase_s.pop(PEER_WAIT, 0.0)
-            for whole_s, phase_s in zip(step_s, phases_s, strict=True)
-        ]
+        own_s = []
+        phases_s = []
+        # The last list is that of a step which hasn't begun.
+        for whole_s, spans in zip(step_s, self._spans, strict=False):
+            totals_s: dict[str, float] = defaultdict(float)
+            for span in spans:
+                totals_s[span.phase] += span.sign * _seconds_between(span.begin, span.end)
+            own_s.append(whole_s - totals_s.pop(PEER_WAIT, 0.0))
+            phases_s.append(totals_s)
         return StepTimes(window_s, step_s, own_s, phases_s)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Record the body as a phase of the step; time of phases in its body is subtracted."""
-        if not self._marks or not (self._instrumented or phase == ALWAYS_TIMED):
+        is_timed = self._instrumented or phase == ALWAYS_TIMED
+        if not self._marks or not is_timed:
             yield
             return
         begin = self._edge()
@@ -123,17 +138,21 @@ class StepTimer:
         finally:
             end = self._edge()
             self._open.pop()
-            self._spans[-1].append((phase, 1, begin, end))
+            self._spans[-1].append(_Span(phase, 1, begin, end))
             if self._open:
-                self._spans[-1].append((self._open[-1], -1, begin, end))
+                self._spans[-1].append(_Span(self._open[-1], -1, begin, end))
 
     @contextmanager
     def peer_wait(self) -> Iterator[None]:
         """Record the body as a wait for other ranks."""
-        begin = _mark(self.device) if self._marks else None
+        if not self._marks:
+            yield
+            return
+        begin = _mark(self.device)
         yield
-        if begin is not None and self._marks:
-            self._spans[-1].append((PEER_WAIT, 1, begin, _mark(self.device)))
+        # The body may have ended the window.
+        if self._marks:
+            self._spans[-1].append(_Span(PEER_WAIT, 1, begin, _mark(self.device)))
 
     def _edge(self) -> _Mark:
         if self._instrumented:

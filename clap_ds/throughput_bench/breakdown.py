@@ -23,37 +23,37 @@ def measure_breakdown(
     """
     if num_steps == 0:
         return []
-    timer = engine.timer
-    rows = []
     engine.deepspeed.tput_timer.config.enabled = False
     dist.barrier()
-    for _ in range(num_steps + 1):
-        with engine.sync.off():
-            timer.start(instrumented=True)
-            engine.accumulate(loader)
-            timer.mark()
-        (local_s,) = timer.stop().phases_s
-        engine.deepspeed.zero_grad()
-        timer.start(instrumented=True)
-        engine.step(loader)
-        timer.mark()
-        (phases_s,) = timer.stop().phases_s
-        exposed_s = phases_s["backward"] - local_s["backward"] if dist.get_world_size() > 1 else 0.0
-        rows.append(
-            [
-                exposed_s if phase == "exposed_communication" else phases_s[phase]
-                for phase in STEP_PHASES
-            ]
-        )
+    # The first step is atypical.
+    _measure_step(engine, loader)
+    rows = [_measure_step(engine, loader) for _ in range(num_steps)]
     engine.check_loss()
-    of_ranks = torch.tensor(
-        rows[1:], dtype=torch.float64, device=engine.device
-    )  # the first step is atypical
-    dist.all_reduce(of_ranks)
-    return [
-        dict(zip(STEP_PHASES, row, strict=True))
-        for row in (of_ranks / dist.get_world_size()).tolist()
-    ]
+    # (steps, phases)
+    seconds = torch.tensor(rows, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(seconds)
+    seconds /= dist.get_world_size()
+    return [dict(zip(STEP_PHASES, row, strict=True)) for row in seconds.tolist()]
+
+
+def _measure_step(engine: ClapEngine, loader: BatchSource) -> list[float]:
+    """Return the seconds of each of `STEP_PHASES` on this rank."""
+    timer = engine.timer
+    with engine.sync.off():
+        timer.start(instrumented=True)
+        engine.accumulate(loader)
+        timer.mark()
+    (local_s,) = timer.stop().phases_s
+    engine.deepspeed.zero_grad()
+
+    timer.start(instrumented=True)
+    engine.step(loader)
+    timer.mark()
+    (phases_s,) = timer.stop().phases_s
+    if dist.get_world_size() > 1:
+        phases_s["exposed_communication"] = phases_s["backward"] - local_s["backward"]
+    # Phases that didn't occur, such as communication on one rank, took 0 s.
+    return [phases_s[phase] for phase in STEP_PHASES]
 
 
 def median_step(steps: list[dict[str, float]]) -> dict[str, float] | None:
@@ -62,9 +62,6 @@ def median_step(steps: list[dict[str, float]]) -> dict[str, float] | None:
     if not steps:
         return None
     seconds = {phase: statistics.median(step[phase] for step in steps) for phase in STEP_PHASES}
-    exposed_s = max(0.0, seconds["exposed_communication"])
-    return {
-        **seconds,
-        "backward": seconds["backward"] - exposed_s,
-        "exposed_communication": exposed_s,
-    }
+    seconds["exposed_communication"] = max(0.0, seconds["exposed_communication"])
+    seconds["backward"] -= seconds["exposed_communication"]
+    return seconds

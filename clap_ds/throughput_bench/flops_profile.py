@@ -9,14 +9,12 @@ a broadcast matrix once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.profiling.flops_profiler import get_model_profile
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +24,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather_tensor, rank
 from clap_ds.distributed.watchdog import activity
+from clap_ds.engine.deepspeed_compat import autocast_if_enabled
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.kernel_fallback import groups_of
@@ -42,8 +41,12 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import torch_kernels
 
 REPORT = "flops_profile.txt"
+# Of all ranks, from which the mean length of packed captions is computed.
 LENGTH_BATCHES = 4
-COUNTED_CLIPS = 16  # of an open_clip model
+# Of an open_clip model.
+COUNTED_CLIPS = 16
+# Fields of `flops_profiler` for the report.
+REPORT_FIELDS = ("module_depth", "top_modules", "detailed")
 
 
 @activity("profiling")
@@ -59,45 +62,59 @@ def measure_flops(
     Args:
         profiler: DeepSpeed's section `flops_profiler`; its report is written to `folder`.
     """
-    config = engine.model.config
     batch = next(loader)
     if not isinstance(engine.model, ClapModel):
         return _count(engine, batch.rows(0, COUNTED_CLIPS))
-    lengths = padded = TextLengths.fixed(batch.input_ids.shape[1])
-    if batch.packed:  # as executed, over more micro-batches of all ranks
-        of_rank = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
-        lengths = TextLengths.of(torch.cat(gather_tensor(of_rank.cpu())).tolist())
-    front_end = batch.audio.ndim == 2  # mel shards skip it
+    # Mel shards skip the front end.
+    front_end = batch.audio.ndim == 2
+    flops = _closed_form(engine, _executed_lengths(loader, batch), model, front_end=front_end)
+    if profiler.get("enabled"):
+        sample = batch.rows(0, 1)
+        flops["deepspeed_gflops"] = _profile(engine, sample, profiler, folder / REPORT)
+        if rank() == 0:
+            flops["deepspeed_published_gflops"] = _profile_published(engine, sample)
+            padded = TextLengths.fixed(batch.input_ids.shape[1])
+            executed = forward_flops(engine.model.config, padded, "model", front_end=front_end)
+            print(
+                f"forward GFLOPs per sample: profiled {flops['deepspeed_gflops']:.2f},"
+                f" closed form {executed / 1e9:.2f}; published convention:"
+                f" profiled {flops['deepspeed_published_gflops']:.2f},"
+                f" closed form {flops['published_gflops']:.2f}",
+                flush=True,
+            )
+    return flops
+
+
+def _executed_lengths(loader: BatchSource, batch: Batch) -> TextLengths:
+    """Return the captions' lengths as executed: padded ones have the batch's."""
+    if not batch.packed:
+        return TextLengths.fixed(batch.input_ids.shape[1])
+    lengths = [next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)]
+    by_rank = gather_tensor(torch.cat(lengths).cpu())
+    return TextLengths.of(torch.cat(by_rank).tolist())
+
+
+def _closed_form(
+    engine: ClapEngine, lengths: TextLengths, model: ModelSettings, *, front_end: bool
+) -> dict[str, Any]:
+    """Return the section without the profiler's figures."""
+    config = engine.model.config
     trained = trained_towers(engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
+    backward = backward_flops(config, lengths, trained=trained)
     checkpointed = [tower for tower in model.activation_checkpointing if tower in trained]
     recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=model.drop_path)
-    recomputed += forward if engine.cached else 0.0
-    found: dict[str, Any] = {
+    if engine.uses_gradcache:
+        recomputed += forward
+    return {
         "published_gflops": published_flops(config, front_end=front_end) / 1e9,
         "model_gflops": forward / 1e9,
-        "training_gflops": (forward + backward_flops(config, lengths, trained=trained)) / 1e9,
+        "training_gflops": (forward + backward) / 1e9,
         "recomputed_gflops": recomputed / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
         "deepspeed_published_gflops": None,
     }
-    if profiler.get("enabled"):
-        sample = batch.rows(0, 1)
-        found["deepspeed_gflops"] = _profile(engine, sample, profiler, folder / REPORT)
-        executed = forward_flops(config, padded, "model", front_end=front_end) / 1e9
-        if rank() == 0:
-            # One fp32 sample on the CPU: 5 s and 0.3 GB for HTSAT-base on one core.
-            count = count_by_deepspeed(
-                published_model(config), config.text.max_positions, sample.audio.float().cpu()
-            )
-            found["deepspeed_published_gflops"] = sum(count) / 1e9
-            text = (
-                "forward GFLOPs per sample: profiled {deepspeed_gflops:.2f}, closed form {executed:.2f}; published convention:"
-                " profiled {deepspeed_published_gflops:.2f}, closed form {published_gflops:.2f}"
-            )
-            print(text.format(executed=executed, **found), flush=True)
-    return found
 
 
 def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
@@ -111,54 +128,67 @@ def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
     ):
         engine.model(*batch.model_inputs())
     forward = counter.get_total_flops() / len(batch) / 1e9
-    found = {
-        "training_gflops": 3 * forward,
-        "recomputed_gflops": forward * engine.cached,
-        "deepspeed_gflops": None,
-    }
     return {
         "published_gflops": None,
         "model_gflops": forward,
+        "training_gflops": 3 * forward,
+        "recomputed_gflops": forward if engine.uses_gradcache else 0.0,
         "mean_text_tokens": batch.input_ids.shape[1],
-        **found,
+        "deepspeed_gflops": None,
     }
+
+
+def _profile_published(engine: ClapEngine, sample: Batch) -> float:
+    """Count the published model's GFLOPs for an fp32 sample on the CPU: 5 s and 0.3 GB for
+    HTSAT-base on one core."""
+    config = engine.model.config
+    audio = sample.audio.float().cpu()
+    counts = count_by_deepspeed(published_model(config), config.text.max_positions, audio)
+    return sum(counts) / 1e9
 
 
 @torch.no_grad()
 def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: Path) -> float:
     """Count a forward pass's GFLOPs; on rank 0 also write and print the profiler's report."""
-    is_first = rank() == 0
-    shown: dict[str, Any] = {
-        name: profiler[name]
-        for name in ("module_depth", "top_modules", "detailed")
-        if name in profiler
-    }
-    shown |= {"print_profile": is_first, "output_file": str(path)}
-    if is_first:
-        path.unlink(missing_ok=True)  # DeepSpeed would follow a link
     assert isinstance(engine.model, ClapModel)
+    options = {name: profiler[name] for name in REPORT_FIELDS if name in profiler}
+    if rank() == 0:
+        # DeepSpeed would follow a link.
+        path.unlink(missing_ok=True)
     with (
         _torch_operations(engine.model, engine.device),
         autocast_if_enabled(engine.deepspeed),
         counted_ffts() as ffts,
     ):
         _, macs, _ = get_model_profile(
-            engine.model, args=sample.model_inputs(), warm_up=0, as_string=False, **shown
+            engine.model,
+            args=sample.model_inputs(),
+            warm_up=0,
+            as_string=False,
+            print_profile=rank() == 0,
+            output_file=str(path),
+            **options,
         )
     engine.model.train()
-    if is_first:
+    if rank() == 0:
         print(path.read_text(), flush=True)
+    # The profiler doesn't count FFTs.
     return (2.0 * macs + sum(ffts)) / 1e9
 
 
 @contextmanager
 def _torch_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
-    with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+    with reverted(model), torch.compiler.set_stance("force_eager"):
+        replaced = []
         for part, kernel in torch_kernels(device)._asdict().items():
-            for module in (
-                module for _, modules, *_ in groups_of(model, part) for module in modules
-            ):
-                if module.kernel == "triton":
-                    stack.enter_context(mock.patch.object(module, "kernel", kernel))
-        yield
+            for _, modules, *_ in groups_of(model, part):
+                for module in modules:
+                    if module.kernel == "triton":
+                        module.kernel = kernel
+                        replaced.append(module)
+        try:
+            yield
+        finally:
+            for module in replaced:
+                module.kernel = "triton"

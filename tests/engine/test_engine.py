@@ -284,11 +284,11 @@ def _skipped_steps(
         for name, tensor in engine.model.state_dict().items()
         if not torch.equal(tensor, before[name])
     ]
-    counted = [engine.skipped_in_a_row]
+    counted = [engine.consecutive_skips]
     for poisoned in (False, True, True):
         step(poisoned=poisoned)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clap_ds.engine.engine.MOST_SKIPPED", 2)
+        patch.setattr("clap_ds.engine.engine.MAX_CONSECUTIVE_SKIPS", 2)
         with pytest.raises(NonFiniteError) as caught:
             engine.check_loss()
     saved = engine_state(engine)["skipped_steps"]

@@ -106,8 +106,8 @@ def everything(wrapper: FP16_Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("clip", [0.0, 20.0, 1e9])
 def test_the_step_on_the_device_is_deepspeeds(clip: float, cpu_kernels: bool) -> None:
     ours, reference = (wrapped(clip, cpu_kernels=cpu_kernels) for _ in range(2))
-    assert FlatStep.has_place_for(ours)
-    FlatStep(ours)
+    assert FlatStep.is_applicable(ours)
+    FlatStep(ours, clip)
     for seed in range(5):
         step(ours, seed)
         step(reference, seed)
@@ -124,7 +124,7 @@ def test_the_step_on_the_device_is_deepspeeds(clip: float, cpu_kernels: bool) ->
 @pytest.mark.parametrize("poison", [float("nan"), float("-inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, cpu_kernels: bool) -> None:
     wrapper = wrapped(1.0, cpu_kernels=cpu_kernels)
-    flat_step = FlatStep(wrapper)
+    flat_step = FlatStep(wrapper, 1.0)
     for seed in (0, 1, 2):
         step(wrapper, seed)
         before = everything(wrapper)

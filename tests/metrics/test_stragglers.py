@@ -6,112 +6,128 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clap_ds.metrics.stragglers import KEPT_STEPS, Stragglers, rate_without, slow_ranks
+from clap_ds.metrics.stragglers import KEPT_STEPS, MIN_STEPS, Stragglers, rate_without, slow_ranks
 
 
 def noise(kind: str, size: tuple[int, int], generator: np.random.Generator) -> Any:
     """Generate own times around 1 s, (steps, ranks), with steps that are slow on all ranks."""
-    spread = {
-        "normal": lambda: generator.normal(0, 0.1, size),
-        "skew": lambda: np.exp(generator.normal(0, 0.3, size)) - 1,
-        "now and then": lambda: (
-            generator.normal(0, 0.02, size) + 2 * (generator.random(size) < 0.1)
-        ),
-    }[kind]()
-    return np.maximum(0.1, 1 + spread) * (1 + generator.random((size[0], 1)))
+    if kind == "normal":
+        deviations = generator.normal(0, 0.1, size)
+    elif kind == "skew":
+        deviations = np.exp(generator.normal(0, 0.3, size)) - 1
+    else:
+        deviations = generator.normal(0, 0.02, size)
+        deviations[generator.random(size) < 0.1] += 2
+    step_factors = 1 + generator.random((size[0], 1))
+    return np.maximum(0.1, 1 + deviations) * step_factors
 
 
-@pytest.mark.parametrize("kind", ["normal", "skew", "now and then"])
-@pytest.mark.parametrize(("ranks", "trials"), [(2, 200), (6, 200), (512, 4)])
-def test_noise_alone_names_nobody_and_a_slow_rank_is_named(
-    kind: str, ranks: int, trials: int
+@pytest.mark.parametrize("kind", ["normal", "skew", "sporadic"])
+@pytest.mark.parametrize(("num_ranks", "trials"), [(2, 200), (6, 200), (512, 4)])
+def test_slow_ranks_with_noise_are_none_or_the_slow_one(
+    kind: str, num_ranks: int, trials: int
 ) -> None:
     generator = np.random.default_rng(1)
     for _ in range(trials):
-        own_s = noise(kind, (30, ranks), generator)
+        own_s = noise(kind, (30, num_ranks), generator)
         assert slow_ranks(own_s) == []
-        order = generator.permutation(ranks)
-        own_s = own_s**0.1  # a tenth of the noise
-        own_s[:, order[0]] *= 1.4
-        assert slow_ranks(own_s) == [order[0]]
+        slow = generator.integers(num_ranks)
+        # A tenth of the noise.
+        own_s = own_s**0.1
+        own_s[:, slow] *= 1.4
+        assert slow_ranks(own_s) == [slow]
 
 
-def test_how_much_slower_a_slow_rank_is_and_how_long_that_must_be_known() -> None:
-    own_s = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
-    for factor, is_slow in {
-        1.045: False,
-        1.075: True,
-        0.8: False,
-    }.items():  # 3 spreads: 6% of a step, 2% of ten
-        assert slow_ranks(own_s[:30] * [1, 1, 1, 1, factor, 1]) == [4] * is_slow, factor
-    assert (
-        slow_ranks(own_s**0 * [1, 1, 1.001, 1, 1.05, 1])
-        == slow_ranks(own_s * [1, 1, 1.001, 1, 1.045, 1])
-        == [4]
-    )
-    assert slow_ranks(own_s[:30] * [1, 1, 1, 1, 1.045, 1], before=[4]) == [
-        4
-    ]  # a reported rank stays slow for a while
-    slow_now_and_then = own_s * np.where(
-        (np.arange(300)[:, None] % 5 == 0) & (np.arange(6) == 1), 2, 1
-    )
-    assert slow_ranks(slow_now_and_then) == [1]  # like a data wait in every fifth step
-    assert slow_ranks(own_s[:19] * [1, 2, 1, 1, 1, 1]) == slow_ranks(own_s[:, :1]) == []
-    assert slow_ranks(own_s * [1, 1.5, 1, 1, 1, 1.2]) == [1, 5]
+# 300 steps of six ranks with a standard deviation of 2%.
+OWN_S = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
 
 
-def test_the_cost_is_what_the_steps_would_be_shorter() -> None:
+@pytest.mark.parametrize(
+    ("own_s", "factors", "slow"),
+    [
+        # Two steps are added up, so that three standard deviations are 4.2%.
+        (OWN_S[:30], [1, 1, 1, 1, 1.035, 1], []),
+        (OWN_S[:30], [1, 1, 1, 1, 1.075, 1], [4]),
+        (OWN_S[:30], [1, 1, 1, 1, 0.8, 1], []),
+        # 20 steps are added up.
+        (OWN_S, [1, 1, 1.001, 1, 1.045, 1], [4]),
+        (OWN_S, [1, 1.5, 1, 1, 1, 1.2], [1, 5]),
+        # No noise, but at least 3%.
+        (np.ones((300, 6)), [1, 1, 1.001, 1, 1.05, 1], [4]),
+        (np.ones((300, 6)), [1, 1, 1, 1, 1.02, 1], []),
+        (OWN_S[: MIN_STEPS - 1], [1, 2, 1, 1, 1, 1], []),
+    ],
+)
+def test_slow_ranks_exceed_noise_and_a_minimum(
+    own_s: Any, factors: list[float], slow: list[int]
+) -> None:
+    assert slow_ranks(own_s * factors) == slow
+
+
+def test_slow_ranks_include_previous_ones_at_half_the_limit() -> None:
+    own_s = OWN_S[:30] * [1, 1, 1, 1, 1.035, 1]
+    assert slow_ranks(own_s, previous=[4]) == [4]
+
+
+def test_slow_ranks_include_one_that_is_slow_in_every_fifth_step() -> None:
+    """Data waits are like this."""
+    own_s = OWN_S.copy()
+    own_s[::5, 1] *= 2
+    assert slow_ranks(own_s) == [1]
+
+
+def test_slow_ranks_of_a_single_rank_are_none() -> None:
+    assert slow_ranks(OWN_S[:, :1]) == []
+
+
+def test_rate_without_slow_ranks_has_the_next_slowest_ranks_time() -> None:
     """A step takes its slowest rank's own time plus 1 s; without rank 2, rank 0's 4 s count."""
     own_s = np.array([[4.0, 3.0, 8.0, 3.0]] * 5 + [[4.0, 3.0, 3.5, 3.0]] * 5)
     step_s = 1 + own_s.max(axis=1)
-    assert rate_without([2], np.full(10, 24.0), step_s, own_s) == pytest.approx(24 / 5)
-    assert rate_without([0, 2], np.full(10, 24.0), step_s, own_s) == pytest.approx(24 / 4)
+    samples = np.full(10, 24.0)
+    assert rate_without([2], samples, step_s, own_s) == pytest.approx(24 / 5)
+    assert rate_without([0, 2], samples, step_s, own_s) == pytest.approx(24 / 4)
 
 
 @pytest.mark.parametrize("window", [1, 25])
-def test_a_run_says_who_is_slow_once_and_that_it_is_over(
+def test_stragglers_are_printed_when_they_begin_and_end(
     window: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank 0 is slightly
-    faster."""
-    watched = Stragglers(["a", "a", "b", "b"])
-    found = []
+    """For 300 steps rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank
+    0 is slightly faster."""
+    stragglers = Stragglers(["a", "a", "b", "b"])
+    records = []
     for step in range(0, 3 * KEPT_STEPS, window):
-        data_wait_s = np.full((window, 4), 0.1) + 0.2 * (np.arange(4) == 3) * (step < 300)
-        own_s = (
-            0.9
-            + data_wait_s
-            + 0.1 * (np.arange(4) == 3) * (step < 300)
-            - 0.02 * (np.arange(4) == 0)
-        )
-        found.append(watched.add(8, own_s.max(axis=1), own_s, data_wait_s))
-    ((slow,), cost) = found[299 // window].values()
-    assert slow == pytest.approx(
+        data_wait_s = np.full((window, 4), 0.1)
+        own_s = np.tile([0.98, 1.0, 1.0, 1.0], (window, 1))
+        if step < 300:
+            data_wait_s[:, 3] += 0.2
+            own_s[:, 3] += 0.3
+        records.append(stragglers.add(8, own_s.max(axis=1), own_s, data_wait_s))
+    slow_record = records[299 // window]
+    (straggler,) = slow_record["stragglers"]
+    assert straggler == pytest.approx(
         {"rank": 3, "host": "b", "lag_s": 0.3, "lag_percent": 30, "data_wait_s": 0.2}
     )
-    assert cost == pytest.approx(8 / 1 - 8 / 1.3)
-    assert [bool(each["stragglers"]) for each in found].index(True) == -(-20 // window) - 1
-    assert (found[-1], watched.warnings) == (
-        {"stragglers": [], "stragglers_cost_samples_per_s": 0},
-        [],
-    )
-    first, last = capsys.readouterr().out.splitlines()
-    assert all(
-        part in first
-        for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms")
-    )
-    assert "no stragglers" in last
+    assert slow_record["stragglers_cost_samples_per_s"] == pytest.approx(8 / 1 - 8 / 1.3)
+    num_before = sum(not record["stragglers"] for record in records[: 300 // window])
+    # The window that completes the 20th step is the first to be compared.
+    assert num_before == (MIN_STEPS - 1) // window
+    assert records[-1] == {"stragglers": [], "stragglers_cost_samples_per_s": 0}
+    assert stragglers.warnings == []
+    begin, end = capsys.readouterr().out.splitlines()
+    for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms"):
+        assert part in begin
+    assert "no stragglers" in end
 
 
-def test_the_slowest_stragglers_are_listed_first_and_further_ones_are_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    hosts = [f"node{rank}" for rank in range(15)]
-    slow = {4: 1.1, 6: 1.5, 7: 1.3, 9: 1.2, 11: 1.6, 12: 1.4, 14: 1.7}
-    own_s = np.tile([slow.get(rank, 1.0) for rank in range(15)], (30, 1))
-    watched = Stragglers(hosts)
-    fields = watched.add(15, own_s.max(axis=1), own_s, np.zeros_like(own_s))
-    assert [each["rank"] for each in fields["stragglers"]] == [14, 11, 6, 12, 7, 9, 4]
-    (warning,) = watched.warnings
+def test_stragglers_are_listed_by_lag_up_to_five() -> None:
+    factors = {4: 1.1, 6: 1.5, 7: 1.3, 9: 1.2, 11: 1.6, 12: 1.4, 14: 1.7}
+    own_s = np.tile([factors.get(rank, 1.0) for rank in range(15)], (30, 1))
+    stragglers = Stragglers([f"node{rank}" for rank in range(15)])
+    record = stragglers.add(15, own_s.max(axis=1), own_s, np.zeros_like(own_s))
+    ranks = [straggler["rank"] for straggler in record["stragglers"]]
+    assert ranks == [14, 11, 6, 12, 7, 9, 4]
+    (warning,) = stragglers.warnings
     assert re.findall(r"rank (\d+) on node\1,", warning) == ["14", "11", "6", "12", "7"]
     assert warning.endswith("2 more")

@@ -1,129 +1,128 @@
-"""Check that all scalars are written with DeepSpeed's monitor, in order."""
+"""TensorBoard has all scalars, DeepSpeed's included, in order."""
 
 import errno
 import io
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of, micro_batches, settings
 
 
-def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
+def _engine(samples: int, section: dict[str, Any]) -> Any:
+    """Return what `Scalars` uses of an engine, with DeepSpeed's monitor as `factory.wrap` leaves
+    it."""
+    monitor = MonitorMaster(get_monitor_config({"tensorboard": section | {"enabled": False}}))
+    deepspeed = SimpleNamespace(global_samples=samples, monitor=monitor)
+    return SimpleNamespace(
+        deepspeed=deepspeed,
+        config={"tensorboard": section},
+        defer_monitor_events=partial(defer_monitor_events, deepspeed),
+    )
+
+
+def _start_twice(folder: str, section: dict[str, Any]) -> None:
     """Write steps 1 to 4 of 10 samples each, then, as if resumed from step 3, steps 4 to 7, with
     DeepSpeed's scalars."""
-    enabled = []
-    for samples in (0, 30):
-        monitor = MonitorMaster(
-            get_monitor_config({"tensorboard": section | {"enabled": False}})
-        )  # as in `factory.wrap`
-        deepspeed = SimpleNamespace(global_samples=samples, monitor=monitor)
-        scalars = Scalars(
-            SimpleNamespace(deepspeed=deepspeed, config={"tensorboard": section}), Path(folder)
-        )
-        enabled.append(monitor.enabled)
-        for step in range(samples // 10 + 1, samples // 10 + 5):
+    for first_step in (1, 4):
+        samples = 10 * (first_step - 1)
+        engine = _engine(samples, section)
+        scalars = Scalars(engine, Path(folder))
+        monitor = engine.deepspeed.monitor
+        assert monitor.enabled == section.get("enabled", False)
+        for step in range(first_step, first_step + 4):
             if monitor.enabled:
-                monitor.write_events([("Train/Samples/lr", step / 100, 10 * step)])
-            scalars.write([("train/loss", samples + step / 10, 10 * step)])
-    return enabled
+                monitor.write_events([("Train/Samples/lr", float(step), 10 * step)])
+            scalars.write([("train/loss", samples + step, 10 * step)])
 
 
-@pytest.mark.parametrize(
-    ("section", "place"),
-    [
-        ({}, "tensorboard"),
-        ({"enabled": True, "output_path": "OWN", "job_name": "mine"}, "own/mine"),
-    ],
-)
-def test_a_resumed_run_has_one_course(
-    one_rank: RankPool, tmp_path: Path, section: dict[str, Any], place: str
-) -> None:
-    section = {
-        name: str(tmp_path / "own") if value == "OWN" else value for name, value in section.items()
-    }
-    (enabled,) = one_rank.run(_two_starts, str(tmp_path), section)
-    assert enabled == [section.get("enabled", False)] * 2
-    assert [path.parent for path in tmp_path.rglob("events*")] == [tmp_path / place] * 2
-    events = EventAccumulator(str(tmp_path / place))
+def _scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder))
     events.Reload()
-    found = {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
-    steps = [(10 * step, (step > 3) * 30 + step / 10) for step in range(1, 8)]
-    expected = {"train/loss": steps} | (
-        {"Train/Samples/lr": [(n, n / 1000) for n, _ in steps]} if enabled[0] else {}
-    )
-    assert found == {
-        tag: [(n, pytest.approx(value)) for n, value in rows] for tag, rows in expected.items()
-    }
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+# Steps 4 to 7 are the second start's, from 30 samples on.
+LOSSES = [(10, 1), (20, 2), (30, 3), (40, 34), (50, 35), (60, 36), (70, 37)]
+
+
+def test_scalars_of_resumed_run_continue_those_before(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(_start_twice, str(tmp_path), {})
+    assert _scalars_in(tmp_path / "tensorboard") == {"train/loss": LOSSES}
+
+
+def test_scalars_with_a_section_include_deepspeeds_at_its_path(
+    one_rank: RankPool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "own"
+    section = {"enabled": True, "output_path": str(folder), "job_name": "mine"}
+    one_rank.run(_start_twice, str(tmp_path), section)
+    assert {path.parent for path in tmp_path.rglob("events*")} == {folder / "mine"}
+    rates = [(10 * step, step) for step in range(1, 8)]
+    assert _scalars_in(folder / "mine") == {"train/loss": LOSSES, "Train/Samples/lr": rates}
 
 
 def _write_to_failing_disk(folder: str) -> str:
     """Return what is printed while TensorBoard's file can't be written."""
-    deepspeed = SimpleNamespace(global_samples=0, monitor=MonitorMaster(get_monitor_config({})))
-    scalars = Scalars(SimpleNamespace(deepspeed=deepspeed, config={}), Path(folder))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    scalars = Scalars(_engine(0, {}), Path(folder))
     writer: Any = scalars._tensorboard
     asynchronous = writer.file_writer.event_writer._async_writer
-    failure = OSError(errno.EROFS, "Read-only file system")
-    with (
-        redirect_stderr(io.StringIO()) as shown,
-        mock.patch.object(asynchronous._writer, "write", side_effect=failure),
-    ):
+    with redirect_stderr(io.StringIO()) as stderr, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asynchronous._writer, "write", fail)
         scalars.write([("train/loss", 1.0, 1)])
         asynchronous._worker.join(60)
         scalars.write([("train/loss", 1.0, 2)])
-    return shown.getvalue()
+    return stderr.getvalue()
 
 
-def test_a_failing_disk_costs_a_warning(one_rank: RankPool, tmp_path: Path) -> None:
-    (shown,) = one_rank.run(_write_to_failing_disk, str(tmp_path))
-    assert shown.count("\n") == 1
-    assert "Read-only file system" in shown
+def test_scalars_on_failing_disk_print_one_warning(one_rank: RankPool, tmp_path: Path) -> None:
+    (stderr,) = one_rank.run(_write_to_failing_disk, str(tmp_path))
+    assert stderr.count("\n") == 1
+    assert "Read-only file system" in stderr
 
 
-def _two_histograms(folder: str) -> dict[str, tuple[float, ...]]:
+def _write_histograms(folder: str) -> dict[str, tuple[int, float, float]]:
     """Take three steps of SGD at rate 0.1. Return size, minimum and maximum of each parameter and
     gradient at the second."""
     run = settings()
-    found = {}
     engine = engine_of(run, ClapModel(run.clap.preset()))
     batches = iter(micro_batches(run, 0, 1, 3))
+    tensors = {}
     with Scalars(engine, Path(folder), 2):
-        for step in (1, 2, 3):
-            before = {
-                name: parameter.clone() for name, parameter in engine.model.named_parameters()
-            }
-            engine.step(batches)
-            for name, parameter in engine.model.named_parameters() if step == 2 else ():
-                found[f"parameters/{name}"] = before[name]
-                found[f"gradients/{name}"] = (before[name] - parameter) / 0.1
-    return {
-        tag: (each.numel(), each.min().item(), each.max().item()) for tag, each in found.items()
-    }
+        engine.step(batches)
+        before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        engine.step(batches)
+        for name, parameter in engine.model.named_parameters():
+            tensors[f"parameters/{name}"] = before[name]
+            tensors[f"gradients/{name}"] = (before[name] - parameter.detach()) / 0.1
+        engine.step(batches)
+    return {tag: (len(t.flatten()), t.min().item(), t.max().item()) for tag, t in tensors.items()}
 
 
-def test_histograms_of_parameters_and_gradients(one_rank: RankPool, tmp_path: Path) -> None:
-    (expected,) = one_rank.run(_two_histograms, str(tmp_path))
+def test_histograms_are_of_parameters_and_gradients(one_rank: RankPool, tmp_path: Path) -> None:
+    (expected,) = one_rank.run(_write_histograms, str(tmp_path))
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
     events.Reload()
     assert {*events.Tags()["histograms"]} == {*expected}
-    for tag, (count, low, high) in expected.items():
+    for tag, (count, minimum, maximum) in expected.items():
         (event,) = events.Histograms(tag)
-        found = event.histogram_value
-        assert (event.step, found.num, sum(found.bucket)) == (6, count, count), tag
-        assert (found.min, found.max) == (
-            pytest.approx(low, rel=1e-3, abs=1e-5),
-            pytest.approx(high, rel=1e-3, abs=1e-5),
-        )
+        histogram = event.histogram_value
+        assert (event.step, histogram.num, sum(histogram.bucket)) == (6, count, count), tag
+        assert histogram.min == pytest.approx(minimum, rel=1e-3, abs=1e-5)
+        assert histogram.max == pytest.approx(maximum, rel=1e-3, abs=1e-5)

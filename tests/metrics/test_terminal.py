@@ -1,7 +1,6 @@
-"""Every line of the final table."""
+"""Every line of the final table, and the time left."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -10,19 +9,31 @@ from clap_ds.metrics.terminal import Progress, print_summary, rows
 
 SUMMARY: Any = {
     "preset": "micro", "world_size": 8, "device_name": "H200", "num_nodes": 2, "precision": "bf16", "micro_batch_per_gpu": 4,
-    "context_length": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([500.0, 1000.0], [2.0, 1.0]),
+    "context_length": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([1000.0, 1000.0], [2.0, 1.0]),
     "step_time_s": {"median": 0.25, "p95": 0.5, "slowest_rank_median": 0.26}, "global_batch": 8000, "samples_per_s": 16000 / 3,
     "deepspeed_samples_per_s": 5400.0, "data_wait_percent": 1.5,
-    "memory_peak_bytes": 3 * 2**30, "memory_reserved_peak_bytes": 4 * 2**30, "warnings": ["first"],
+    "memory_peak_bytes": 3 * 2**30, "memory_reserved_peak_bytes": 4 * 2**30, "warnings": ["a straggler"],
     "breakdown_s": {"data_wait": 0.1, "backward": 0.3, "exposed_communication": 0.1},
 }  # fmt: skip
+FLOPS = {"published_gflops": 111.196718, "training_gflops": 75.7095, "recomputed_gflops": 15.0}
+UTILIZATION = {
+    "mfu_published_percent": 112.705,
+    "mfu_model_percent": 25.579,
+    "hfu_percent": 30.647,
+    "achieved_tflops": 252.974,
+    "peak_tflops": 989,
+}
+ENERGY = {"joules_per_sample": 0.2, "energy_kwh": 0.001}
 
 
-def test_lines_and_their_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_is_printed_with_title_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(SUMMARY)
-    title, *_, last = capsys.readouterr().out.splitlines()
-    assert last == "warning: first"
+    title, *_, last_line = capsys.readouterr().out.splitlines()
     assert title == "micro on 8 × H200, 2 nodes, bf16, micro-batch 4, 16 text tokens"
+    assert last_line == "warning: a straggler"
+
+
+def test_rows_have_values_with_units() -> None:
     assert [*rows(SUMMARY)] == [
         ("samples/s/GPU", "666.67"),
         ("  range of 2 windows", "500.00 – 1,000.00"),
@@ -40,29 +51,10 @@ def test_lines_and_their_units(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_each_utilization_stands_under_its_own_name() -> None:
-    """The published convention counts more FLOPs than are executed, and HFU counts recomputed ones,
+def test_rows_with_a_peak_name_the_convention_of_each_utilization() -> None:
+    """The published convention counts more FLOPs than are executed, and HFU recomputed ones,
     too."""
-    flops = {
-        "published_gflops": 111.196718,
-        "model_gflops": 25.3,
-        "training_gflops": 75.7095,
-        "recomputed_gflops": 15.0,
-    }
-    percentages = {
-        "mfu_published_percent": 112.705,
-        "mfu_model_percent": 25.579,
-        "hfu_percent": 30.647,
-    }
-    used = {
-        "flops": flops,
-        **percentages,
-        "achieved_tflops": 252.974,
-        "peak_tflops": 989,
-        "peak_source": "a data sheet",
-    }
-    energy = {"joules_per_sample": 0.2, "energy_kwh": 0.001}
-    summary: Any = {**SUMMARY, **used, **energy, "breakdown_s": None}
+    summary: Any = {**SUMMARY, **UTILIZATION, **ENERGY, "flops": FLOPS, "breakdown_s": None}
     assert [*rows(summary)][10:] == [
         ("energy", "0.2 J per sample, 0.001 kWh"),
         ("TFLOPS achieved per device, forward and backward", "252.974"),
@@ -71,17 +63,25 @@ def test_each_utilization_stands_under_its_own_name() -> None:
         ("MFU (executed FLOPs)", "25.58% of 989 TFLOPS"),
         ("HFU (incl. recomputation)", "30.65% of 989 TFLOPS"),
     ]
-    flops["recomputed_gflops"] = 0.0
-    assert "HFU" not in [*rows(summary)][-1][0]
+
+
+def test_rows_without_recomputation_have_no_hfu() -> None:
+    flops = {**FLOPS, "recomputed_gflops": 0.0}
+    summary: Any = {**SUMMARY, **UTILIZATION, "flops": flops, "breakdown_s": None}
+    assert "HFU" not in str([*rows(summary)])
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "left"),
+    ("elapsed_s", "remaining"),
     [(6, "12 s"), (600, "20.0 minutes"), (6000, "3.3 hours"), (15611534, "361.4 days")],
 )
-def test_time_left_is_by_the_steps_of_this_start_and_in_a_fitting_unit(
-    capsys: pytest.CaptureFixture[str], elapsed_s: int, left: str
+def test_progress_prints_time_left_by_the_steps_of_this_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    elapsed_s: int,
+    remaining: str,
 ) -> None:
-    with mock.patch("clap_ds.metrics.terminal.time.monotonic", side_effect=[100, 100 + elapsed_s]):
-        Progress(10, enabled=True, first=4).advance(2, "loss 1.5")
-    assert capsys.readouterr().out == f"step 6/10  loss 1.5  {left} left\n"
+    clock = iter([100, 100 + elapsed_s])
+    monkeypatch.setattr("clap_ds.metrics.terminal.time.monotonic", lambda: next(clock))
+    Progress(10, enabled=True, first=4).advance(2, "loss 1.5")
+    assert capsys.readouterr().out == f"step 6/10  loss 1.5  {remaining} left\n"

@@ -1,4 +1,4 @@
-"""Timers."""
+"""Step times, phases and waits with fake clocks, so that a busy machine has no effect."""
 
 from collections.abc import Callable
 
@@ -9,34 +9,40 @@ from clap_ds.metrics import timers
 from clap_ds.metrics.timers import StepTimer
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Advances a fake clock, so that a busy machine has no effect."""
-    now = [100.0]
-    monkeypatch.setattr("clap_ds.metrics.timers.time.perf_counter", lambda: sum(now))
-    return now.append
+def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Advances the host's clock."""
+    now_s = [100.0]
+    monkeypatch.setattr("clap_ds.metrics.timers.time.perf_counter", lambda: sum(now_s))
+    return now_s.append
 
 
-def test_steps_cover_the_window_and_waits_are_not_their_own(
-    passes: Callable[[float], None],
+def test_step_times_cover_the_window_and_own_times_exclude_peer_waits(
+    advance: Callable[[float], None],
 ) -> None:
     timer = StepTimer(CPU)
+    # The second window has nothing of the first one.
     for _ in range(2):
         with timer.peer_wait(), timer("data_wait"):
-            passes(32.0)  # outside all windows
+            advance(32.0)
         timer.start()
         for seconds in (1.0, 2.0, 4.0):
-            passes(seconds)
-            for part in (0.125, seconds / 4):
+            advance(seconds)
+            for wait_s in (0.125, seconds / 4):
                 with timer.peer_wait():
-                    passes(part)
+                    advance(wait_s)
             timer.mark()
-            timer.start()  # does nothing, as a window is running
+            # A window is running.
+            timer.start()
         with timer.peer_wait():
-            passes(0.5)
-        assert timer.stop()[:3] == (9.625, [1.375, 2.625, 5.125], [1.0, 2.0, 4.0])
+            advance(0.5)
+        times = timer.stop()
+        assert times.window_s == 9.625
+        assert times.step_s == [1.375, 2.625, 5.125]
+        assert times.own_s == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -46,53 +52,23 @@ def test_steps_cover_the_window_and_waits_are_not_their_own(
         (False, {"data_wait": 1.0}),
     ],
 )
-def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always_timed(
-    passes: Callable[[float], None], instrumented: bool, seconds: dict[str, float]
+def test_phases_exclude_nested_ones_and_need_instrumentation(
+    advance: Callable[[float], None], instrumented: bool, seconds: dict[str, float]
 ) -> None:
     timer = StepTimer(CPU)
     timer.start(instrumented=instrumented)
     with timer("data_wait"):
-        passes(1.0)
+        advance(1.0)
     with timer("backward"):
-        passes(2.0)
+        advance(2.0)
         with timer("communication"):
-            passes(5.0)
-        passes(1.0)
+            advance(5.0)
+        advance(1.0)
     timer.mark()
-    (found,) = timer.stop().phases_s
-    assert found == seconds
-    assert found["loss"] == 0
-
-
-def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a fake stream that reaches an event when earlier work is done, without blocking the
-    host."""
-    reached = 0.0
-    synchronised = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = reached
-
-        def elapsed_time(self, later: "Event") -> float:
-            assert synchronised, "the device hasn't reached the event"
-            return 1000 * (later.at - self.at)
-
-    monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr("torch.cuda.synchronize", synchronised.append)
-    timer = StepTimer(torch.device("cuda"))
-    timer.start()
-    synchronised.clear()
-    for busy_until, copied_at in ((10.0, 13.0), (20.0, 15.0)):  # the second copy arrives in time
-        reached = busy_until
-        with timer("data_wait"):
-            reached = max(reached, copied_at)
-    assert not synchronised
-    timer.mark()
-    assert timer.stop().phases_s[0]["data_wait"] == 3.0
+    (phases_s,) = timer.stop().phases_s
+    assert phases_s == seconds
+    # Other phases took no time.
+    assert phases_s["loss"] == 0
 
 
 class FakeDevice:
@@ -101,14 +77,16 @@ class FakeDevice:
     def __init__(self) -> None:
         self.host_s = 100.0
         self.done_s = 100.0
+        self.num_synchronized = 0
 
     def queue(self, seconds: float) -> None:
         self.done_s = max(self.host_s, self.done_s) + seconds
 
     def synchronize(self, _: torch.device) -> None:
         self.host_s = max(self.host_s, self.done_s)
+        self.num_synchronized += 1
 
-    def record_event(self, **_: bool) -> "FakeEvent":
+    def make_event(self, **_: bool) -> "FakeEvent":
         return FakeEvent(self)
 
 
@@ -122,6 +100,7 @@ class FakeEvent:
         self.reached_s = max(self.device.host_s, self.device.done_s)
 
     def elapsed_time(self, later: "FakeEvent") -> float:
+        assert later.reached_s <= self.device.host_s, "the device hasn't reached the event"
         return 1000 * (later.reached_s - self.reached_s)
 
 
@@ -130,23 +109,43 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     fake = FakeDevice()
     monkeypatch.setattr("clap_ds.metrics.timers.time.perf_counter", lambda: fake.host_s)
     monkeypatch.setattr("torch.cuda.synchronize", fake.synchronize)
-    monkeypatch.setattr("torch.cuda.Event", fake.record_event)
+    monkeypatch.setattr("torch.cuda.Event", fake.make_event)
     return fake
 
 
-def test_a_window_is_as_long_as_the_work_queued_in_it(device: FakeDevice) -> None:
-    timer = StepTimer(torch.device("cuda"))
-    device.queue(5.0)  # before the window
+def test_window_on_gpu_is_as_long_as_the_work_queued_in_it(device: FakeDevice) -> None:
+    timer = StepTimer(GPU)
+    # Before the window.
+    device.queue(5.0)
     timer.start()
     for _ in range(2):
-        device.host_s += 0.25  # Python's time to queue a step, while the device works
+        # Python's time to queue a step, while the device works.
+        device.host_s += 0.25
         device.queue(3.0)
         timer.mark()
     times = timer.stop()
-    assert times.window_s == 6.25  # the device waits for the first step to be queued
+    # The device waits for the first step to be queued.
+    assert times.window_s == 6.25
     assert times.step_s == [3.25, 3.0]
 
 
-def test_an_action_takes_as_long_as_the_work_that_it_queues(device: FakeDevice) -> None:
+def test_data_wait_on_gpu_is_the_devices_and_does_not_block_the_host(device: FakeDevice) -> None:
+    timer = StepTimer(GPU)
+    timer.start()
+    num_synchronized = device.num_synchronized
+    device.queue(10.0)
+    with timer("data_wait"):
+        # A copy that completes 3 s after earlier work.
+        device.queue(3.0)
+    device.queue(7.0)
+    with timer("data_wait"):
+        # The second copy arrives in time.
+        device.queue(0.0)
+    assert device.num_synchronized == num_synchronized
+    timer.mark()
+    assert timer.stop().phases_s[0]["data_wait"] == 3.0
+
+
+def test_seconds_of_an_action_cover_the_work_that_it_queues(device: FakeDevice) -> None:
     device.queue(5.0)
-    assert timers.seconds(lambda: device.queue(2.0), torch.device("cuda")) == 2.0
+    assert timers.seconds(lambda: device.queue(2.0), GPU) == 2.0

@@ -5,7 +5,6 @@ import contextlib
 import io
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.distributed.init import Ranks
 from clap_ds.flop_count.analytic import published_flops
 from clap_ds.flop_count.counters import build
-from clap_ds.flop_count.published_model import published_model
 from clap_ds.run import setup_dataloader
 from clap_ds.throughput_bench import flops_profile
 from clap_ds.throughput_bench.flops_profile import measure_flops
@@ -23,79 +21,94 @@ from tests.engine.test_engine import model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
-LENGTHS = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
+DATA = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
 
 
-def _profiled(root: str, text: str) -> tuple[dict[str, Any], str, float, int]:
-    """Profile a run with Triton kernels and a compiled front end; if `packed`, without the
-    published convention's operations. Returns findings, output, mean caption length and graphs of a
-    later step."""
+def _profile(root: str, packed: bool) -> tuple[dict[str, Any], str, float]:
+    """Profile a run with Triton kernels and a compiled front end. Return the FLOPs, what is
+    printed, and the mean caption length of all ranks.
+
+    If `packed`, the published model is replaced by another one.
+    """
     torch.compiler.reset()
     rank = dist.get_rank()
-    calls = list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
-    run = settings("fp32", 2, clap={"data": LENGTHS, "text_packing": text == "packed"})
-    (folder := Path(root, f"run{rank}")).mkdir()
+    run = settings("fp32", 2, clap={"data": DATA, "text_packing": packed})
+    folder = Path(root, f"run{rank}")
+    folder.mkdir()
+    num_compiled_calls = 0
 
-    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        return lambda *arguments: (calls.append(1), graph(*arguments))[1]
+    def counting_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal num_compiled_calls
+            num_compiled_calls += 1
+            return graph(*arguments)
 
-    engine = engine_of(run, model_of(run))
-    engine.model.mel.compile(backend=counting)
-    attentions = [block.attention for block in engine.model.audio.blocks()]
-    profiled_model = build if text == "packed" else published_model
+        return call
+
+    def kernels(kernel: str) -> None:
+        for block in engine.model.audio.blocks():
+            block.attention.kernel = kernel
+
+    engine: Any = engine_of(run, model_of(run))
+    engine.model.mel.compile(backend=counting_backend)
     with (
-        contextlib.redirect_stdout(io.StringIO()) as said,
-        mock.patch.object(flops_profile, "published_model", profiled_model),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+        pytest.MonkeyPatch.context() as patch,
         setup_dataloader(run, ranks, engine) as loader,
     ):
+        if packed:
+            patch.setattr(flops_profile, "published_model", build)
         engine.step(loader)
-        for each in attentions:
-            each.kernel = "triton"
-        before = len(calls)
-        found = measure_flops(engine, loader, run.clap.model, {"enabled": True}, folder)
-        assert (len(calls), engine.model.training) == (before, True)
-        assert {each.kernel for each in attentions} == {"triton"}
-        for each in attentions:
-            each.kernel = "matmul"
+        kernels("triton")
+        num_before = num_compiled_calls
+        flops = measure_flops(engine, loader, run.clap.model, {"enabled": True}, folder)
+        assert num_compiled_calls == num_before
+        assert engine.model.training
+        assert {block.attention.kernel for block in engine.model.audio.blocks()} == {"triton"}
+        kernels("matmul")
         engine.step(loader)
+        assert num_compiled_calls > num_before, "compiled code runs again afterwards"
         lengths = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(4)])
-        everywhere = torch.stack(gather_tensor(lengths)).double()
-    return found, said.getvalue(), float(everywhere.mean()), len(calls) - before
+        mean_length = torch.stack(gather_tensor(lengths)).double().mean()
+    return flops, stdout.getvalue(), float(mean_length)
 
 
-@pytest.mark.parametrize("text", ["padded", "packed"])
-def test_profiled_figures_stand_beside_the_published_convention(
-    two_ranks: RankPool, tmp_path: Path, text: str
+def test_profile_of_padded_captions_agrees_with_closed_forms(
+    two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    (found, said, mean, graphs), _ = two_ranks.run(_profiled, str(tmp_path), text)
-    assert (
-        f"profiled {found['deepspeed_gflops']:.2f}, closed form {found['deepspeed_gflops']:.2f}"
-        in said
-    )
-    if text == "padded":
-        assert found["deepspeed_gflops"] == pytest.approx(found["model_gflops"], rel=1e-9)
+    (flops, stdout, _), _ = two_ranks.run(_profile, str(tmp_path), False)
     published = published_flops(settings("fp32", 2).clap.preset()) / 1e9
-    profiled = found["deepspeed_published_gflops"]
-    assert f"published convention: profiled {profiled:.2f}, closed form {published:.2f}" in said
-    if text == "padded":
-        assert profiled == pytest.approx(published, rel=1e-9)
-    else:  # the profiled model was another one
-        assert profiled < 0.99 * published
-    assert graphs > 0, "compiled code runs again afterwards"
-    assert found["mean_text_tokens"] == pytest.approx(mean if text == "packed" else 16)
+    assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
+    assert flops["deepspeed_published_gflops"] == pytest.approx(published, rel=1e-9)
+    assert flops["mean_text_tokens"] == 16
+    executed = f"{flops['model_gflops']:.2f}"
+    assert f"profiled {executed}, closed form {executed}; published" in stdout
+    assert f"convention: profiled {published:.2f}, closed form {published:.2f}" in stdout
 
 
-def _counted(accumulation: str) -> dict[str, Any]:
+def test_profile_of_packed_captions_has_their_mean_length_and_the_padded_figures(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (flops, stdout, mean_length), _ = two_ranks.run(_profile, str(tmp_path), True)
+    assert flops["mean_text_tokens"] == pytest.approx(mean_length)
+    padded = f"{flops['deepspeed_gflops']:.2f}"
+    assert f"profiled {padded}, closed form {padded}; published" in stdout
+    # The profiled model is another one.
+    assert flops["deepspeed_published_gflops"] < 0.99 * flops["published_gflops"]
+
+
+def _count(accumulation: str) -> dict[str, Any]:
     run = settings("fp32", 2, clap={"train": {"accumulation": accumulation}})
     engine = engine_of(run, model_of(run))
     with setup_dataloader(run, Ranks(0, 1, 0, 1), engine) as loader:
         return measure_flops(engine, loader, run.clap.model, {}, Path())
 
 
-def test_cached_accumulation_computes_the_forward_pass_again(one_rank: RankPool) -> None:
-    (plain,) = one_rank.run(_counted, "plain")
-    (cached,) = one_rank.run(_counted, "gradcache")
+def test_flops_with_gradcache_recompute_the_forward_pass(one_rank: RankPool) -> None:
+    (plain,) = one_rank.run(_count, "plain")
+    (gradcache,) = one_rank.run(_count, "gradcache")
     assert plain["recomputed_gflops"] == 0
-    assert cached["recomputed_gflops"] == cached["model_gflops"] == plain["model_gflops"] > 0
-    assert cached["training_gflops"] == plain["training_gflops"]
+    assert gradcache["recomputed_gflops"] == gradcache["model_gflops"]
+    assert gradcache["model_gflops"] == plain["model_gflops"] > 0
+    assert gradcache["training_gflops"] == plain["training_gflops"]
