@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from clap_ds.weights.formats import Checkpoint
 
 
-def export(
-    found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers"
-) -> None:
-    """Write the new folder, in one of `FORMATS`, atomically. Raises ValueError if the model can't
-    be expressed, no tokenizer fits, or the folder exists."""
-    if folder.exists():
-        raise ValueError(f"{folder} exists: expected a new folder")
-    if found.config.open_clip:
-        from clap_ds.checkpoint.checkpoint_files import WEIGHTS
+FORMATS = {
+    "transformers": "transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained",
+    "open_clip": 'open_clip.create_model and get_tokenizer, as "local-dir:FOLDER"',
+}
 
-        weights = Path(found.path)
-        if weights.is_dir():
-            weights /= WEIGHTS
-        loading = f"open_clip.create_model({found.config.open_clip!r}, pretrained={str(weights)!r})"
-        raise ValueError(f"{weights} has open_clip's names already: load it by {loading}")
+
+def export(
+    weights: Checkpoint,
+    folder: Path,
+    tokenizer_name: str | None = None,
+    library: str = "transformers",
+) -> None:
+    """Write the new folder for one of the libraries of `FORMATS`, atomically. Raises ValueError if
+    the model can't be expressed, no tokenizer fits, or the folder exists."""
     # Importing torch and transformers takes seconds: options are parsed before.
     import safetensors
 
+    from clap_ds.checkpoint.checkpoint_files import WEIGHTS
     from clap_ds.weights.formats import save_transformers
     from clap_ds.weights.hub import load_tokenizer
     from clap_ds.weights.key_mapping import feature_extractor
@@ -47,56 +47,64 @@ def export(
 
     import transformers  # isort: skip  (after torchaudio_compat)
 
-    tokenizer = tokenizer or (found.tokenizer and found.tokenizer_name)
-    text = found.config.text
-    if tokenizer is None:
-        raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
-    loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-    length = found.longest_caption
-    loaded.model_max_length = length  # what `truncation=True` keeps
+    if folder.exists():
+        raise ValueError(f"{folder} exists: expected a new folder")
+    if weights.config.open_clip:
+        path = Path(weights.path)
+        if path.is_dir():
+            path /= WEIGHTS
+        loading = f"open_clip.create_model({weights.config.open_clip!r}, pretrained={str(path)!r})"
+        raise ValueError(f"{path} has open_clip's names already: load it by {loading}")
+    if tokenizer_name is None and weights.tokenizer:
+        tokenizer_name = weights.tokenizer_name
+    if tokenizer_name is None:
+        raise ValueError(f"{weights.shown} names no tokenizer: set --tokenizer")
+    text = weights.config.text
+    tokenizer = load_tokenizer(
+        tokenizer_name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
+    )
+    length = weights.longest_caption
+    # The length that `truncation=True` keeps.
+    tokenizer.model_max_length = length
     try:
         with drafted(folder) as draft:
-            if form == "open_clip":
-                save_open_clip(found.build(), draft, length)
-                loaded.save_pretrained(draft)
+            if library == "open_clip":
+                save_open_clip(weights.build(), draft, length)
+                tokenizer.save_pretrained(draft)
             else:
-                save_transformers(found.build(), draft)
-                transformers.ClapProcessor(
-                    feature_extractor(found.config.audio), loaded
-                ).save_pretrained(draft)
-                cut = "only if the processor gets text_kwargs={'padding': True, 'truncation': True}"
-                print(f"note: captions are truncated to {length} tokens {cut}")
+                save_transformers(weights.build(), draft)
+                front_end = feature_extractor(weights.config.audio)
+                transformers.ClapProcessor(front_end, tokenizer).save_pretrained(draft)
+                print(
+                    f"note: captions are truncated to {length} tokens"
+                    " only if the processor gets text_kwargs={'padding': True, 'truncation': True}"
+                )
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} can't be written: {error}") from error
 
 
-FORMATS = {
-    "transformers": "transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained",
-    "open_clip": 'open_clip.create_model and get_tokenizer, as "local-dir:FOLDER"',
-}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = make_parser(__doc__)
-    kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
-    parser.add_argument(
-        "--format", choices=[*FORMATS], default="transformers", help="export for this library"
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="export a folder's best by best_metric, not the newest"
-    )
+    add = parser.add_argument
+    sources = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
+    add("checkpoint", metavar="CHECKPOINT", help=sources)
+    add("folder", type=Path, metavar="FOLDER", help="new output folder")
+    add("--format", choices=[*FORMATS], default="transformers", help="export for this library")
+    best = "export a folder's best by best_metric, not the newest"
+    add("--best", action="store_true", help=best)
     raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
-    parser.add_argument("--no_ema", action="store_true", help=raw)
+    add("--no_ema", action="store_true", help=raw)
     tokenizer = "use this tokenizer: a Hub name or folder (default: the checkpoint's)"
-    parser.add_argument("--tokenizer", metavar="NAME", help=tokenizer)
+    add("--tokenizer", metavar="NAME", help=tokenizer)
     arguments = parser.parse_args(argv)
-    from clap_ds.checkpoint.load_weights import load_weights  # imports torch
 
-    found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
-    export(found, arguments.folder, arguments.tokenizer, arguments.format)
-    print(f"exported: {found.shown}, model {found.config.name}")
+    # Importing torch takes seconds.
+    from clap_ds.checkpoint.load_weights import load_weights
+
+    weights = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
+    export(weights, arguments.folder, arguments.tokenizer, arguments.format)
+    print(f"exported: {weights.shown}, model {weights.config.name}")
     print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 
 

@@ -23,14 +23,14 @@ def test_what_is_written_is_found_and_read_back(
 ) -> None:
     (tmp_path / "notes").mkdir()
     assert (
-        checkpoint_files.newest_good(tmp_path)
-        is checkpoint_files.newest_good(tmp_path / "nowhere")
+        checkpoint_files.latest_valid(tmp_path)
+        is checkpoint_files.latest_valid(tmp_path / "nowhere")
         is None
     )
     path = make_checkpoint(tmp_path, 7, metrics={"zero_shot_top1": 0.5}, tokenizer="roberta-base")
     assert (
         checkpoint_files.find_checkpoint(path)
-        == checkpoint_files.newest_good(tmp_path)
+        == checkpoint_files.latest_valid(tmp_path)
         == tmp_path / "step-00000007"
     )
     manifest = checkpoint_files.verify(path)
@@ -44,13 +44,13 @@ def test_what_is_written_is_found_and_read_back(
     # A step that is saved again is the newest and overwrites nothing.
     again = [make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 3)]
     assert [path.name for path in again] == ["step-00000003", "step-00000003-2"]
-    assert checkpoint_files.newest_good(tmp_path) == again[1]
+    assert checkpoint_files.latest_valid(tmp_path) == again[1]
     assert capsys.readouterr().err == ""
-    aside = checkpoint_files.move_aside(tmp_path, but="notes")
+    aside = checkpoint_files.archive(tmp_path, keep="notes")
     assert aside is not None
     assert {path.name for path in aside.iterdir()} == {path.name, *(path.name for path in again)}
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
-    assert checkpoint_files.move_aside(tmp_path, but="notes") is None
+    assert checkpoint_files.archive(tmp_path, keep="notes") is None
 
 
 def _cut(path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
     good = make_checkpoint(tmp_path, 1)
     bad = make_checkpoint(tmp_path, 2)
     damage(bad / name)
-    assert checkpoint_files.newest_good(tmp_path) == good
+    assert checkpoint_files.latest_valid(tmp_path) == good
     (warning,) = capsys.readouterr().err.splitlines()
     assert str(bad) in warning
     with pytest.raises(DamagedError, match=reason) as refusal:
@@ -116,10 +116,10 @@ def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
         checkpoint_files.remove(doomed)  # killed after renaming
-        with suppress(KeyboardInterrupt), checkpoint_files.begin(tmp_path, 3) as draft:
+        with suppress(KeyboardInterrupt), checkpoint_files.atomic_dir(tmp_path, 3) as draft:
             (draft / "weights.safetensors").write_bytes(b"half")
             raise KeyboardInterrupt
-    assert checkpoint_files.newest_good(tmp_path) == good
+    assert checkpoint_files.latest_valid(tmp_path) == good
     checkpoint_files.clear_leftovers(tmp_path)
     assert [*tmp_path.iterdir()] == [good]
 
@@ -139,7 +139,7 @@ def test_the_last_and_the_best_stay(
     told = [{} if score is None else {"m": score} for score in scores]
     made = [Manifest(at, 100 - at, {}, {}, None, each, {}) for at, each in enumerate(told)]
     manifests = {str(each.serial): each for each in reversed(made)}
-    doomed = checkpoint_files.superfluous(
+    doomed = checkpoint_files.to_delete(
         manifests, CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_metric="m")
     )
     assert doomed == [name for name in "01234"[: len(scores)] if name not in kept]

@@ -77,7 +77,7 @@ def test_checkpoints_of_other_versions_keep_their_sizes_whatever_a_preset_is_now
     }
     path = checkpoint_of(named, tmp_path, settings=settings)
     content = json.loads((path / "manifest.json").read_text()) | {"resumed_from": 7}
-    content["hash"] = checkpoint_files._hash(
+    content["hash"] = checkpoint_files._hash_json(
         {name: value for name, value in content.items() if name != "hash"}
     )
     (path / "manifest.json").write_text(json.dumps(content))
