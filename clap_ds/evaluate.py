@@ -148,7 +148,6 @@ def evaluate_checkpoint(
     from clap_ds.checkpoint.load_weights import load_weights
     from clap_ds.distributed.collectives import raise_on_all_ranks
     from clap_ds.engine.engine import NonFiniteError
-    from clap_ds.engine.loss import LOSSES
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.run_records.environment import device_name
 
@@ -176,11 +175,6 @@ def evaluate_checkpoint(
             arguments.checkpoint, expected_model, best=arguments.best, raw=arguments.no_ema
         )
         tokenizer_name = settings.tokenizer or checkpoint.tokenizer_name
-    if checkpoint.loss_kind not in LOSSES:
-        raise CollectiveUserError(
-            f"{arguments.checkpoint}: trained with the loss {checkpoint.loss_kind!r};"
-            f" this version has {', '.join(LOSSES)}"
-        )
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,

@@ -27,6 +27,7 @@ from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0,
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
+from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import (
     FIELD,
@@ -68,6 +69,10 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
+        if self.loss_kind not in LOSSES:
+            raise CollectiveUserError(
+                f"the model was trained with the loss {self.loss_kind!r}; this version has {', '.join(LOSSES)}"
+            )
         # Only one rank contacts the Hub, which may be unreachable; the others use its cache.
         with raise_on_all_ranks():
             run_on_rank0(self._load_tokenizer)
