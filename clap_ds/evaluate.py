@@ -41,7 +41,9 @@ from clap_ds.utils.files import show_results
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
+# Clips per rank without a configuration.
 BATCH_SIZE = 32
+# Broken clips that the report names.
 NUM_BROKEN_SHOWN = 5
 
 
@@ -81,6 +83,7 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     elif arguments.set:
         raise UserError("--set changes a configuration: give --config, too")
     settings = evaluation_settings(arguments, run)
+    # An evaluation may take hours before it writes the file.
     options.check_output(arguments.json, "--json")
     # This imports torch.
     choose_accelerator()
@@ -103,6 +106,7 @@ def evaluation_settings(
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
     )
+    # An option for a task adds it to the configuration's.
     retrieval = change(
         content.get("retrieval") or {},
         shards=arguments.retrieval,
@@ -119,6 +123,7 @@ def evaluation_settings(
         raise UserError(
             f"nothing to evaluate ({source}): give --retrieval SHARDS, --zero_shot SHARDS or both"
         )
+    # By default training's, or else the checkpoint's.
     tokenizer = content.get("tokenizer")
     if tokenizer is None and run is not None:
         tokenizer = getattr(run.clap.data, "tokenizer", None)
@@ -159,6 +164,7 @@ def evaluate_checkpoint(
     allow_mixed_code = False
     if run is not None:
         expected_model = run.clap.preset()
+        # By default the checkpoint's.
         if "context_length" in run.clap.model_fields_set:
             context_length = run.clap.context_length
         if run.precision in DTYPES:
@@ -217,6 +223,7 @@ def render(evaluation: Evaluation, title: str) -> str:
         counts = ", ".join(f"{count:,} {noun}" for noun, count in result.counts.items())
         rows.append([f"{task} ({counts})", "", "", ""])
         for name, measure in result.measures.items():
+            # Other metrics are fractions.
             if name == LOSS:
                 numbers = [f"{number:.4f}" for number in astuple(measure)]
                 unit = ""

@@ -71,6 +71,7 @@ def draw_curves(record: RunDirectory) -> None:
         print(f"curves: {picture}", flush=True)
     except (OSError, UserError) as error:
         print(f"warning: curves not drawn: {error}", flush=True)
+    # The last lines, so that they are seen.
     for text in record.summary().get("warnings", []):
         print(f"warning: {text}", flush=True)
 

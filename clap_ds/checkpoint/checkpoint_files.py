@@ -44,16 +44,19 @@ from clap_ds.weights.key_mapping import State
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+# The raw weights, if `WEIGHTS` holds their moving average.
 RAW = "raw.safetensors"
-"""The raw weights, if `WEIGHTS` holds their moving average."""
+# What training resumes from: model, optimizer, scheduler and random number generators.
 STATE = "state.safetensors"
+# A `TrainState`.
 PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
 FORMAT = 2
+# Allowed file names. Manifests are untrusted: no paths outside the checkpoint, and no URLs.
 FILE_NAME = re.compile(
     rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII
 )
-"""Allowed file names. Manifests are untrusted: no paths outside the checkpoint, and no URLs."""
+# `free_name` makes these.
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
@@ -110,6 +113,7 @@ class Manifest:
         source."""
         try:
             content = parse_json(text)
+            # Another format may have other fields, so it is reported before a wrong hash.
             if content["format"] != FORMAT:
                 raise ValueError(
                     f"its format is {content['format']}, but this version reads {FORMAT}"
@@ -139,6 +143,7 @@ class Manifest:
 
 
 def _hash_json(content: dict[str, Any]) -> str:
+    # Parsed JSON may have another order.
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -156,6 +161,7 @@ def write_file(path: Path, content: bytes) -> FileRecord:
 def sync_file(path: Path) -> FileRecord:
     """Flush a new file to disk and return its record."""
     with open_regular(path) as file:
+        # A crash of the host must not leave a renamed folder with empty files.
         os.fsync(file.fileno())
         return FileRecord(os.fstat(file.fileno()).st_size, _hash_file(file))
 
@@ -167,7 +173,7 @@ def verify(folder: Path) -> Manifest:
         try:
             with open_regular(folder / name) as file:
                 size = os.fstat(file.fileno()).st_size
-                # A different size saves reading the file.
+                # A different size saves reading gigabytes.
                 if size != record.bytes or _hash_file(file) != record.hash:
                     raise DamagedError(f"{folder}: {name} has changed since it was written")
         except OSError as error:
@@ -195,6 +201,7 @@ def atomic_dir(folder: Path, step: int) -> AbstractContextManager[Path]:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint atomically. Raises OSError."""
+    # Renamed, it is no checkpoint even if the deletion is interrupted.
     try:
         shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
     except RecursionError:
@@ -215,6 +222,7 @@ def archive(folder: Path, *, keep: str) -> Path | None:
     paths = [path for path in folder.iterdir() if path.name != keep]
     if not paths:
         return None
+    # UTC with microseconds: no other folder has the name.
     new_folder = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
     new_folder.mkdir()
     for path in paths:
@@ -236,6 +244,7 @@ def newest_first(
             continue
         except (DamagedError, RefusedFileError) as error:
             damaged[name] = str(error)
+    # Serials end at `MOST`, so that equal ones are ordered by step.
     return dict(
         sorted(manifests.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True)
     )
@@ -244,6 +253,7 @@ def newest_first(
 def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
     """Return the manifests of a folder's checkpoints by name, newest first, and add the reasons for
     unreadable ones to `damaged`."""
+    # Sorted, since the order of a directory depends on the file system.
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     damaged = {} if damaged is None else damaged
     return newest_first(names, lambda name: Manifest.read(folder / name), damaged)
@@ -261,6 +271,7 @@ def latest_valid(
     manifests = read_all(folder, damaged)
     candidates = list(manifests)
     if best and manifests:
+        # Earlier starts of the run may have had another `best_metric`.
         newest = manifests[candidates[0]]
         candidates = best_first(manifests, newest.best_metric or "")
     for name in candidates:
@@ -308,6 +319,7 @@ def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
     return sorted(names, key=lambda name: -score(metric, manifests[name].metrics[metric]))
 
 
+# The metadata's field with the structure.
 KEY = "clap_ds.state"
 
 
@@ -330,6 +342,7 @@ def _encode_state(value: Any, tensors: dict[str, Tensor], storages: set[int]) ->
         return _encode_state(part, tensors, storages)
 
     if isinstance(value, Tensor):
+        # safetensors takes only contiguous tensors.
         tensor = value.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
         # safetensors rejects tensors that share memory.
@@ -352,6 +365,7 @@ def read_state_file(path: Path) -> Any:
     try:
         with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             structure = (file.metadata() or {})[KEY]
+            # A state may hold NaN, such as an undefined statistic.
             return _decode_state(parse_json(structure, allow_nan=True), file.get_tensor)
     except (
         OSError,
@@ -371,6 +385,7 @@ def _decode_state(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
     def decode(part: Any) -> Any:
         return _decode_state(part, get_tensor)
 
+    # All other values are dictionaries with one field: the type.
     ((kind, content),) = value.items()
     if kind == "tensor":
         return get_tensor(content)

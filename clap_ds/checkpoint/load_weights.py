@@ -28,7 +28,9 @@ from clap_ds.weights.hub import check_recorded, load_by_name
 from clap_ds.weights.open_clip_weights import WEIGHTS as OPEN_CLIP_WEIGHTS
 from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
+# Suffixes of files of weights.
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+# What is downloaded of a model on the Hub.
 _OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
 
 
@@ -57,6 +59,7 @@ def load_weights(
         raise ValueError(f"{path}: NaN or infinity in {tensors}: use an earlier checkpoint")
     if config is None:
         if weights.config.open_clip:
+            # The file names a model that open_clip would build.
             check_recorded(weights.config.name, path, "--preset")
         return replace(weights, path=str(path))
     # Tensors alone would fit other numbers of attention heads.
@@ -77,6 +80,7 @@ def _read(
         return path, _read_open_clip_folder(path, config)
     if path.is_dir():
         path = find_checkpoint(path, best=best)
+        # Without a moving average, the only weights are raw.
         has_raw = (path / RAW).exists()
         name = RAW if raw and has_raw else WEIGHTS
         return path, _read_file(path / name, config)
@@ -94,6 +98,7 @@ def _read_file(path: Path, config: ClapConfig | None) -> Checkpoint:
     if path.suffix != ".safetensors":
         return from_state_dict(path, read_pickled(path), config)
     state, metadata = read_safetensors(path)
+    # Other programs' files.
     if METADATA_KEY not in metadata:
         return from_state_dict(path, state, config)
     return _add_manifest(path, from_safetensors(path, state, metadata))
@@ -103,6 +108,7 @@ def _read_open_clip_folder(folder: Path, config: ClapConfig | None) -> Checkpoin
     """Read a folder that open_clip loads as `local-dir:`."""
     weights = _read_file(folder / OPEN_CLIP_WEIGHTS, config)
     if (folder / "tokenizer_config.json").exists():
+        # The user has named the folder.
         weights = replace(weights, tokenizer=str(folder), trusts_tokenizer=True)
     sizes = folder / "open_clip_config.json"
     if sizes.exists():
@@ -119,6 +125,7 @@ def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
         str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL
     )
     weights = load_transformers(folder)
+    # The cache's folder is named by a commit.
     return replace(weights, config=weights.config.model_copy(update={"name": path.name}))
 
 

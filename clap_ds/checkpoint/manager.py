@@ -56,9 +56,10 @@ from clap_ds.utils.files import read_bytes
 from clap_ds.utils.redaction import redacted_all
 from clap_ds.weights.formats import to_safetensors
 
+# Wait at the end of a run for copies to `remote_sync`.
 SYNC_LIMIT_S = 600.0
+# Niceness of the writing thread: on a host without a free core it gets a tenth of one.
 NICE = 10
-"""Niceness of the writing thread: on a host without a free core it gets a tenth of one."""
 
 
 class Checkpointer:
@@ -98,11 +99,14 @@ class Checkpointer:
         self._sync: BackgroundSync | None = None
         if rank() == 0 and settings.remote_sync is not None:
             self._sync = BackgroundSync(settings.remote_sync, settings, self.path, logs)
+        # Buffers in host memory, allocated by the first save in the background.
         self._stager: Any = None
+        # One thread, so that saves are in order.
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_lower_priority)
         self._writing: Future[SavedCheckpoint] | None = None
         # Why a state that isn't finite wasn't written.
         self._non_finite = ""
+        # Beginning of the last save or, before that, of the run.
         self._started_s = time.time()
 
     @activity("waiting for the checkpoint folder")
@@ -117,6 +121,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # The thread writes to the folder until then.
         self.poll(None)
         if self._lock is not None:
             self._lock.release()
@@ -146,6 +151,7 @@ class Checkpointer:
             NonFiniteError: on all ranks, if weights or the optimizer's state aren't finite.
         """
         in_background = self._settings.async_save and not wait
+        # At most one save is under way: its copy of the state is reused.
         results = [self.finish()]
         self._start(engine, state, metrics or {}, copied=in_background)
         if not in_background:
@@ -170,12 +176,15 @@ class Checkpointer:
         if engine.average is not None:
             contents |= {RAW: weights, WEIGHTS: weights | engine.average.weights}
         if copied:
+            # The next step overwrites the engine's tensors.
             contents = self._copy_to_host(contents)
+        # By rank, the state of each generator.
         contents[STATE]["random"] = [
             dict(zip(by_rank, states, strict=True))
             for states in zip(*by_rank.values(), strict=True)
         ]
         model = engine.model.config
+        # Serial and files are known once it is written.
         manifest = Manifest(
             serial=0,
             step=progress.step,
@@ -215,6 +224,7 @@ class Checkpointer:
         """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError
         as `save` does."""
         begin = time.time()
+        # Only rank 0 has results.
         results, non_finite = run_on_rank0(
             lambda: ([asdict(save) for save in self.poll(None)], self._non_finite)
         )
@@ -223,6 +233,7 @@ class Checkpointer:
         if not results:
             return None
         save = SavedCheckpoint(**results[0])
+        # JSON has made text of the path.
         path = Path(save.path) if save.path else None
         self.last = replace(save, path=path, stalled_s=save.stalled_s + time.time() - begin)
         return self.last
@@ -292,6 +303,7 @@ class Checkpointer:
     def _copy_to_host(self, contents: Any) -> Any:
         """Return the contents with their tensors in host memory, which all calls share. Those of a
         GPU are in pinned memory, if the host can pin as much."""
+        # Only values are copied, without autograd's graph.
         contents = tree_map_only(Tensor, Tensor.detach, contents)
         if self._stager is None:
             self._stager = _make_stager(pins=torch.cuda.is_available())
@@ -314,9 +326,11 @@ class Checkpointer:
         warnings."""
         try:
             bad_tensors = non_finite_tensors({**contents[STATE], "weights": contents[WEIGHTS]})
+            # A run could never leave such a state again.
             if bad_tensors:
                 self._non_finite = f"{some(bad_tensors)} are NaN or infinite after step {save.step}"
                 raise ValueError(self._non_finite)
+            # Another run may have replaced the lock of a process that seemed gone.
             if self._lock is not None:
                 self._lock.check()
             files.clear_leftovers(self.path)
@@ -328,9 +342,10 @@ class Checkpointer:
                     manifest = replace(manifest, tokenizer=TOKENIZER)
                 records |= tokenizer_records
                 manifest = replace(manifest, serial=self._next_serial(), files=records)
+                # The last file: with it the checkpoint is complete.
                 write_file(draft / MANIFEST, manifest.to_json().encode())
         except Exception as error:
-            # Training can continue without a checkpoint.
+            # Training can continue without a checkpoint. `finish` reports numbers that aren't finite.
             if not self._non_finite:
                 warn(
                     f"the checkpoint of step {save.step} could not be saved: {error}; training continues"
@@ -407,4 +422,5 @@ def _make_stager(*, pins: bool) -> Any:
 
 
 def _lower_priority() -> None:
+    # Linux has a priority per thread.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -24,10 +24,11 @@ from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.utils.files import MOST_BYTES, RefusedFileError
 
+# Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the
+# run's id.
 PARTIAL = ".partial"
-"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of
-the run's id."""
 MOST_HISTORY_BYTES = 2**30
+# The same problem may come back with every upload.
 _warn_once = cache(warn)
 
 
@@ -35,6 +36,7 @@ def try_target(url: str) -> None:
     """Write and delete a small file at `url`; ValueError if that fails."""
     try:
         remote = RemoteFiles(url)
+        # A name that nothing else has.
         name = f".probe-{os.urandom(8).hex()}"
         remote.write(name, b"clap")
         remote.remove(name)
@@ -50,6 +52,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         """Open the folder at a URL, or of the single checkpoint there."""
+        # URLs end in a folder or in `step-…`.
         folder, _, name = url.rstrip("/").rpartition("/")
         self._only = name if files.NAME.fullmatch(name) else None
         self.url = folder if self._only else url
@@ -73,6 +76,7 @@ class RemoteFolder:
         marker = blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL
         self._clear_interrupted(marker)
         manifests = self.read_all()
+        # An earlier start of the run may have copied it.
         if manifest not in manifests.values():
             name = self._upload_files(checkpoint, manifest, marker)
             manifests = {name: manifest, **manifests}
@@ -89,6 +93,7 @@ class RemoteFolder:
         name."""
         name = files.free_name(manifest.step, self._remote.ls())
         self._remote.write(f"{name}/{marker}", b"")
+        # Two runs may have chosen the same name at the same time.
         if [*self._remote.ls(name)] != [marker]:
             raise FileExistsError(f"another run has just begun {name}")
         for file in (*manifest.files, MANIFEST):
@@ -103,6 +108,7 @@ class RemoteFolder:
             contents = self._remote.ls(name)
             if MANIFEST in contents:
                 continue
+            # Several markers are of runs that chose the name at the same time.
             markers = [file for file in contents if file.endswith(PARTIAL)]
             if markers == [marker]:
                 self._remote.remove(name, recursive=True)
@@ -122,6 +128,7 @@ class RemoteFolder:
             for path in [source, *source.rglob("*")]:
                 if path.is_symlink() or not path.is_file():
                     continue
+                # Logs grow, and TensorBoard's old files stay.
                 status = path.stat()
                 version = (status.st_size, status.st_mtime_ns)
                 if uploaded.get(path) == version:
@@ -143,6 +150,7 @@ class RemoteFolder:
             manifest.serial: folder / name for name, manifest in files.read_all(folder).items()
         }
         for name, manifest in self.read_all(damaged).items():
+            # The URL may be of a single checkpoint.
             if self._only not in (None, name):
                 continue
             if manifest.serial in local:
@@ -156,6 +164,7 @@ class RemoteFolder:
                     files.verify(draft)
                     self._download_history(draft / HISTORY, folder / HISTORY)
             except (DamagedError, FileNotFoundError, RefusedFileError) as error:
+                # Errors name the draft's hidden path, which is gone.
                 damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
             else:
                 files.warn_of_damaged(damaged)
@@ -177,7 +186,7 @@ class RemoteFolder:
             self._remote.download(HISTORY, draft, MOST_HISTORY_BYTES)
             draft.replace(target)
         except FileNotFoundError:
-            # The run has no history, or it wasn't copied.
+            # The history wasn't copied.
             pass
         except RefusedFileError as error:
             warn(f"{self.url}/{HISTORY} isn't copied: {error}")
@@ -241,6 +250,7 @@ class BackgroundSync:
         if logs is not None:
             self._logs.append(logs)
         self._last: Path | None = None
+        # Time of the last copy.
         self._copied_s = -math.inf
         self._uploaded_logs: dict[Path, Any] = {}
         self._copies: dict[Path, Future[bool]] = {}
@@ -269,6 +279,7 @@ class BackgroundSync:
         if not all(copy.done() for copy in self._copies.values()):
             print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
         wait(self._copies.values(), limit_s)
+        # Copies that failed, and those that aren't done.
         missing = []
         for path, copy in self._copies.items():
             is_copied = copy.done() and copy.result()

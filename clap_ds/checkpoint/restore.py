@@ -41,15 +41,15 @@ from clap_ds.utils.redaction import redacted_all
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.hub import check_recorded, load_tokenizer
 
+# Settings that don't affect what is trained.
 _WITHOUT_EFFECT = (
     "clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug", "clap.train.resume",
     "clap.train.log_every_steps",
 )  # fmt: skip
-"""Settings that don't affect what is trained."""
+# Captions that show whether two tokenizers are alike.
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
-"""Captions that show whether two tokenizers are alike."""
+# Counters of DeepSpeed's engine.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""Counters of DeepSpeed's engine."""
 
 
 def restore(
@@ -84,6 +84,7 @@ def restore(
     if engine.average is not None:
         engine.average.load(load_weights(folder / WEIGHTS, engine.model.config).state)
     if to_accept:
+        # Training continues from the raw weights.
         name = RAW if (folder / RAW).exists() else WEIGHTS
         weights = load_weights(folder / name, engine.model.config)
         load_weights_alone(engine, weights, progress.step, progress.samples)
@@ -118,6 +119,7 @@ def compare(
     harmless = []
     # Fields that another version didn't record count as equal.
     for change in differences(engine | manifest.engine, engine):
+        # A new schedule continues at the step.
         if change.startswith("scheduler is"):
             harmless.append(change)
         else:
@@ -154,6 +156,7 @@ def compare_settings(saved: dict[str, Any], current: dict[str, Any]) -> list[str
     saved = flatten(saved)
     current = flatten(current)
     changes = []
+    # All names, in the order of the run's JSON.
     for name in dict.fromkeys((*current, *saved)):
         if name.startswith(_WITHOUT_EFFECT) or saved.get(name) == current.get(name):
             continue
@@ -214,6 +217,7 @@ def engine_state(engine: ClapEngine) -> dict[str, Any]:
     """Return weights in the model's dtypes, optimizer and scheduler state, and DeepSpeed's
     counters. At ZeRO-0 they are the same on all ranks. Tensors are the engine's own, except for
     copies of groups that had another order."""
+    # DeepSpeed's counter lags behind steps skipped on the device.
     engine.count_skipped()
     deepspeed = engine.deepspeed
     scheduler = deepspeed.lr_scheduler
@@ -244,6 +248,7 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], source: object)
     # Errors are of many types.
     except Exception as error:
         raise ValueError(f"{source} can't be loaded into this run: {reason_of(error)}") from error
+    # The run may have another learning rate, or betas.
     for group, group_options in zip(deepspeed.optimizer.param_groups, options, strict=True):
         group |= group_options
     # The scheduler's steps don't count those that DeepSpeed skipped.
@@ -275,6 +280,7 @@ def _reorder_groups(
         else:
             group = inner["param_groups"][number]
             group["params"] = _reorder(group["params"], *orders)
+        # fp32 master weights, which DeepSpeed's 16-bit optimizers hold by group.
         for name in {"fp32_groups", "fp32_groups_flat"} & state.keys():
             reordered[name][number] = _reorder(state[name][number], *orders)
     return reordered
@@ -289,6 +295,7 @@ def _reorder(values: Any, old_order: list[Tensor], new_order: list[Tensor]) -> A
     if not isinstance(values, Tensor):
         value_of = dict(zip(old_order, values, strict=True))
         return [value_of[parameter] for parameter in new_order]
+    # A flat tensor is cut into the parameters' pieces.
     parts = values.split([parameter.numel() for parameter in old_order])
     part_of = dict(zip(old_order, parts, strict=True))
     return torch.cat([part_of[parameter] for parameter in new_order])
@@ -315,6 +322,7 @@ def _advance_scheduler(engine: ClapEngine, steps: int) -> None:
         with catch_warnings(action="ignore"):
             for _ in range(scheduler.last_epoch, steps):
                 scheduler.step()
+    # DeepSpeed's schedulers count from 0.
     elif scheduler is not None and steps:
         scheduler.step(steps - 1)
 

@@ -29,10 +29,10 @@ from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.utils.errors import count_of
 from clap_ds.utils.redaction import redacted_all
 
+# What a run has in common with its checkpoints.
 _IDENTITY = (
     "clap.contents", "clap.loss", "clap.model.preset", "clap.model.pretrained_text", "clap.seed", "clap.train.freeze",
 )  # fmt: skip
-"""What a run has in common with its checkpoints."""
 
 
 def setup_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
@@ -43,6 +43,7 @@ def setup_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpoint
         config = run_on_rank0(lambda: describe_run(run))
         run.checkpoint_folder = Path(run_on_rank0(lambda: find_checkpoint_folder(run, config)))
         url = clap.checkpoint.remote_sync
+        # The first copy may be hours later.
         if url is not None:
             run_on_rank0(lambda: try_target(url))
     metric = best_metric(clap.checkpoint, clap.evaluation)
@@ -71,6 +72,7 @@ def describe_run(run: RunSettings) -> dict[str, Any]:
         path = Path(clap.train.pretrained)
         files = [path] if path.is_file() else path.glob("*.safetensors")
         contents["train.pretrained"] = f"{path.name}: {describe_contents([*map(str, files)])}"
+        # Without a suffix it may be a name on the Hub.
         if path.suffix and not path.exists():
             missing_weights = f"\nclap.train.pretrained: {path}: no such file"
     if isinstance(clap.data, ShardData):
@@ -97,7 +99,9 @@ def find_checkpoint_folder(run: RunSettings, config: dict[str, Any]) -> Path:
     folder = run.checkpoint_folder
     if run.clap.checkpoint.folder is not None:
         return folder
+    # Checkpoints hold no secrets, so neither may the settings that are compared with theirs.
     config = redacted_all(config)
+    # `[0-9a-f]`: the hash. A longer name of another run ends in one, too.
     pattern = f"{glob.escape(run.run_name)}-{'[0-9a-f]' * 8}-checkpoints"
     other_runs: dict[Path, str] = {}
     for path in sorted(folder.parent.glob(pattern)):
@@ -177,10 +181,12 @@ def resume(
         # All attempts of a job are one run.
         run_id = str(attempt.parent)
     else:
+        # A run outside SLURM is new at each start, unless loading sets the checkpoint's id.
         run_id = run_on_rank0(lambda: uuid.uuid4().hex)
     checkpointer.run_id = run_id
 
     is_later_attempt = options.restart and attempt is not None and attempt.name != "0"
+    # Whether an earlier start of the same command has saved a checkpoint.
     has_begun = False
     if has_path or is_later_attempt:
         newest_run_id, _ = checkpointer.newest_save()

@@ -15,8 +15,8 @@ from clap_ds.config.model import Count
 from clap_ds.config.schema import score
 from clap_ds.utils.files import parse_json
 
+# Steps of all starts, next to the checkpoints.
 HISTORY = "history.jsonl"
-"""Steps of all starts, next to the checkpoints."""
 
 
 @dataclass
@@ -48,6 +48,7 @@ class TrainState:
     ) -> None:
         """Keep the best metrics, and when the `targets` were reached."""
         for name, value in metrics.items():
+            # `score` is higher for better values, also of losses.
             best = self.best.get(name, value)
             if math.isfinite(value) and score(name, value) >= score(name, best):
                 self.best[name] = value
@@ -89,6 +90,7 @@ class TrainState:
 
     def to_json(self) -> str:
         content = asdict(self)
+        # It is the step when loaded.
         del content["saved_step"]
         return json.dumps(content, indent=1)
 
@@ -98,6 +100,7 @@ class TrainState:
         content = parse_json(text)
         try:
             content["saved_step"] = content["step"]
+            # Later versions may add fields.
             known_fields = {attribute.name: content[attribute.name] for attribute in fields(cls)}
             return TypeAdapter(cls).validate_python(known_fields)
         except (LookupError, TypeError) as error:

@@ -34,11 +34,12 @@ from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
 from clap_ds.utils.errors import did_you_mean
 
+# The section that errors name.
 FIELD = "clap.evaluation"
+# Clips that an error quotes.
 NUM_EXAMPLES = 5
-"""Clips that an error quotes."""
+# Clips per transfer from a worker process.
 _PIECE = 16
-"""Clips per transfer from a worker process."""
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
                     for extension in CAPTION_FORMATS
                     if extension in item
                 }
+                # Only the place of the audio is kept: all clips may not fit in memory.
                 clips.append(Clip(shard, key, choose_clip(item, kind), described))
             except (BrokenItemError, OSError) as error:
                 report(f"{shard}: {key}", str(error))
@@ -141,6 +143,7 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
     for index, names in names_by_clip.items():
         for name in names:
             examples.setdefault(name, clips[index])
+    # By default a class has one caption, its name.
     classes = settings.classes or {name: [in_words(name)] for name in sorted(examples)}
     for name in sorted(examples):
         if name not in classes:
@@ -188,11 +191,13 @@ class _ClipAudio(Dataset[Tensor | str]):
 
     def __getitem__(self, number: int) -> Tensor | str:
         clip = self._clips[number]
+        # `read_clip` fills the row.
         row = empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             return row
+        # An error in a worker would end the evaluation.
         except DAMAGE as error:
             return words(error)
 
@@ -228,4 +233,5 @@ def load_audio(
         for piece in loader:
             yield from piece
     finally:
+        # Workers would outlive an error.
         loader.close()

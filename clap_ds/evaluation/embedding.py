@@ -106,6 +106,7 @@ def _batches(
 ) -> Iterator[Tensor]:
     """Yield the features of micro-batches in evaluation mode, and restore every module's mode."""
     items = iter(items)
+    # Frozen towers are in evaluation mode in training, too.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

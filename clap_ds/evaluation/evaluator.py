@@ -43,8 +43,8 @@ from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.utils.errors import CollectiveUserError, printable
 
+# Most lines about broken items that are printed at a time.
 MAX_NOTES = 20
-"""Most lines about broken items that are printed at a time."""
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Evaluator:
     ranks: Ranks
 
     def __post_init__(self) -> None:
+        # Unusable items in order, without duplicates: tasks may share clips.
         self._broken: dict[Broken, None] = {}
         if self.loss_kind not in LOSSES:
             raise CollectiveUserError(
@@ -80,6 +81,7 @@ class Evaluator:
             if self.ranks.rank != 0:
                 self._load_tokenizer()
             self._plan_tasks()
+        # Ranks that gather different clips would mix up features.
         digest = hashlib.sha256(repr(self._clips).encode()).hexdigest()
         if reduce_on_rank0(digest, lambda digests: len(set(digests)) > 1):
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
@@ -109,6 +111,7 @@ class Evaluator:
         self._note(broken)
         self._plans: dict[str, Plan] = {}
         for task, section in sections.items():
+            # Indices into all clips, whose audio is embedded once for all tasks.
             of_task = set(shards[task])
             clips = {index: clip for index, clip in enumerate(self._clips) if clip.shard in of_task}
             plan = plan_zero_shot if task == "zero_shot" else plan_retrieval
@@ -117,6 +120,7 @@ class Evaluator:
 
     def evaluate_engine(self, engine: ClapEngine) -> Evaluation:
         """Evaluate the averaged weights, if there are any, else the model's, like `evaluate`."""
+        # Ranks' batch norms have seen different data.
         engine.share_statistics()
         try:
             with engine.average.in_place() if engine.average is not None else nullcontext():
@@ -166,6 +170,7 @@ class Evaluator:
             return TaskResult(counts, self._retrieval(model, audio_ND, text_MD, captions))
         text_MD = self._embed_captions(model, plan.captions)
         counts["classes"] = len(plan.captions)
+        # Clips may have several classes.
         is_of_class_NK = torch.zeros(len(rows), len(plan.captions), dtype=torch.bool)
         for is_of_class_K, row in zip(is_of_class_NK, rows, strict=True):
             is_of_class_K[plan.classes[row]] = True
@@ -217,6 +222,7 @@ class Evaluator:
             # None: only on a terminal.
             is_disabled = None if self.ranks.is_main_process else True
             progress = tqdm(rows, "clips", len(clips), unit="clip", disable=is_disabled)
+            # The watchdog would take decoding many clips for a hang.
             for index, row in zip(indices, progress, strict=True):
                 alive()
                 if isinstance(row, str):
@@ -228,6 +234,7 @@ class Evaluator:
         features_ND = self._gather_features(
             len(self._clips), lambda: embed_audio(model, load_rows(), self.micro_batch)
         )
+        # All ranks must leave out the same clips.
         failures = reduce_on_rank0([*failed.items()], lambda by_rank: [*chain(*by_rank)])
         return features_ND, dict(failures)
 
@@ -252,8 +259,10 @@ class Evaluator:
         rows_nD = features_nD.new_zeros(num_rows, features_nD.shape[1])
         rows_nD[: len(features_nD)] = features_nD
         by_rank_RnD = rows_nD.repeat(self.ranks.world_size, 1, 1)
+        # `by_rank_RnD` holds views, which receive the ranks' rows.
         if self.ranks.world_size > 1:
             dist.all_gather([*by_rank_RnD], rows_nD)
+        # Item i is row i // R of rank i % R.
         return by_rank_RnD.transpose(0, 1).flatten(0, 1)[:total]
 
     def _note(self, items: Iterable[Broken]) -> None:

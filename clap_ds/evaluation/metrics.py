@@ -27,9 +27,13 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
 from clap_ds.metrics.intervals import Z
 
+# The k of recall at k in retrieval.
 RECALL_AT = (1, 5, 10)
+# Ranks of retrieval's mean average precision.
 CUTOFF = 10
+# The k of top-k accuracy in zero-shot classification.
 TOP = (1, 5)
+# Most clips in a batch of the loss, which grows with its size.
 LOSS_BATCH = 1024
 
 
@@ -158,12 +162,14 @@ def retrieval_loss(
     Chance is the lowest loss with equal similarities of all pairs. Features are fp32 rows of length
     1.
     """
+    # Equal captions get equal numbers, so that they are positives.
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
     losses = []
     chance_sum = 0.0
     num_batches = -(-len(captions) // LOSS_BATCH)
     for start in range(num_batches):
+        # Sizes of the batches differ by at most one clip.
         rows = slice(start, None, num_batches)
         positive_BB = (caption_N[rows, None] == caption_N[rows]).double()
         logits_BB = scale * audio_ND[rows].double() @ text_ND[rows].double().T

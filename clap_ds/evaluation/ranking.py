@@ -18,8 +18,8 @@ from torch import Tensor
 
 from clap_ds.distributed.init import Ranks
 
+# Most scores that a rank holds in memory (about 150 bytes each), but at least one query's.
 SCORES_HELD = 2**22
-"""Most scores that a rank holds in memory (about 150 bytes each), but at least one query's."""
 
 
 def rank_candidates(
@@ -104,12 +104,14 @@ def _measure_best(
     is_end_QR = F.pad(differs_Qr, (0, 1), value=True)
     end_QR = torch.where(is_end_QR, rank_R + 1, num_ranks).flip(1).cummin(1).values.flip(1)
 
+    # Relevant candidates above each rank, (Q, R + 1).
     num_relevant = F.pad(relevant_QR.cumsum(1), (1, 0))
     relevant_above = num_relevant.gather(1, start_QR)
     tied = (end_QR - start_QR).double()
     relevant_tied = (num_relevant.gather(1, end_QR) - relevant_above).double()
     columns = []
     for k in at:
+        # The best k end within the tie at this rank.
         last = min(k, num_ranks) - 1
         drawn_Q = last + 1 - start_QR[:, last]
         missed_Q = _probability_of_none(tied[:, last], relevant_tied[:, last], drawn_Q, k)
@@ -143,6 +145,7 @@ def similarity(
     candidates_DC = candidates_CD.double().T
     num_rows = max(1, SCORES_HELD // max(1, len(candidates_CD)))
     for number, start in enumerate(range(0, len(queries_QD), num_rows)):
+        # Blocks are interleaved over ranks.
         if number % ranks.world_size == ranks.rank:
             rows = slice(start, start + num_rows)
             yield rows, (queries_QD[rows].double() @ candidates_DC).float()

@@ -33,10 +33,11 @@ from clap_ds.run_records.schema import StepLine, Summary
 from clap_ds.training.plan import TrainPlan
 from clap_ds.utils.errors import duration_of
 
+# Most checkpoints in `summary.json`.
 MOST_LISTED_CHECKPOINTS = 20
+# Failed saves in a row that are warned of alone. From the next one on, the log also states how much
+# training would be lost.
 FEW_FAILED_SAVES = 2
-"""Failed saves in a row that are warned of alone. From the next one on, the log also states how
-much training would be lost."""
 
 
 class TrainLogger:
@@ -65,6 +66,7 @@ class TrainLogger:
         self._state = state
         self._ranks = ranks
         self._is_main_process = ranks.is_main_process
+        # The engine computes it in every step.
         engine.norm_wanted = True
 
         self._scalars = Scalars(engine, folder, plan.histogram_every)
@@ -79,13 +81,16 @@ class TrainLogger:
         last_step = plan.last_step(state)
         self._progress = Progress(last_step, enabled=self._is_main_process, first=state.step)
 
+        # The window's steps.
         self._lines: list[StepLine] = []
         # Loss, gradient norm, logit scale and whether the step was skipped: (4,) per step.
         self._figures: list[Tensor] = []
+        # Global batch of the window.
         self._batch = 0
         self._is_warm = False
         self._throughput = Throughput(ranks.world_size)
         self._stragglers = Stragglers(gather(ranks.host))
+        # Peak memory, and energy since the start, at the end of the last window.
         self._memory = Summary()
         self._joules = math.nan
         self._joules_at_start = sum(gather(environment.energy_joules(engine.device)))
@@ -117,6 +122,7 @@ class TrainLogger:
             self.log()
             self._batch = batch
         self._engine.timer.start()
+        # The scheduler steps with the optimizer.
         self._lr = self._engine.deepspeed.get_lr()[0]
 
     def end_step(self, loss: Tensor) -> None:
@@ -124,8 +130,7 @@ class TrainLogger:
         engine = self._engine
         engine.timer.mark()
         norm = engine.gradient_norm
-        if norm is None:
-            norm = torch.full_like(loss, torch.nan)
+        assert norm is not None
         logit_scale = engine.model.logit_scale.detach().float().exp().reshape(())
         figures = (loss, norm, logit_scale, engine.is_skipped)
         self._figures.append(torch.stack([figure.to(loss) for figure in figures]))
@@ -149,6 +154,7 @@ class TrainLogger:
         """
         if not self._lines:
             return []
+        # This waits for the device.
         times = self._engine.stop_timers()
         self._engine.count_skipped()
         window = gather_window(times, torch.stack(self._figures))
@@ -157,6 +163,7 @@ class TrainLogger:
             self._write_window(window)
         self._lines = []
         self._figures = []
+        # The last lines are written before this raises an error.
         self._engine.check_loss()
         work_s = (window.step_s - window.data_wait_s)[:, 0]
         return (self._batch / self._ranks.world_size / work_s).tolist()
@@ -170,6 +177,7 @@ class TrainLogger:
             line["time_s"] = float(window.step_s[index, 0])
             line["data_wait_s"] = float(window.data_wait_s[index, 0])
             line["memory_bytes"] = memory_bytes
+            # Skipping is the same on all ranks.
             loss, norm, logit_scale, skipped = window.figures[index].mean(axis=0).tolist()
             if skipped:
                 line["skipped"] = True
@@ -199,6 +207,7 @@ class TrainLogger:
         self._memory = window.memory
         self._joules = window.joules - self._joules_at_start
 
+        # The slowest rank's time: it includes waits for all others.
         samples_per_s = self._batch * num_steps / window.slowest_s
         data_wait_percent = 100 * window.waited_s / window.slowest_s
         rates = {"samples_per_s": samples_per_s, "data_wait_percent": data_wait_percent}
@@ -237,6 +246,7 @@ class TrainLogger:
         for save in saves:
             outcome = asdict(save)
             del outcome["begin"], outcome["end"]
+            # `seconds` is their difference.
             outcome["saved"] = save.saved
             outcome["seconds"] = save.end - save.begin
             outcome["path"] = str(save.path) if save.saved else None
@@ -254,6 +264,7 @@ class TrainLogger:
         self._saved_s = save.begin
         self._failed_saves = 0
         seconds = save.end - save.begin
+        # GB/s; simulated clocks may give 0 s.
         rate = save.bytes / 1e9 / max(seconds, 1e-9)
         print(
             f"saved {save.path}: {save.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({rate:.2f} GB/s),"
@@ -335,6 +346,7 @@ def log_run_start(
     print(message)
     print(f"checkpoints: {checkpoints}", flush=True)
 
+    # Rates would end too high, or be 0 for the last steps.
     schedule = deepspeed.get("scheduler", {}).get("params", {})
     scheduled_steps = schedule.get("total_num_steps", last_step)
     if scheduled_steps != last_step:
@@ -358,6 +370,7 @@ def advice_on_non_finite(
     try:
         yield
     except NonFiniteError as error:
+        # The save under way is of an earlier, good state.
         logger.log_saves(checkpointer.poll(None))
         checkpointer.close()
         _, newest_step = checkpointer.newest_save()

@@ -72,6 +72,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
                 advice_on_non_finite(engine, checkpointer, logger),
             ):
                 while not plan.is_done(state):
+                    # With `batch_ramp`, the global batch grows by accumulation.
                     engine.set_accumulation_steps(plan.batch(state.samples) // sizes.micro_step)
                     skip_batches(loader, engine, state, options)
                     stop_request.ask(checkpointer.is_late())
@@ -81,6 +82,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
                     loss = engine.step(loader, waits=is_logged)
                     plan.advance(state)
                     logger.end_step(loss)
+                    # Waiting for other ranks isn't this rank's own time.
                     with engine.timer.peer_wait():
                         signal, is_late = stop_request.wait()
 
@@ -90,13 +92,8 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
                         loader.report_throughput(logger.log(), ranks.local_world_size)
                         logger.log_saves(checkpointer.poll())
                     if due.evaluate and evaluator is not None:
-                        begin_s = time.monotonic()
-                        evaluation = evaluator.evaluate_engine(engine)
-                        time_s = time.monotonic() - begin_s
-                        # Different devices may differ in the last bit: all ranks use rank 0's.
-                        metrics = reduce_on_rank0(evaluation.metrics, itemgetter(0))
-                        state.update_best(metrics, plan.target_metrics, logger.train_s)
-                        logger.log_evaluation(evaluation, time_s)
+                        metrics = evaluate(evaluator, engine, plan, state, logger)
+                        # It may have reached the target.
                         if plan.is_done(state):
                             due = due._replace(save=True, stop=True)
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
@@ -104,6 +101,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
                         logger.log_saves(checkpointer.save(engine, state, metrics, wait=due.stop))
                     if due.stop:
                         break
+                # From here on, the watchdog has no time limit.
                 ending()
                 checkpointer.close()
                 logger.close()
@@ -136,6 +134,24 @@ def setup_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evalu
     )
 
 
+def evaluate(
+    evaluator: Evaluator,
+    engine: ClapEngine,
+    plan: TrainPlan,
+    state: TrainState,
+    logger: TrainLogger,
+) -> dict[str, float]:
+    """Evaluate the engine, and record the metrics, which are returned. A collective."""
+    begin_s = time.monotonic()
+    evaluation = evaluator.evaluate_engine(engine)
+    time_s = time.monotonic() - begin_s
+    # Different devices may differ in the last bit: all ranks use rank 0's.
+    metrics = reduce_on_rank0(evaluation.metrics, itemgetter(0))
+    state.update_best(metrics, plan.target_metrics, logger.train_s)
+    logger.log_evaluation(evaluation, time_s)
+    return metrics
+
+
 def skip_batches(
     loader: BatchSource, engine: ClapEngine, state: TrainState, options: ResumeOptions
 ) -> None:
@@ -146,6 +162,7 @@ def skip_batches(
     if state.step + 1 != first_step:
         return
     num_steps = last_step - first_step + 1
+    # A step takes a batch per micro-step.
     for _ in range(num_steps * engine.deepspeed.gradient_accumulation_steps()):
         next(loader)
     if dist.get_rank() == 0:
@@ -173,6 +190,7 @@ def stop_or_fail(
                 f"trained to the end, but the last checkpoint could not be saved: {last_save.problem}"
             )
         return
+    # Such a state isn't saved, so that the last save is of an earlier step.
     problem: str | None = "the loss isn't finite"
     if last_save is not None and last_save.step == state.step:
         problem = last_save.problem
@@ -196,8 +214,10 @@ def next_commands(run: RunSettings) -> list[str]:
     if names(run.clap.evaluation):
         evaluation = f"--config {shlex.quote(str(run.path))}"
         evaluation += "".join(f" --set {shlex.quote(text)}" for text in run.assignments)
+    # The run's own settings, if they have evaluation shards.
     commands = [f"clap-ds evaluate {folder} {evaluation}"]
     preset = run.clap.preset()
+    # transformers' ClapModel has this pooling only.
     if preset.text.pooling == "cls_pooler":
         commands.append(f"clap-ds export {folder} FOLDER")
     elif preset.text.hub_name and not preset.open_clip:

@@ -58,6 +58,7 @@ class TrainPlan:
                     "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
                     " (clap-ds shards prepare); add it, or set clap.train.max_samples"
                 )
+            # A part of an epoch is rounded up to whole samples.
             samples = math.ceil(train.epochs * epoch_samples)
         # `problems_for_training` requires one of the two.
         assert samples is not None
@@ -79,6 +80,7 @@ class TrainPlan:
 
     def batch(self, samples: int) -> int:
         """Return the global batch of the step that starts after so many samples."""
+        # The last start that is reached.
         for start, batch in reversed(self.ramp):
             if samples >= start:
                 return batch
@@ -99,6 +101,7 @@ class TrainPlan:
         """
         step = state.step
         stop = signal != 0 or self.is_done(state)
+        # The last step is always evaluated.
         evaluate = state.samples >= self.samples
         if self.evaluate_every is not None:
             evaluate |= step % self.evaluate_every == 0
@@ -106,6 +109,7 @@ class TrainPlan:
         if self.save_every is not None:
             # A save stays due until one has started: a step with a bad loss isn't saved.
             save |= step // self.save_every > state.saved_step // self.save_every
+        # An evaluation or a save would count as a step's time.
         log = evaluate or save or step % self.log_every == 0
         # The launcher kills a signaled run soon, so saving comes before evaluating.
         return StepActions(log, evaluate and signal == 0, save, stop)
@@ -114,6 +118,7 @@ class TrainPlan:
         """Return the run's last step."""
         step = state.step
         samples = state.samples
+        # Steps within each stage of the ramp; a step may end in the next one.
         ends = [start for start, _ in self.ramp[1:]]
         for end in [*ends, self.samples]:
             batch = self.batch(samples)
@@ -132,7 +137,8 @@ def problems_for_training(
     sizes = BatchSizes.of(deepspeed, world_size)
     problems = []
     # Pairs that one loss compares; several ranks are assumed if their number is unknown.
-    pairs = (world_size or 2) * sizes.micro_batch
+    num_ranks = world_size or 2
+    pairs = num_ranks * sizes.micro_batch
     if train.accumulation == "gradcache":
         pairs *= sizes.accumulation_steps
     if pairs == 1:
@@ -162,8 +168,10 @@ def _problems_with_ramp(
     problems = []
     if starts != sorted({0, *starts}):
         problems.append("expected increasing numbers of samples, the first 0")
+    # Batch sizes depend on the number of ranks.
     if world_size is None:
         return problems
+    # The global batch grows by accumulation steps.
     unit = sizes.micro_step
     if wrong := [batch for batch in batches if batch < unit or batch % unit]:
         problems.append(
