@@ -16,7 +16,7 @@ from clap_ds.checkpoint.manager import Checkpointer
 from clap_ds.checkpoint.restore import fp32_state
 from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.engine.factory import freeze
-from clap_ds.training.evaluate import evaluate
+from clap_ds.evaluation.evaluator import Evaluator
 from tests.engine.test_engine import PRECISIONS, batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
@@ -56,7 +56,8 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
             metrics=same, chances=not torch.equal(model.logit_scale, before["logit_scale"])
         )
 
-    evaluated: Any = evaluate(SimpleNamespace(evaluate=compare), engine)  # type: ignore[arg-type]
+    stand_in: Any = SimpleNamespace(evaluate=compare)
+    evaluated: Any = Evaluator.evaluate_engine(stand_in, engine)
     (path,) = (each.path for each in Checkpointer(folder).save(engine, TrainState(3)))
     assert path is not None
     saved = load_weights(path)
@@ -64,7 +65,7 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     weights = fp32_state(engine)
     found = {
         "torch's": all(map(torch.equal, state.values(), torchs.module)),
-        "evaluated": evaluated[:2] == (True, True),
+        "evaluated": (evaluated.metrics, evaluated.chances) == (True, True),
         "put back": all(torch.equal(p, before[name]) for name, p in model.named_parameters()),
         "saved": all(
             torch.equal(tensor, state.get(name, weights[name]))
