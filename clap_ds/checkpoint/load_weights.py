@@ -92,7 +92,7 @@ def _read(
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
         return path, _read(file, config, best=best, raw=raw)[1]
     if not path.exists() and len(path.parts) == 2 and path.suffix not in _FILES:
-        return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
+        return path, load_by_name(str(path), partial(_from_hub, path), field="weights", kind="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
     raise ValueError(f"{path}: {what} a folder or a file ({', '.join(_FILES)})")
 
