@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries
 from clap_ds.data.shard_manifest import describe_contents, list_items, read_manifest
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
+from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.inference.vectors import read_table
 from clap_ds.launch import slurm_hostfile
 from clap_ds.launch.attempt import summary_of
@@ -246,8 +248,11 @@ def _logs(folder: Path) -> Path:
 
 def _engine() -> Any:
     monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
+    deepspeed = SimpleNamespace(monitor=monitor, global_samples=0)
     return SimpleNamespace(
-        deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}}
+        deepspeed=deepspeed,
+        config={"tensorboard": {}},
+        defer_monitor_events=partial(defer_monitor_events, deepspeed),
     )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from warnings import catch_warnings
 
 import torch
-from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
@@ -42,10 +41,15 @@ from clap_ds.data.shard_assignment import expand_sources
 from clap_ds.data.shard_manifest import describe_contents
 from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.compile import reason_of
+from clap_ds.engine.deepspeed_compat import (
+    FLAT_MASTERS,
+    MASTERS,
+    OPTIMIZER_STATE_DICT,
+    parameters_by_group,
+)
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.grad_cache import restore_random_state
-from clap_ds.engine.optimizer import grouped_parameters
 from clap_ds.utils.files import flatten, read_bytes
 from clap_ds.utils.redaction import redacted_all
 from clap_ds.weights.formats import Checkpoint
@@ -335,17 +339,17 @@ def _reorder_groups(
     }
     reordered = tree_map(lambda leaf: leaf, state)  # copies dictionaries and lists, not tensors
     inner = reordered.get(OPTIMIZER_STATE_DICT, reordered)
-    for number, parameters in enumerate(grouped_parameters(engine.deepspeed.optimizer)):
+    for number, parameters in enumerate(parameters_by_group(engine.deepspeed.optimizer)):
         in_model_order = sorted(parameters, key=positions.__getitem__)
         orders = (parameters, in_model_order) if to_model_order else (in_model_order, parameters)
-        if "fp32_groups_flat" in state:
+        if FLAT_MASTERS in state:
             moments = inner["state"].get(number, {})
             for name in moments.keys() - {"step"}:
                 moments[name] = _reorder(moments[name], *orders)
         else:
             group = inner["param_groups"][number]
             group["params"] = _reorder(group["params"], *orders)
-        for name in {"fp32_groups", "fp32_groups_flat"} & state.keys():
+        for name in {MASTERS, FLAT_MASTERS} & state.keys():
             reordered[name][number] = _reorder(state[name][number], *orders)
     return reordered
 

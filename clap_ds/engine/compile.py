@@ -12,12 +12,12 @@ from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0, world_size
+from clap_ds.engine.deepspeed_compat import autocast_if_enabled
 from clap_ds.engine.grad_cache import kept_statistics
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT

@@ -23,12 +23,14 @@ from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed import error_file
 from clap_ds.distributed.collectives import reduce_on_rank0
 from clap_ds.distributed.watchdog import watch
+from clap_ds.engine import deepspeed_compat
 from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
 from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
+from clap_ds.metrics.tensorboard import Scalar
 from clap_ds.metrics.timers import StepTimer, StepTimes
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.run_dir import quiet_deepspeed
@@ -95,7 +97,7 @@ class ClapEngine:
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
         self.masters = master_weights(model, optimizer)
         self.average = WeightAverage(model, self.masters, decay) if decay else None
-        self.deepspeed.clip_fp32_gradients = lambda: None  # `_update` has
+        deepspeed_compat.disable_fp32_clipping(self.deepspeed)  # `_update` clips
         self.sync = GradientSync(
             self.deepspeed,
             overlapped=settings.gradient_sync == "overlap" and dist.get_world_size() > 1,
@@ -135,11 +137,8 @@ class ClapEngine:
         skipped_before = self.deepspeed.skipped_steps
         statistics = [buffer.clone() for buffer in self.model.running_statistics()]
         loss_mean = self.accumulate(batches)
-        timer = self.deepspeed.tput_timer.config
-        before = timer.synchronized
-        timer.synchronized = timer.synchronized or waits
-        self._update()
-        timer.synchronized = before
+        with self.deepspeed.tput_timer.synchronized(waits):
+            self._update()
         self.steps += 1
         self._note_step(
             loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before
@@ -153,6 +152,12 @@ class ClapEngine:
         times = self.timer.stop()
         self.deepspeed.tput_timer.pause()
         return times
+
+    def defer_monitor_events(
+        self, receive: Callable[[list[Scalar]], object], *, enabled: bool
+    ) -> Callable[[list[Scalar]], None]:
+        """Pass the events of DeepSpeed's monitors to `receive`; see `deepspeed_compat`."""
+        return deepspeed_compat.defer_monitor_events(self.deepspeed, receive, enabled=enabled)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step, and name it to the watchdog."""
@@ -223,7 +228,7 @@ class ClapEngine:
         if self.before_update is not None:
             self.before_update()
         clip = self.deepspeed.gradient_clipping()
-        in_16_bits = hasattr(self.deepspeed.optimizer, "_global_grad_norm")
+        in_16_bits = deepspeed_compat.is_16_bit_wrapper(self.deepspeed.optimizer)
         with self._phase("optimizer"):
             if not in_16_bits and (self.norm_wanted or clip > 0):
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

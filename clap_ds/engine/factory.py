@@ -28,9 +28,10 @@ from clap_ds.config.schema import (
 from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
+from clap_ds.engine import deepspeed_compat
+from clap_ds.engine.deepspeed_compat import StepToStepTimer
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
-from clap_ds.metrics.throughput import StepToStepTimer
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import kernels_for
@@ -144,12 +145,9 @@ def wrap(
         raise ValueError(
             f"DeepSpeed rejects the configuration: {type(error).__name__}: {error}"
         ) from error
-    if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
-        # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight
-        # decay and the step count.
-        inner.state.clear()
-        engine.optimizer.refresh_fp32_params()
-    scale_rates(inner or engine.optimizer)
+    if deepspeed_compat.is_16_bit_wrapper(engine.optimizer):
+        deepspeed_compat.undo_first_step(engine.optimizer)
+    scale_rates(deepspeed_compat.inner_optimizer(engine.optimizer))
     engine.tput_timer = StepToStepTimer(engine.tput_timer)
     return engine
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
+from clap_ds.engine import deepspeed_compat
 from clap_ds.engine.loss import PeerWait
 
 
@@ -50,7 +51,7 @@ class GradientSync:
         # DeepSpeed checks the boundary itself. On one rank it would copy every gradient to a buffer
         # and back.
         by_deepspeed = not self._overlapped and dist.get_world_size() > 1
-        self._engine.enable_backward_allreduce = by_deepspeed and not self._is_off
+        deepspeed_compat.enable_allreduce(self._engine, by_deepspeed and not self._is_off)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run DeepSpeed's backward pass, and record the time from this rank's last gradient to its

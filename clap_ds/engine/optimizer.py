@@ -16,13 +16,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from clap_ds.cpu_kernels import adamw as adamw_native
 from clap_ds.cpu_kernels.jit_build import is_ready, unavailable
+from clap_ds.engine import deepspeed_compat
+from clap_ds.engine.deepspeed_compat import FP16_Optimizer, StandInForFusedAdam
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Fields of `optimizer.params` that `FlatAdamW` supports."""
@@ -30,16 +30,7 @@ NORM_ROW = 4096
 """Elements whose squares are summed in fp32; their sums are added in fp64."""
 
 
-class _InPlaceOfFusedAdam(FusedAdam):
-    """Make DeepSpeed treat a subclass as its FusedAdam, without compiling that."""
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__init__(self, params, defaults)
-
-    zero_grad = torch.optim.Optimizer.zero_grad
-
-
-class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
+class FlatAdamW(torch.optim.AdamW, StandInForFusedAdam):
     """Run fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's.
     With `cpu_kernels`, groups that `cpu_kernels.adamw.supports` use that kernel. The state has the
     same form in all cases."""
@@ -134,8 +125,9 @@ class FlatStep:
 
     def __init__(self, wrapper: FP16_Optimizer) -> None:
         self._wrapper = wrapper
-        self.skipped = torch.zeros((), dtype=torch.bool, device=wrapper.fp32_groups_flat[0].device)
-        wrapper.step_fused_adam = self
+        device = wrapper.optimizer.param_groups[0]["params"][0].device
+        self.skipped = torch.zeros((), dtype=torch.bool, device=device)
+        deepspeed_compat.replace_update(wrapper, self)
 
     @staticmethod
     def has_place_for(optimizer: Any) -> bool:
@@ -143,7 +135,7 @@ class FlatStep:
         is_flat = isinstance(optimizer, FP16_Optimizer) and isinstance(
             optimizer.optimizer, FlatAdamW
         )
-        return is_flat and not optimizer.loss_scale_config.use_grad_scaling
+        return is_flat and not deepspeed_compat.has_loss_scale(optimizer)
 
     @torch.no_grad()
     def __call__(self) -> bool:
@@ -152,16 +144,14 @@ class FlatStep:
         Return False, like the wrapper without an overflow."""
         wrapper = self._wrapper
         most = self._wrapper.clip_grad
-        gradients = [
-            self._gradients(*group)
-            for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
-        ]
+        groups = [*deepspeed_compat.flat_groups(wrapper)]
+        gradients = [self._gradients(parameters, flat) for parameters, flat in groups]
         norm = norm_of([*chain(*gradients)], natively=wrapper.optimizer.cpu_kernels)
-        wrapper._global_grad_norm = norm
+        deepspeed_compat.set_gradient_norm(wrapper, norm)
         self.skipped = ~norm.isfinite()
         wrapper.optimizer.step(
             grads=gradients,
-            output_params=[[low] for low in wrapper.fp16_groups_flat],
+            output_params=[[flat] for _, flat in groups],
             scale=((norm + 1e-6) / most).clamp(min=1).float() if most > 0 else 1.0,
             found_inf=self.skipped.float(),
         )
@@ -195,22 +185,14 @@ def scale_rates(optimizer: Any) -> None:
     optimizer.step = step
 
 
-def grouped_parameters(optimizer: Any) -> list[list[Tensor]]:
-    """Return the model's parameters in the groups and order of its optimizer, or of DeepSpeed's
-    wrapper around that."""
-    return getattr(optimizer, "fp16_groups", None) or [
-        group["params"] for group in optimizer.param_groups
-    ]
-
-
 def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimizer's fp32 weights by name, in its order; they may be the model's own."""
-    groups = grouped_parameters(optimizer)
-    masters: Iterable[Any] = getattr(optimizer, "fp32_groups", groups)
-    if hasattr(optimizer, "fp32_groups_flat"):
-        masters = map(_unflatten_dense_tensors, optimizer.fp32_groups_flat, groups)
+    parameters = chain(*deepspeed_compat.parameters_by_group(optimizer))
+    masters = chain(*deepspeed_compat.masters_by_group(optimizer))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(own)]: fp32 for own, fp32 in zip(chain(*groups), chain(*masters), strict=True)}
+    return {
+        names[id(parameter)]: master for parameter, master in zip(parameters, masters, strict=True)
+    }
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:

@@ -55,12 +55,12 @@ class Scalars:
                 self._tensorboard = SummaryWriter(
                     str(place), purge_step=deepspeed.global_samples + 1
                 )
-        deepspeed.monitor.enabled |= section.get("enabled", False)  # whether DeepSpeed also writes
         if histogram_every_steps:
             engine.before_update = partial(self._write_histograms, engine, histogram_every_steps)
         self._waiting: list[Scalar] = []
-        self._write = deepspeed.monitor.write_events
-        deepspeed.monitor.write_events = self._waiting.extend
+        self._write = engine.defer_monitor_events(
+            self._waiting.extend, enabled=section.get("enabled", False)
+        )
 
     def __enter__(self) -> Self:
         return self

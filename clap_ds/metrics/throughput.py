@@ -1,17 +1,13 @@
-"""Gather the step times of a window from all ranks, and compute throughput over windows, also by
-DeepSpeed's timer."""
+"""Gather the step times of a window from all ranks, and compute throughput over windows."""
 
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.timer import ThroughputTimer
 from torch import Tensor
 
 from clap_ds.distributed.collectives import gather_tensor
@@ -107,60 +103,3 @@ class Throughput:
             ),
             data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
         )
-
-
-class StepToStepTimer(ThroughputTimer):
-    """DeepSpeed's throughput timer, running from the end of a step to the end of the next one.
-
-    DeepSpeed's own runs on the host from the launch of the forward pass to the end of `step()`.
-    While the host is ahead of the GPU, this isn't a step's time, unless the timer waits for the GPU
-    twice in every step. From end to end, times add up to wall time wherever the host waits, waiting
-    for data included. Evaluations and checkpoints are excluded by `pause`.
-    """
-
-    def __init__(self, timer: ThroughputTimer) -> None:
-        """Make a replacement for an engine's timer."""
-        super().__init__(timer.config, timer.batch_size, steps_per_output=timer.steps_per_output)
-        self._unprinted_s = 0.0
-        self._unprinted_steps = 0
-
-    def start(self) -> None:
-        """Start the clock unless it is running, when the GPU has finished earlier work. DeepSpeed
-          calls this in each forward
-        pass."""
-        if self.start_time > 0:
-            self.started = True
-        elif self.config.enabled:
-            get_accelerator().synchronize()
-            super().start()
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Count a micro-step, with `global_step` also a step. DeepSpeed calls this at the end of
-        `step()`."""
-        if not self.started:
-            return
-        self._count_time()
-        if global_step and self.start_time > 0:
-            self._unprinted_steps += 1
-            # DeepSpeed prints the batch over this time as `CurrSamplesPerSec`. Single steps vary
-            # with the host's lead, so it is the mean since the last line.
-            self.step_elapsed_time = self._unprinted_s / self._unprinted_steps
-        super().stop(global_step, report_speed)
-        if global_step and self._is_report_boundary():
-            self._unprinted_s = 0.0
-            self._unprinted_steps = 0
-
-    def pause(self) -> None:
-        """Stop the clock until the next `start`. The caller has waited for the GPU, so that all of
-        its work counts."""
-        self._count_time()
-        self.start_time = 0
-
-    def _count_time(self) -> None:
-        if self.start_time > 0:
-            if self.config.synchronized:
-                get_accelerator().synchronize()
-            now = time.time()
-            self.total_elapsed_time += now - self.start_time
-            self._unprinted_s += now - self.start_time
-            self.start_time = now  # type: ignore[assignment]  # starts as 0 in DeepSpeed

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,6 +24,7 @@ from clap_ds.config.batch_sizes import MICRO_BATCH
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.compile import what_to_compile
+from clap_ds.engine.deepspeed_compat import without_process_group
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.engine.loss import build_loss
@@ -76,12 +76,8 @@ def fake_rank(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with (
-            mock.patch.object(
-                deepspeed.utils.groups, "_WORLD_GROUP", None
-            ),  # refers to destroyed groups
-            mock.patch.object(deepspeed.comm.comm, "cdb", None),
+            without_process_group(),
             mock.patch.dict(os.environ, LOCAL_RANK="0"),
-            mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
             # Modules change dtype with it, but it fails if anything refers to a parameter.
             mock.patch.object(
                 torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)

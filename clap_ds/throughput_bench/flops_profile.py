@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from deepspeed.profiling.flops_profiler import get_model_profile
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +25,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather_tensor, rank
 from clap_ds.distributed.watchdog import activity
+from clap_ds.engine.deepspeed_compat import autocast_if_enabled
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.kernel_fallback import groups_of

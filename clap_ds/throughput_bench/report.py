@@ -139,7 +139,6 @@ class BenchReport:
         measured = self._throughput.summary()
         timer = deepspeed.tput_timer
         rate = measured["samples_per_s_per_gpu"]["mean"]
-        counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
         published, trained, recomputed = (
             flops[f"{it}_gflops"] and 1e9 * flops[f"{it}_gflops"]
             for it in ("published", "training", "recomputed")
@@ -153,9 +152,7 @@ class BenchReport:
             breakdown_s=median_step(steps),
             flops=flops,
             skipped_steps=deepspeed.skipped_steps,
-            deepspeed_samples_per_s=timer.avg_samples_per_sec()
-            if counted
-            else None,  # but for its first two steps
+            deepspeed_samples_per_s=timer.samples_per_s(),
             warnings=[*self._stragglers.warnings, *warn_about_mfu(used)],
         )
         print_summary(summary)

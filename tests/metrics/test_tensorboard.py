@@ -3,6 +3,7 @@
 import errno
 import io
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,17 @@ from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of, micro_batches, settings
+
+
+def _engine(samples: int, monitor: MonitorMaster, config: dict[str, Any]) -> Any:
+    deepspeed = SimpleNamespace(global_samples=samples, monitor=monitor)
+    defer = partial(defer_monitor_events, deepspeed)
+    return SimpleNamespace(deepspeed=deepspeed, config=config, defer_monitor_events=defer)
 
 
 def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
@@ -27,10 +35,7 @@ def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
         monitor = MonitorMaster(
             get_monitor_config({"tensorboard": section | {"enabled": False}})
         )  # as in `factory.wrap`
-        deepspeed = SimpleNamespace(global_samples=samples, monitor=monitor)
-        scalars = Scalars(
-            SimpleNamespace(deepspeed=deepspeed, config={"tensorboard": section}), Path(folder)
-        )
+        scalars = Scalars(_engine(samples, monitor, {"tensorboard": section}), Path(folder))
         enabled.append(monitor.enabled)
         for step in range(samples // 10 + 1, samples // 10 + 5):
             if monitor.enabled:
@@ -72,8 +77,7 @@ def test_a_resumed_run_has_one_course(
 
 def _write_to_failing_disk(folder: str) -> str:
     """Return what is printed while TensorBoard's file can't be written."""
-    deepspeed = SimpleNamespace(global_samples=0, monitor=MonitorMaster(get_monitor_config({})))
-    scalars = Scalars(SimpleNamespace(deepspeed=deepspeed, config={}), Path(folder))
+    scalars = Scalars(_engine(0, MonitorMaster(get_monitor_config({})), {}), Path(folder))
     writer: Any = scalars._tensorboard
     asynchronous = writer.file_writer.event_writer._async_writer
     failure = OSError(errno.EROFS, "Read-only file system")

@@ -1,6 +1,7 @@
 """Benchmark results for known step times, on two ranks with fake clocks."""
 
 import json
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.data.dataloader import BatchSource
+from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.metrics.timers import StepTimer
 from clap_ds.run_records import environment
@@ -36,8 +38,7 @@ def _measured(folder: str) -> dict[str, Any]:
     rank = dist.get_rank()
     now = [100.0]
     cpu = torch.device("cpu")
-    timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
-    timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
+    timer = SimpleNamespace(samples_per_s=lambda: 7.0 + engine.steps)
     deepspeed: Any = SimpleNamespace(
         skipped_steps=3, global_samples=0, tput_timer=timer, train_batch_size=lambda: 16
     )
@@ -47,6 +48,7 @@ def _measured(folder: str) -> dict[str, Any]:
         steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu, config={}
     )
     engine.timer = StepTimer(cpu)
+    engine.defer_monitor_events = partial(defer_monitor_events, deepspeed)
     pieces: Any = SimpleNamespace(throughput=lambda: None, state=dict, statistics=dict)
     loader = BatchSource(pieces, cpu, copy_ahead=False)
     ranks: Any = SimpleNamespace(

@@ -1,0 +1,211 @@
+"""The installed DeepSpeed has every internal name that the engine uses; its throughput lines are
+right while the device is behind the host."""
+
+import inspect
+import io
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils import logger
+from deepspeed.utils.timer import ThroughputTimer
+
+from clap_ds.data.batch import Batch
+from clap_ds.engine import deepspeed_compat
+from clap_ds.engine.deepspeed_compat import FP16_Optimizer, without_process_group
+from clap_ds.model.clap import ClapModel
+from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of, micro_batches, settings
+
+MODULE_NAMES = [
+    (deepspeed.utils.groups, "_WORLD_GROUP"),
+    (deepspeed.comm.comm, "cdb"),
+    (deepspeed.ops, "__compatible_ops__"),
+]
+METHODS = [
+    (DeepSpeedEngine, "clip_fp32_gradients"),
+    (DeepSpeedEngine, "get_global_grad_norm"),
+    (FP16_Optimizer, "refresh_fp32_params"),
+    (FP16_Optimizer, "step_fused_adam"),
+    (FP16_UnfusedOptimizer, "refresh_fp32_params"),
+    (ThroughputTimer, "_is_report_boundary"),
+    (ThroughputTimer, "avg_samples_per_sec"),
+]
+ATTRIBUTES: dict[type, list[str]] = {
+    DeepSpeedEngine: ["enable_backward_allreduce", "tput_timer", "monitor"],
+    FP16_Optimizer: [
+        "_global_grad_norm",
+        "fp16_groups",
+        "fp16_groups_flat",
+        "fp32_groups_flat",
+        "loss_scale_config",
+        "optimizer",
+    ],
+    FP16_UnfusedOptimizer: ["_global_grad_norm", "fp16_groups", "fp32_groups", "optimizer"],
+    ThroughputTimer: [
+        "global_step_count",
+        "start_step",
+        "start_time",
+        "started",
+        "step_elapsed_time",
+        "steps_per_output",
+        "total_elapsed_time",
+    ],
+}
+"""Attributes that constructors set."""
+
+
+@pytest.mark.parametrize(("owner", "name"), MODULE_NAMES + METHODS, ids=lambda value: str(value))
+def test_deepspeed_internal_name_exists(owner: Any, name: str) -> None:
+    assert hasattr(owner, name), f"DeepSpeed {deepspeed.__version__} has no {owner.__name__}.{name}"
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_deepspeed_internal_attributes_are_set(owner: type) -> None:
+    source = inspect.getsource(owner)
+    missing = [name for name in ATTRIBUTES[owner] if not re.search(rf"self\.{name} = ", source)]
+    assert not missing, f"{owner.__name__} of DeepSpeed {deepspeed.__version__} sets no {missing}"
+
+
+@pytest.mark.parametrize("wrapper", [FP16_Optimizer, FP16_UnfusedOptimizer])
+def test_state_of_16_bit_wrapper_has_the_checkpoints_names(wrapper: type) -> None:
+    masters = deepspeed_compat.FLAT_MASTERS
+    if wrapper is FP16_UnfusedOptimizer:
+        masters = deepspeed_compat.MASTERS
+    source = inspect.getsource(wrapper.state_dict)  # type: ignore[attr-defined]
+    assert f"['{masters}']" in source
+    assert "[OPTIMIZER_STATE_DICT]" in source
+
+
+def test_16_bit_wrapper_uses_the_replaced_update() -> None:
+    """DeepSpeed's `step` calls it for flat groups."""
+    assert "self.step_fused_adam()" in inspect.getsource(FP16_Optimizer.step)
+
+
+def test_without_process_group_restores_deepspeeds_state() -> None:
+    operations = deepspeed.ops.__compatible_ops__
+    before = (deepspeed.utils.groups._WORLD_GROUP, deepspeed.comm.comm.cdb, dict(operations))
+    with without_process_group():
+        assert deepspeed.utils.groups._WORLD_GROUP is None
+        assert deepspeed.comm.comm.cdb is None
+        assert not operations["deepspeed_shm_comm"]
+    after = (deepspeed.utils.groups._WORLD_GROUP, deepspeed.comm.comm.cdb, dict(operations))
+    assert after == before
+
+
+LOG_INTERVAL = 5  # steps per line of DeepSpeed's log
+WINDOW = 7  # steps between evaluations
+STEPS = 4 * WINDOW
+LINE = re.compile(
+    r"global_step=(\d+), RunningAvgSamplesPerSec=([\d.]+), CurrSamplesPerSec=([\d.]+)"
+)
+
+
+class LaggingDevice:
+    """A clock, and a GPU that works on what the host has launched. Up to `QUEUE_S` seconds of its
+    work can be waiting."""
+
+    QUEUE_S = 0.1
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.free_at_s = 1000.0
+
+    def launch(self, host_s: float, device_s: float) -> None:
+        self.now_s += host_s
+        self.free_at_s = max(self.free_at_s, self.now_s) + device_s
+        self.now_s = max(self.now_s, self.free_at_s - self.QUEUE_S)
+
+    def synchronize(self, *_: object) -> None:
+        self.now_s = max(self.now_s, self.free_at_s)
+
+
+@contextmanager
+def _deepspeed_log() -> Iterator[io.StringIO]:
+    handler = logging.StreamHandler(io.StringIO())
+    logger.addHandler(handler)
+    yield handler.stream
+    logger.removeHandler(handler)
+
+
+def _train(accumulation: str) -> tuple[str, int, dict[int, float]]:
+    """Train with evaluations in between, on a device that takes 0.15 s per micro-step. Every ninth
+    step waits for it.
+
+    Returns DeepSpeed's log, the global batch, and the seconds of training from the third step on,
+    by step.
+    """
+    device = LaggingDevice()
+    run = settings(
+        steps_per_print=LOG_INTERVAL,
+        log_level="info",
+        gradient_accumulation_steps=2,
+        train={"accumulation": accumulation},
+    )
+    engine = engine_of(run, ClapModel(run.clap.preset()))
+    (batch,) = micro_batches(run, 0, 1, 1)
+    compute_loss = engine.loss
+
+    def batches() -> Iterator[Batch]:
+        while True:
+            # Every fourth step waits longer for its data.
+            device.now_s += 0.005 if engine.steps % 4 else 0.05
+            yield batch
+
+    def launch(*features: Any) -> Any:
+        device.launch(0.06, 0.15)
+        if engine.steps % 9 == 0:
+            device.synchronize()
+        return compute_loss(*features)
+
+    engine.loss = launch
+    training_s = dict[int, float]()
+    excluded_s = 0.0
+    begun_s = 0.0
+    with (
+        _deepspeed_log() as log,
+        mock.patch("time.time", side_effect=lambda: device.now_s),
+        mock.patch.object(get_accelerator(), "synchronize", device.synchronize),
+        mock.patch("clap_ds.metrics.timers.synchronize", device.synchronize),
+    ):
+        loader = batches()
+        for step in range(1, STEPS + 1):
+            if step == 3:
+                # DeepSpeed doesn't time the first two steps.
+                device.synchronize()
+                begun_s = device.now_s
+            engine.timer.start()
+            engine.step(loader, waits=step % WINDOW == 0)
+            engine.timer.mark()
+            training_s[step] = device.now_s - begun_s - excluded_s
+            if step % WINDOW == 0:
+                engine.stop_timers()
+                device.now_s += 20.0  # an evaluation
+                excluded_s += 20.0
+    return log.getvalue(), engine.deepspeed.train_batch_size(), training_s
+
+
+@pytest.mark.parametrize("accumulation", ["plain", "gradcache"])
+def test_throughput_lines_with_lagging_device_add_up_to_training_time(
+    one_rank: RankPool, accumulation: str
+) -> None:
+    ((log, batch_size, training_s),) = one_rank.run(_train, accumulation)
+    lines = [
+        (int(step), float(average), float(current)) for step, average, current in LINE.findall(log)
+    ]
+    assert [step for step, *_ in lines] == [*range(LOG_INTERVAL, STEPS + 1, LOG_INTERVAL)]
+    sum_of_currents_s = 0.0
+    previous_step = 2
+    for step, average, current in lines:
+        sum_of_currents_s += (step - previous_step) * batch_size / current
+        previous_step = step
+        assert (step - 2) * batch_size / average == pytest.approx(training_s[step], rel=1e-4)
+        assert sum_of_currents_s == pytest.approx(training_s[step], rel=1e-4)
