@@ -27,7 +27,7 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import Ranks, run_command
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.metrics.timers import StepTimer
-from clap_ds.planning.roofline import FUSED, TABLE, class_of, ideal_s
+from clap_ds.planning.roofline import EFFICIENCY, FUSED, ideal_s, op_class
 from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
 from clap_ds.run import join_ranks, open_run_dir, setup_dataloader, setup_engine, setup_model
@@ -91,7 +91,7 @@ def join(
     known = defaultdict[Any, list[Operation]](list)
     ideal = defaultdict[str, float](float)
     for operation, times in planned:
-        if class_of(operation) == FUSED:
+        if op_class(operation) == FUSED:
             ideal[FUSED] += STEPS * times * ideal_s(operation)
         else:
             known[operation.name, operation.shapes].append(operation)
@@ -108,7 +108,7 @@ def join(
             plans = (
                 [] if kernel.startswith("Memcpy HtoD") else plans
             )  # of batches, beside the kernels
-            of = class_of(plans[0]) if plans else UNPLANNED + name
+            of = op_class(plans[0]) if plans else UNPLANNED + name
             if not plans and ideal[FUSED] and kernel.startswith(INDUCTORS):
                 of = FUSED
             if plans and call not in calls[of]:
@@ -177,7 +177,7 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
         classes |= {
             name: each
             for name, each in found.items()
-            if name in TABLE and (name == FUSED) == is_compiled
+            if name in EFFICIENCY and (name == FUSED) == is_compiled
         }
     if not texts:
         raise UserError(

@@ -1,5 +1,5 @@
-"""`clap-ds COMMAND`: choose a command and run it. Each command is a module with `main(argv)`,
-imported only if it is chosen."""
+"""`clap-ds COMMAND`: choose a command and run it. Each command is a function of `argv` in a
+module that is imported only if it is chosen."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ GROUPS = {
         "report": ("analysis.report", "write an HTML report about runs"),
     },
     "use": {
-        "embed": ("embed", "embed audio files"),
-        "classify": ("classify", "label audio files"),
-        "search": ("search", "search embedded audio by text or sound"),
-        "score": ("score", "score how well audio matches captions"),
+        "embed": ("inference.commands:embed", "embed audio files"),
+        "classify": ("inference.commands:classify", "label audio files"),
+        "search": ("inference.commands:search", "search embedded audio by text or sound"),
+        "score": ("inference.commands:score", "score how well audio matches captions"),
         "export": ("checkpoint.export", "export a checkpoint for transformers or open_clip"),
     },
     "list": {"presets": ("presets", "list model presets and packaged run configurations")},
 }
-"""Group → command → module of `clap_ds` and what the command does."""
+"""Group → command → module of `clap_ds`, its function if that isn't `main`, and what the command
+does."""
 MODULES = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
 
 
@@ -78,8 +79,9 @@ def run_command(arguments: Sequence[str]) -> int | None:
         raise UserError(
             f"{name!r} is no command{did_you_mean(name, MODULES)}; `{COMMAND} --help` lists all"
         )
-    module = importlib.import_module(f"clap_ds.{MODULES[name]}")
-    code: int | None = module.main(options)
+    module_name, _, function = MODULES[name].partition(":")
+    module = importlib.import_module(f"clap_ds.{module_name}")
+    code: int | None = getattr(module, function or "main")(options)
     return code
 
 

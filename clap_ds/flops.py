@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Count and print. Raises UserError for an invalid configuration or caption length."""
     parser = make_parser(__doc__)
     add_config(parser, required=False, default=Path("htsat_tiny"))
-    what = "set tokens per caption (default: the run's clap.context_length)"
-    parser.add_argument("--context_length", type=int, metavar="N", help=what)
+    length_help = "set tokens per caption (default: the run's clap.context_length)"
+    parser.add_argument("--context_length", type=int, metavar="N", help=length_help)
     arguments = parser.parse_args(argv)
     clap = load_run(arguments.config, assignments=arguments.set).clap
     config = clap.preset()
@@ -66,18 +66,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def count(config: ClapConfig, context_length: int) -> tuple[list[Count], dict[str, int]]:
-    """Return the profiler's count per convention, and parameter counts."""
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # DeepSpeed logs to standard output, reserved for the report
-        from clap_ds.flop_count.counters import build, count_by_deepspeed, parameter_counts
-        from clap_ds.flop_count.published_model import published_model
+    """Return the profiler's counts in the order of `CONVENTIONS`, and parameter counts."""
+    # DeepSpeed logs to standard output, which is for the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        from clap_ds.flop_count import counters, published_model  # these import torch
 
-        own = build(config)
-        models = {"published": published_model(config), "model": own}
-        return [
-            count_by_deepspeed(models[each], context_length) for each in CONVENTIONS
-        ], parameter_counts(own)
+        model = counters.build(config)
+        published = published_model.published_model(config)
+        counts = [
+            counters.count_by_deepspeed(published, context_length),
+            counters.count_by_deepspeed(model, context_length),
+        ]
+        return counts, counters.parameter_counts(model)
 
 
 def render(
@@ -86,30 +86,31 @@ def render(
     """Return counts per convention and components of the closed form as a Markdown table, with
     notes."""
     lengths = TextLengths.fixed(tokens)
-    rows = list[list[str]]()
-    both = [forward_components(config, lengths, each) for each in CONVENTIONS]
-    forward = [each["forward"] for each in both]
+    published, executed = (
+        forward_components(config, lengths, convention) for convention in CONVENTIONS
+    )
+    forward = [published["forward"], executed["forward"]]
+    training = [
+        TRAINING_OVER_FORWARD * published["forward"],
+        executed["forward"] + backward_flops(config, lengths),
+    ]
 
-    def add_row(name: str, flops: Iterable[float]) -> None:
-        rows.append([name, *(f"{each / 1e9:.4f}" if each else "" for each in flops)])
-
-    add_row("closed form", forward)
+    rows = [_row("closed form", forward)]
     if counts:
-        add_row("DeepSpeed's profiler alone, 2 × MACs", [each.counted for each in counts])
-        add_row("+ FFT, not profiled", [each.ffts for each in counts])
-    published = {"published": TRAINING_OVER_FORWARD * forward[CONVENTIONS.index("published")]}
-    done = {"model": forward[CONVENTIONS.index("model")] + backward_flops(config, lengths)}
-    add_row("with the backward pass", [(published | done)[each] for each in CONVENTIONS])
-    for name in both[-1]:
-        add_row(
-            ("of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " "),
-            [each[name] for each in both],
-        )
-    notes = [agreement(forward, [sum(each) for each in counts])]
+        profiled = [count.counted for count in counts]
+        rows.append(_row("DeepSpeed's profiler alone, 2 × MACs", profiled))
+        rows.append(_row("+ FFT, not profiled", [count.ffts for count in counts]))
+    rows.append(_row("with the backward pass", training))
+    for name in executed:
+        prefix = "of the stages: " if name in STAGE_VIEWS else ""
+        label = prefix + name.replace("_", " ")
+        rows.append(_row(label, [published[name], executed[name]]))
+
+    notes = [agreement(forward, [sum(count) for count in counts])]
     if parameters:
         millions = {name: f"{number / 1e6:.2f}" for name, number in parameters.items()}
-        text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
-        notes.append(text.format_map(millions))
+        template = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
+        notes.append(template.format_map(millions))
     positions = config.text.max_positions
     usable = config.text.max_tokens
     notes.append(
@@ -123,14 +124,20 @@ def render(
     return "\n".join([title, "", markdown_table(["counted by", *CONVENTIONS], rows), "", *notes])
 
 
+def _row(label: str, flops: Iterable[float]) -> list[str]:
+    """Return a table's row in GFLOPs, with empty cells for zeros."""
+    return [label, *(f"{number / 1e9:.4f}" if number else "" for number in flops)]
+
+
 def agreement(analytic: Sequence[float], counted: Sequence[float]) -> str:
     """Return a line on whether the profiler, plus operations it misses, agrees with the closed
     form."""
     if not counted:
         return "the profiler was not run"
-    worst = max(abs(each / own - 1) for own, each in zip(analytic, counted, strict=True))
-    if worst > EXACT:
-        return f"UNEXPLAINED: profiler and closed form differ by {100 * worst:.4f}%"
+    pairs = zip(analytic, counted, strict=True)
+    largest_error = max(abs(count / expected - 1) for expected, count in pairs)
+    if largest_error > EXACT:
+        return f"UNEXPLAINED: profiler and closed form differ by {100 * largest_error:.4f}%"
     return "the profiler agrees with the closed form to the last FLOP"
 
 

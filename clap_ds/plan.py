@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,50 +28,18 @@ from clap_ds.inference.options import check_output
 from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.utils.files import show_results
 
-if TYPE_CHECKING:
-    from clap_ds.planning.step import Step
-    from clap_ds.planning.tracing import Operation
-
-MOST_CLASSES = 4  # operation classes printed with their efficiencies
-GROWS_AS = "jupiter_htsat_tiny"
+MAX_CLASSES = 4
+"""Operation classes printed with their efficiencies."""
+GROWTH_SERIES = "jupiter_htsat_tiny"
 """Published series whose step-time growth with nodes is assumed."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch
-    at several scales."""
-    parser = make_parser(__doc__)
-    add_config(parser)
-    add = parser.add_argument
-    add(
-        "--gpu",
-        required=True,
-        metavar="NAME",
-        help="plan for this GPU, e.g. h100-sxm; an unknown name lists all",
-    )
-    add(
-        "--nodes",
-        type=whole_number(),
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="plan for these numbers of nodes",
-    )
-    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node")
-    add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
-    add(
-        "--ramp",
-        action="store_true",
-        help="only print how many nodes each batch of clap.train.batch_ramp can use",
-    )
-    add(
-        "--samples",
-        type=positive,
-        metavar="N",
-        help="estimate hours for this many training samples, repeats included",
-    )
-    add_json(parser)
-    arguments = parser.parse_args(argv)
+    """Predict and print.
+
+    Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales.
+    """
+    arguments = parse_arguments(argv)
     check_output(arguments.json, "--json")
     gpu = gpu_named(arguments.gpu)
     run = load_run(arguments.config, min(arguments.nodes) * arguments.gpus_per_node, arguments.set)
@@ -90,185 +56,196 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_results(render(report), report, arguments.json)
 
 
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_config(parser)
+    add = parser.add_argument
+    gpu_help = "plan for this GPU, e.g. h100-sxm; an unknown name lists all"
+    add("--gpu", required=True, metavar="NAME", help=gpu_help)
+    nodes_help = "plan for these numbers of nodes"
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=nodes_help)
+    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node")
+    add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
+    ramp_help = "only print how many nodes each batch of clap.train.batch_ramp can use"
+    add("--ramp", action="store_true", help=ramp_help)
+    samples_help = "estimate hours for this many training samples, repeats included"
+    add("--samples", type=positive, metavar="N", help=samples_help)
+    add_json(parser)
+    return parser.parse_args(argv)
+
+
 def ramp_table(run: RunSettings, gpus_per_node: int) -> str:
     """Return the most nodes that can share each batch of the ramp, by micro-batch; – if one node
     can't."""
-    sizes = [size for size in (run.micro_batch >> shift for shift in range(4)) if size]
+    # The run's micro-batch, a half, a quarter and an eighth of it.
+    micro_batches = [run.micro_batch >> halvings for halvings in range(4)]
+    micro_batches = [size for size in micro_batches if size]
     ramp = run.clap.train.batch_ramp or [[0, run.batch_sizes().global_batch]]
-
-    def nodes(batch: int, size: int) -> str:
-        count, left = divmod(batch, size * gpus_per_node)
-        return "–" if left else f"{count:,}"
-
-    rows = [
-        [f"{start:,}", f"{batch:,}", *(nodes(batch, size) for size in sizes)]
-        for start, batch in ramp
-    ]
-    return markdown_table(
-        ["from sample", "global batch", *(f"nodes at micro-batch {size}" for size in sizes)], rows
-    )
+    rows = []
+    for start, batch in ramp:
+        row = [f"{start:,}", f"{batch:,}"]
+        for size in micro_batches:
+            num_nodes, remainder = divmod(batch, size * gpus_per_node)
+            row.append("–" if remainder else f"{num_nodes:,}")
+        rows.append(row)
+    columns = [f"nodes at micro-batch {size}" for size in micro_batches]
+    return markdown_table(["from sample", "global batch", *columns], rows)
 
 
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
     """Build the JSON report: memory at the largest scale, step time at the smallest."""
-    import torch
-
-    from clap_ds.engine.compile import what_to_compile
-    from clap_ds.model.kernels import kernels_for
-    from clap_ds.planning.step import (
-        compiled_kernels,
-        largest_micro_batch,
-        memory_parts,
-        trace_step,
-    )
+    from clap_ds.planning.prediction import predict  # imports torch
 
     nodes = sorted(set(arguments.nodes))
-    smallest, largest = (count * arguments.gpus_per_node for count in (nodes[0], nodes[-1]))
-    step_of = cache(partial(trace_step, run))
-
-    def memory(micro_batch: int) -> dict[str, float]:
-        return memory_parts(step_of(micro_batch, largest), largest)
-
-    own = step_of(run.micro_batch, smallest)
-    parts = memory(run.micro_batch)
-    found = None
-    if arguments.find_micro_batch:
-        found = largest_micro_batch(
-            lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib
-        )
-    cuda = torch.device("cuda")
-    kernels = kernels_for(run.clap.model, cuda)
-    what = what_to_compile(run.clap.compile, cuda)
-    speed = _speed(own, gpu, compiled_kernels(run, run.micro_batch) if what != "off" else [])
+    prediction = predict(
+        run,
+        gpu,
+        nodes[0] * arguments.gpus_per_node,
+        nodes[-1] * arguments.gpus_per_node,
+        find_micro_batch=arguments.find_micro_batch,
+    )
+    num_samples = run.micro_batch * run.gradient_accumulation_steps
     return {
-        "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
-        "micro_batch": run.micro_batch, "context_length": run.clap.context_length,
+        "predicted": True,
+        "preset": run.clap.preset().name,
+        "precision": run.precision,
+        "gpu": gpu.name,
+        "micro_batch": run.micro_batch,
+        "context_length": run.clap.context_length,
         "text": "packed" if run.clap.text_packing else "padded",
-        **kernels._asdict(), "compile": what,
-        "memory_gpus": largest, "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()),
-        "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
-        "step_gpus": smallest, **speed, "parameters": own.num_parameters,
-        "scales": _scales(own.num_samples, speed["step_s"]["step"], nodes, arguments),
-        "assumed": _assumed(gpu, speed["classes"]),
-    }  # fmt: skip
-
-
-def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]:
-    """Predict one GPU's speed at the smallest scale, without communication."""
-    from clap_ds.planning.roofline import CASES, class_of, seconds, seconds_by_part, shares_of
-
-    work = step.work(kernels)
-    shares = shares_of(gpu)
-    by_class = defaultdict[str, float](float)
-    for each, times in work:
-        by_class[class_of(each)] += times * seconds(each, gpu, shares, "middle")
-    by_case = {case: seconds_by_part(work, gpu, shares, case) for case in CASES}
-    return {
-        "classes": {
-            name: {"kernels_s": spent_s, **shares[name]} for name, spent_s in by_class.items()
-        },
-        "samples_per_s_per_gpu": {
-            case: step.num_samples / parts["step"] for case, parts in by_case.items()
-        },
-        "step_s": {
-            part: {case: parts.get(part, 0.0) for case, parts in by_case.items()}
-            for part in by_case["high"]
-        },
-        "tflop": sum(times * each.flops for each, times in work) / 1e12,
+        **prediction,
+        "scales": predict_scales(num_samples, prediction["step_s"]["step"], nodes, arguments),
+        "assumed": list_assumptions(gpu, prediction["classes"]),
     }
 
 
-def _scales(
+def predict_scales(
     num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Predict throughput and efficiency per node count with the law that best predicted the
     published runs.
 
     Ranges cover all step times, each growing by as many seconds or as large a share as published;
-    the middle, half each.
+    the middle, half each. `num_samples` are those of a rank's step.
     """
-    table = np.loadtxt(PUBLISHED_DIR / f"{GROWS_AS}.csv", delimiter=",", skiprows=1, usecols=(0, 2))
-    published = Series(GROWS_AS, tuple((int(count), float(rate)) for count, rate in table)).fit(
-        USUAL
-    )
-    batch = PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"]
-
-    def law(case: str, in_seconds: float) -> Law:
-        growth = in_seconds * batch + (1 - in_seconds) * step_s[case] / published.start_s
-        return Law(
-            published.shape, step_s[case] / num_samples, growth * published.slope_s / num_samples
-        )
-
-    middle = law("middle", 0.5)
-    laws = [law(case, each) for case in step_s for each in (0, 1)]
+    laws = [
+        _scaling_law(num_samples, seconds, fraction)
+        for seconds in step_s.values()
+        for fraction in (0, 1)
+    ]
+    middle = _scaling_law(num_samples, step_s["middle"], 0.5)
     rows = []
-    for count in nodes:
-        rate = middle.rate(count)
-        rates = [each.rate(count) for each in laws]
-        gpus = count * arguments.gpus_per_node
-        efficiencies = [100 * each.rate(count) / each.rate(nodes[0]) for each in laws]
+    for num_nodes in nodes:
+        rate = middle.rate(num_nodes)
+        rates = [law.rate(num_nodes) for law in laws]
+        num_gpus = num_nodes * arguments.gpus_per_node
+        efficiencies = [100 * law.rate(num_nodes) / law.rate(nodes[0]) for law in laws]
         row: dict[str, Any] = {
-            "nodes": count, "gpus": gpus, "efficiency_percent": 100 * rate / middle.rate(nodes[0]),
+            "nodes": num_nodes,
+            "gpus": num_gpus,
+            "efficiency_percent": 100 * rate / middle.rate(nodes[0]),
             "efficiency_percent_range": [min(efficiencies), max(efficiencies)],
             "samples_per_s_per_gpu": {"low": min(rates), "middle": rate, "high": max(rates)},
-            "samples_per_s": gpus * rate,
-        }  # fmt: skip
+            "samples_per_s": num_gpus * rate,
+        }
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
-            row["gpu_hours"] = gpus * row["hours"]
+            row["gpu_hours"] = num_gpus * row["hours"]
         rows.append(row)
     return rows
 
 
-def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
-    shares = [
-        f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f}% ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
-        for name, each in sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])[
-            :MOST_CLASSES
-        ]
-    ]
+def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> Law:
+    """Return the law of a step of `step_s` on the smallest scale.
+
+    It grows by `seconds_fraction` of the published growth in seconds, and by the other part of the
+    published growth relative to the step.
+    """
+    # Columns: nodes, and samples/s/GPU.
+    path = PUBLISHED_DIR / f"{GROWTH_SERIES}.csv"
+    table = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 2))
+    points = tuple((int(num_nodes), float(rate)) for num_nodes, rate in table)
+    published = Series(GROWTH_SERIES, points).fit(USUAL)
+    batch = PUBLISHED_TABLES[GROWTH_SERIES]["batch_per_gpu"]
+    # Seconds per sample → per step.
+    growth = seconds_fraction * batch + (1 - seconds_fraction) * step_s / published.start_s
+    return Law(published.shape, step_s / num_samples, growth * published.slope_s / num_samples)
+
+
+def list_assumptions(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
+    """Return sentences on the data sheet, the efficiencies of the slowest classes and the growth
+    with nodes."""
+    by_time = sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])
+    shares = []
+    for name, efficiency in by_time[:MAX_CLASSES]:
+        low = 100 * efficiency["low"]
+        high = 100 * efficiency["high"]
+        milliseconds = 1000 * efficiency["kernels_s"]
+        source = efficiency["source"]
+        shares.append(f"{name} {low:.0f}–{high:.0f}% ({milliseconds:.0f} ms; {source})")
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline.py",
-        f"step time grows with nodes as {USUAL}, as in the published runs ({GROWS_AS}): by as many seconds or as large a"
+        f"step time grows with nodes as {USUAL}, as in the published runs ({GROWTH_SERIES}): by as many seconds or as large a"
         " share; no waiting for data",
     ]
 
 
 def render(report: dict[str, Any]) -> str:
     """Format the report as Markdown."""
-    rate = report["samples_per_s_per_gpu"]
-    scales = report["scales"]
-    largest = f"; largest micro-batch {size}" if (size := report["largest_micro_batch"]) else ""
-    title = (
+    assumptions = "\n".join(f"- {assumption}" for assumption in report["assumed"])
+    tables = [_memory_table(report), _time_table(report), _scale_table(report["scales"])]
+    return "\n\n".join([_summarize(report), *tables, f"Assumed:\n{assumptions}"])
+
+
+def _summarize(report: dict[str, Any]) -> str:
+    micro_batch = report["largest_micro_batch"]
+    return (
         "## Predicted, not measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {context_length} text"
         " tokens, {text}\n\n{attention} attention, {mlp} MLPs, {text_attention} text attention, compile"
         " {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**, {peak_memory_gib:.1f} of {device_memory_gib:.1f}"
         " GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) without communication."
     ).format(
-        verdict="fits" if report["fits"] else "does NOT fit", largest=largest, **rate, **report
+        verdict="fits" if report["fits"] else "does NOT fit",
+        largest=f"; largest micro-batch {micro_batch}" if micro_batch else "",
+        **report["samples_per_s_per_gpu"],
+        **report,
     )
-    memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
-    times = [
-        [part, *(f"{1000 * cases[case]:.1f}" for case in cases)]
-        for part, cases in report["step_s"].items()
-    ]
-    extra = [name for name in ("hours", "gpu_hours") if name in scales[0]]
-    header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s", *extra]
-    rows = [
-        [str(each["nodes"]), str(each["gpus"]), f"{each['samples_per_s_per_gpu']['middle']:,.0f}",
-         f"{each['efficiency_percent']:.1f}", "{:.1f}–{:.1f}".format(*each["efficiency_percent_range"]),
-         f"{each['samples_per_s']:,.0f}", *(significant(each[name]) for name in extra)]
-        for each in scales
-    ]  # fmt: skip
-    return "\n\n".join([
-        title,
-        markdown_table([f"peak memory, {report['memory_gpus']:,} GPUs", "GiB"], memory),
-        markdown_table([f"step, {report['step_gpus']:,} GPUs", "ms at low efficiency", "middle", "high"], times),
-        markdown_table(header, rows),
-        "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]),
-    ])  # fmt: skip
+
+
+def _memory_table(report: dict[str, Any]) -> str:
+    # Parts that would print as 0.00 are omitted.
+    rows = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
+    return markdown_table([f"peak memory, {report['memory_gpus']:,} GPUs", "GiB"], rows)
+
+
+def _time_table(report: dict[str, Any]) -> str:
+    rows = []
+    for part, step_s in report["step_s"].items():
+        milliseconds = [f"{1000 * seconds:.1f}" for seconds in step_s.values()]
+        rows.append([part, *milliseconds])
+    header = [f"step, {report['step_gpus']:,} GPUs", "ms at low efficiency", "middle", "high"]
+    return markdown_table(header, rows)
+
+
+def _scale_table(scales: list[dict[str, Any]]) -> str:
+    """Format throughput by scale, with hours if the number of samples is known."""
+    durations = [name for name in ("hours", "gpu_hours") if name in scales[0]]
+    header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s", *durations]
+    rows = []
+    for scale in scales:
+        low, high = scale["efficiency_percent_range"]
+        row = [
+            str(scale["nodes"]),
+            str(scale["gpus"]),
+            f"{scale['samples_per_s_per_gpu']['middle']:,.0f}",
+            f"{scale['efficiency_percent']:.1f}",
+            f"{low:.1f}–{high:.1f}",
+            f"{scale['samples_per_s']:,.0f}",
+        ]
+        rows.append(row + [significant(scale[name]) for name in durations])
+    return markdown_table(header, rows)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def _read(
         raise ValueError(f"{path}: expected a folder or a file ({', '.join(_FILES)})")
     # A Hub id is ORGANIZATION/NAME.
     if len(path.parts) == 2 and path.suffix not in _FILES:
-        return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
+        return path, load_by_name(str(path), partial(_from_hub, path), field="weights", kind="CLAP")
     raise ValueError(
         f"{path}: no such file or folder; expected a folder or a file ({', '.join(_FILES)})"
     )

@@ -1,5 +1,7 @@
-"""Build the model that open_clip's profiler measured, with operations that the published figures
-count but this engine doesn't execute. For counting only: its outputs are meaningless.
+"""The model that open_clip's profiler measured, with operations that the published figures count
+but this engine doesn't execute.
+
+It is for counting only: its outputs are meaningless.
 """
 
 import math
@@ -27,36 +29,30 @@ def published_model(config: ClapConfig) -> ClapModel:
 
 
 class ConvolutionMel(LogMel):
-    """Compute the features like torchlibrosa in LAION-CLAP, with a convolution as Fourier
-    transform."""
+    """The front end of LAION-CLAP, torchlibrosa's, with a convolution as Fourier transform."""
 
     waves: Tensor
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config)
-        numbers = torch.arange(self.num_fft, dtype=torch.float64)
-        angles_KN = torch.outer(numbers[: self.num_fft // 2 + 1], numbers) * (
-            2 * math.pi / self.num_fft
-        )
+        # 2π·k·n / N for frequency k and sample n.
+        samples_N = torch.arange(self.num_fft, dtype=torch.float64)
+        frequencies_K = samples_N[: self.num_fft // 2 + 1] * (2 * math.pi / self.num_fft)
+        angles_KN = torch.outer(frequencies_K, samples_N)
         waves_KN = torch.cat([angles_KN.cos(), -angles_KN.sin()]).float() * self.window
         self.register_buffer("waves", waves_KN[:, None], persistent=False)
 
     def forward(self, waveforms: Tensor) -> Tensor:
         padded = F.pad(full_scale(waveforms)[:, None], (self.num_fft // 2,) * 2, mode="reflect")
         with torch.autocast(waveforms.device.type, enabled=False):
-            real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(
-                2, dim=1
-            )
-            return (
-                10.0
-                * self.mel_power(torch.complex(real_BKT, imaginary_BKT))
-                .clamp(min=MIN_POWER)
-                .log10()
-            )
+            spectrum = F.conv1d(padded, self.waves, stride=self.hop_size)
+            real_BKT, imaginary_BKT = spectrum.chunk(2, dim=1)
+            power = self.mel_power(torch.complex(real_BKT, imaginary_BKT))
+            return 10.0 * power.clamp(min=MIN_POWER).log10()  # decibels
 
 
 class InterpolatingFold(FoldToImage):
-    """Fold into an image with an interpolation as stretch, which no counter counts as
+    """A fold into an image with an interpolation as stretch, which no counter counts as
     multiply-adds."""
 
     def stretched(self, mel_BFT: Tensor) -> Tensor:
@@ -65,7 +61,7 @@ class InterpolatingFold(FoldToImage):
 
 
 class NormWithAudioSetHead(nn.LayerNorm):
-    """Apply the last norm and HTSAT's AudioSet head, whose result is unused, as in contrastive
+    """The last norm, and HTSAT's AudioSet head, whose result is unused, as in contrastive
     training."""
 
     def __init__(self, config: AudioConfig) -> None:

@@ -22,32 +22,37 @@ from clap_ds.data import decoding
 from clap_ds.data.clip import Broken, read_clip
 from clap_ds.data.decoding import BrokenItemError, Encoded, mix, open_audio, repeat
 from clap_ds.data.shard_io import open_shard
-from clap_ds.data.shard_manifest import DAMAGE, words
+from clap_ds.data.shard_manifest import DAMAGE, expand_shards, words
 from clap_ds.data.workers import Loader
-from clap_ds.evaluation.clips import Clip, Middle, empty_row
+from clap_ds.evaluation.clips import Clip, Middle, empty_row, list_clips
 
-_BLOCK = 2**18  # frames decoded at a time
+_BLOCK = 2**18
+"""Frames decoded at a time."""
 
 Pooling = Literal["none", "mean", "center"]
 
 
 @dataclass(frozen=True)
-class Sound:
-    """Hold a sound in memory and its name for errors: an encoded file, or samples, (channels,
-    num_samples) float32 in ±1 or int16."""
+class AudioInput:
+    """Audio in memory, and its name for errors.
+
+    `samples` is an encoded file, or (channels, num_samples) float32 in ±1 or int16.
+    """
 
     name: str
     samples: bytes | NDArray[Any]
     sample_rate: int = 0
 
 
-Source = str | Path | Clip | Sound | Broken
+Source = str | Path | Clip | AudioInput | Broken
 
 
 @dataclass(slots=True)
 class EmbeddingRow:
-    """Hold the embedding, (dim,) float32 of length 1, of a window of a source (a path or `tar:
-    key`) or of all of it; or the error and where it occurred."""
+    """The embedding of a window of a source or of all of it, or the error and where it occurred.
+
+    `source` is a path or `tar: key`. `vector` is (dim,) float32 of length 1.
+    """
 
     source: str
     start_s: float
@@ -65,6 +70,12 @@ Window = tuple[EmbeddingRow, Tensor | None]
 """A row without its embedding and its waveform, or the end of a source."""
 
 
+def clips_in_shards(pattern: str) -> list[Clip | Broken]:
+    """List the clips of tars named by a path, pattern or URL, then the unusable ones."""
+    clips, broken = list_clips(expand_shards(pattern))
+    return [*clips, *broken]
+
+
 def read_windows(
     sources: Sequence[Source],
     audio: AudioConfig,
@@ -74,18 +85,20 @@ def read_windows(
     num_workers: int,
     ahead: int,
 ) -> Iterator[Window]:
-    """Yield the windows of the sources in order, and after each source a row without a window, with
-    the error if any. `num_workers` processes (0: this one) prefetch `ahead` windows."""
+    """Yield the windows of the sources in order.
+
+    After each source, yield a row without a window, with the error if any. `num_workers` processes
+    (0: this one) prefetch `ahead` windows.
+    """
+    # Sources are dealt out to streams, each read by a process of its own.
     num_streams = max(1, min(num_workers, len(sources)))
-    options: dict[str, Any] = (
-        {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
-    )
-    options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
-    streams = [
-        _Windows(sources[first::num_streams], audio, pooling, overlap)
-        for first in range(num_streams)
-    ]
-    loaders: list[Loader[Window]] = [Loader(stream, **options) for stream in streams]
+    options: dict[str, Any] = {"section": "inference", "batch_size": None, "num_workers": 0}
+    if num_workers:
+        options |= {"num_workers": 1, "prefetch_factor": max(2, ahead // num_streams)}
+    loaders: list[Loader[Window]] = []
+    for stream in range(num_streams):
+        windows = _Windows(sources[stream::num_streams], audio, pooling, overlap)
+        loaders.append(Loader(windows, **options))
     try:
         for number in range(len(sources)):
             for row, waveform in loaders[number % num_streams]:
@@ -98,6 +111,8 @@ def read_windows(
 
 
 class _Windows(IterableDataset[Window]):
+    """The windows of a stream's sources, and after each source its end."""
+
     def __init__(
         self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float
     ) -> None:
@@ -105,90 +120,105 @@ class _Windows(IterableDataset[Window]):
         self._audio = audio
         self._pooling = pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
+        # Clips of a tar follow each other, so one open tar is enough.
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
     def __iter__(self) -> Iterator[Window]:
         for source in self._sources:
-            name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
+            name = str(source) if isinstance(source, str | Path) else source.name
             end_s = 0.0
             error = ""
             try:
-                for start_s, end_s, waveform in self._windows(source):
+                for start_s, end_s, waveform in self._cut_windows(source):
                     yield EmbeddingRow(name, start_s, end_s), waveform
             except (*DAMAGE, soundfile.SoundFileError) as damage:
                 error = words(damage)
             yield EmbeddingRow(name, end_s, end_s, error=error), None
 
-    def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
-        encoded = self._content(source)
+    def _cut_windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
+        """Yield start and end in seconds, and waveform, (num_samples,), of a source's windows."""
+        encoded = self._read_encoded(source)
         rate = self._audio.sample_rate
         length = self._audio.num_samples
         with open_audio(encoded) as opened:
             ratio = decoding.resampling_ratio(opened.samplerate, rate)
-            if self._pooling == "center" or opened.frames <= math.ceil(length / ratio):
-                row = (
-                    empty_row(self._audio, "encoded")
-                    if self._pooling == "center"
-                    else torch.zeros(length)
-                )
-                read_clip(encoded, row, audio=self._audio, rng=Middle())
-                yield 0.0, opened.frames / opened.samplerate, row
+            duration_s = opened.frames / opened.samplerate
+            is_short = opened.frames <= math.ceil(length / ratio)
+            if is_short or self._pooling == "center":
+                # As evaluation reads it: short audio is repeated, longer audio is cropped or fused.
+                window = torch.zeros(length)
+                if self._pooling == "center":
+                    window = empty_row(self._audio, "encoded")
+                read_clip(encoded, window, audio=self._audio, rng=Middle())
+                yield 0.0, duration_s, window
                 return
-            blocks = _mono(opened)
+            blocks = _mix_blocks(opened)
             if ratio != 1:
                 blocks = (block.clamp_(-1, 1) for block in decoding.resample_blocks(blocks, ratio))
-            for start, waveform in _cut(blocks, length, self._hop):
-                yield start / rate, (start + length) / rate, waveform
+            for start, window in _slide(blocks, length, self._hop):
+                yield start / rate, (start + length) / rate, window
 
-    def _content(self, source: Source) -> Encoded:
+    def _read_encoded(self, source: Source) -> Encoded:
         """Return a source's encoded content, or a path for a file."""
         if isinstance(source, Broken):
             raise BrokenItemError(source.reason)
-        if isinstance(source, Sound):
-            if isinstance(samples := source.samples, bytes):
-                return samples
-            subtype = (
-                "PCM_16" if samples.dtype == np.int16 else "FLOAT"
-            )  # to use the same code as for files
-            soundfile.write(
-                to := io.BytesIO(), samples.T, source.sample_rate, format="RF64", subtype=subtype
-            )
-            return to.getvalue()
-        file = self._open_shard(source.shard if isinstance(source, Clip) else str(source))
-        return (
-            source.place.read(file) if isinstance(source, Clip) else f"/proc/self/fd/{file.number}"
-        )
+        if isinstance(source, AudioInput):
+            return _encode(source)
+        if isinstance(source, Clip):
+            return source.place.read(self._open_shard(source.shard))
+        # Opened once, so that the file can't be replaced by another kind of file.
+        return f"/proc/self/fd/{self._open_shard(str(source)).number}"
 
 
-def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
-    """Yield the mean of the channels, (T,) float32, in blocks. Finally raise BrokenItemError if it
-    was unusable."""
-    found = 0
+def _encode(audio: AudioInput) -> bytes:
+    """Return audio as an encoded file, so that arrays take the same way as files."""
+    if isinstance(audio.samples, bytes):
+        return audio.samples
+    subtype = "PCM_16" if audio.samples.dtype == np.int16 else "FLOAT"
+    file = io.BytesIO()
+    soundfile.write(file, audio.samples.T, audio.sample_rate, format="RF64", subtype=subtype)
+    return file.getvalue()
+
+
+def _mix_blocks(file: soundfile.SoundFile) -> Iterator[Tensor]:
+    """Yield the mean of the channels, (T,) float32, in blocks.
+
+    Raises BrokenItemError at the end if the file was unusable.
+    """
+    num_frames = 0
     is_silent = True
     while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
         mixed = np.empty(len(frames), np.float32)
-        is_silent = mix(frames, mixed)[1] and is_silent
-        found += len(frames)
+        _, is_block_silent = mix(frames, mixed)
+        is_silent = is_silent and is_block_silent
+        num_frames += len(frames)
         yield torch.from_numpy(mixed)
-    decoding.check_samples(found, file.frames, is_silent)
+    decoding.check_samples(num_frames, file.frames, is_silent)
 
 
-def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield windows and their starts: every `hop` samples, and one at the end. Repeat audio shorter
-    than a window."""
-    # the next window's start, and the end of the held samples
-    held = torch.empty(0)
-    start = 0
+def _slide(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield starts and windows: every `hop` samples, and one at the end.
+
+    Audio shorter than a window is repeated.
+    """
+    # The last samples, up to position `end` of the audio.
+    buffer = torch.empty(0)
     end = 0
+    # Of the next window.
+    start = 0
     for block in blocks:
-        held = torch.cat([held[-length:], block])
-        end = end + len(block)
+        buffer = torch.cat([buffer[-length:], block])
+        end += len(block)
+        buffer_start = end - len(buffer)
         while start + length <= end:
-            yield start, held[len(held) - end + start :][:length].clone()
+            offset = start - buffer_start
+            yield start, buffer[offset : offset + length].clone()
             start += hop
     if end < length:
-        window = torch.cat([held, torch.zeros(length - end)])
+        window = torch.cat([buffer, torch.zeros(length - end)])
         repeat(window.numpy(), end)
         yield 0, window
-    elif start - hop + length < end:
-        yield end - length, held[-length:].clone()
+        return
+    last_end = start - hop + length
+    if last_end < end:
+        yield end - length, buffer[-length:].clone()

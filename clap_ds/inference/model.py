@@ -28,9 +28,9 @@ from clap_ds.evaluation.embedding import (
     tokenizer_of,
 )
 from clap_ds.inference.audio_windows import (
+    AudioInput,
     EmbeddingRow,
     Pooling,
-    Sound,
     Source,
     Window,
     read_windows,
@@ -46,7 +46,7 @@ Audio = str | Path | Clip | bytes | IO[bytes] | NDArray[Any] | Mapping[str, Any]
 
 
 class Clap:
-    """Embed and classify with a model from `clap_ds.load`.
+    """A model from `clap_ds.load` that embeds and classifies.
 
     >>> import clap_ds
     >>> clap = clap_ds.load("my_run-1a2b3c4d-checkpoints", best=True)
@@ -95,35 +95,35 @@ class Clap:
         pooling: Pooling = "mean",
         **options: Any,
     ) -> Array:
-        """Embed sounds of any length: (n, dim) float32, rows of length 1. Raises ValueError for the
-          first unusable one.
+        """Embed sounds of any length: (n, dim) float32, rows of length 1.
 
         Args:
             audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1).
-              A sound is a path, a
-                clip of a shard, an encoded file (bytes or a binary file), an array, or, as in
-                  `datasets`, a decoder or a
-                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels,
-                  num_samples) with one or two
-                channels, floating point in ±1 or int16. A batch of mono clips is a list:
-                  `list(array)`.
+                A sound is a path, a clip of a shard, an encoded file (bytes or a binary file), an
+                array, or, as in `datasets`, a decoder or a dict of `array` and `sampling_rate`.
+                Arrays are (num_samples,) or (channels, num_samples) with one or two channels,
+                floating point in ±1 or int16. A batch of mono clips is a list: `list(array)`.
             sample_rate: of arrays, in Hz.
             channels_first: True for arrays (channels, num_samples) of up to 8 channels, False for
-              (num_samples, channels).
+                (num_samples, channels).
             pooling: of longer sounds: "mean" of all windows' embeddings, normalized, or the
-              "center" window, as in
-                evaluation (with feature fusion the whole sound).
+                "center" window, as in evaluation (with feature fusion the whole sound).
             options: `overlap`, `batch_size` and `num_workers` of `iter_windows`.
+
+        Raises:
+            ValueError: for the first unusable sound.
         """
-        items: Any = audio
-        is_alone = isinstance(items, Source | bytes | Mapping) or getattr(items, "ndim", 3) < 3
-        is_alone = is_alone or hasattr(items, "read") or hasattr(items, "get_all_samples")
-        named = (
-            {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
-        )
-        sources = [_source(name, each, sample_rate, channels_first) for name, each in named.items()]
+        sounds: Any = audio
+        is_single = _is_single_sound(sounds)
+        if is_single:
+            sources = [_as_source("audio", sounds, sample_rate, channels_first)]
+        else:
+            sources = [
+                _as_source(f"audio[{number}]", sound, sample_rate, channels_first)
+                for number, sound in enumerate(sounds)
+            ]
         vectors = [np.empty((0, self.dim), np.float32)]
-        for row in self.iter_windows(sources, pooling=pooling, _fill=not is_alone, **options):
+        for row in self.iter_windows(sources, pooling=pooling, _fill=not is_single, **options):
             if row.vector is None:
                 raise ValueError(f"{row.source}: {row.error}")
             vectors.append(row.vector[None])
@@ -135,60 +135,70 @@ class Clap:
     ) -> Iterator[EmbeddingRow]:  # fmt: skip
         """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
 
-        "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else
-          one row per file, as in
-        `embed_audio`. Errors yield a row with the reason and without a vector, after the windows
-          before it. `overlap` is
-        from 0 to below 1, `batch_size` is in windows, and `num_workers` decoding processes (0:
-          none) work ahead.
+        Args:
+            sources: what to embed.
+            pooling: "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the
+                file. Otherwise each file has one row, as in `embed_audio`.
+            overlap: of consecutive windows, from 0 to below 1.
+            batch_size: in windows.
+            num_workers: decoding processes that work ahead (0: none).
+
+        Yields:
+            Rows with a vector. An error yields a row with the reason and without a vector, after
+            the windows before it.
         """
         if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
             expected = "pooling none, mean or center, and an overlap from 0 to below 1"
             raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
-        audio = self.config.audio
-        pieces = read_windows(
-            [*sources], audio, pooling, overlap, num_workers=num_workers, ahead=batch_size
+        windows = read_windows(
+            [*sources],
+            self.config.audio,
+            pooling,
+            overlap,
+            num_workers=num_workers,
+            ahead=batch_size,
         )
-        rows = self._embedded(pieces, batch_size, _fill)
-        return (
-            (row for row in rows if row.vector is not None or row.error)
-            if pooling == "none"
-            else _whole(rows)
-        )
+        rows = self._embed_windows(windows, batch_size, _fill)
+        if pooling == "none":
+            return (row for row in rows if row.vector is not None or row.error)
+        return _pool(rows)
 
-    def _embedded(
-        self, pieces: Iterator[Window], batch_size: int, fill: bool
+    def _embed_windows(
+        self, windows: Iterator[Window], batch_size: int, fill: bool
     ) -> Iterator[EmbeddingRow]:
         """Set the vectors of `read_windows`' rows that have waveforms."""
-        waiting: deque[EmbeddingRow] = deque()
+        # Rows that were read and not yielded yet, in order: batches are read ahead.
+        pending: deque[EmbeddingRow] = deque()
 
-        def waveforms() -> Iterator[torch.Tensor]:
-            for row, waveform in pieces:
-                waiting.append(row)
+        def read_waveforms() -> Iterator[torch.Tensor]:
+            for row, waveform in windows:
+                pending.append(row)
                 if waveform is not None:
                     yield waveform
 
-        for features in audio_batches(self.model, waveforms(), batch_size, fill):
+        for features in audio_batches(self.model, read_waveforms(), batch_size, fill):
             for vector in features.cpu().numpy():
-                while (row := waiting.popleft()).is_end:
+                # Ends of sources have no vector.
+                while (row := pending.popleft()).is_end:
                     yield row
                 if np.isfinite(vector).all():
                     row.vector = vector
                 else:
                     row.error = "its embedding is NaN or infinite"
                 yield row
-        yield from waiting
+        yield from pending
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
-        """Embed texts: (n, dim) float32, rows of length 1. Raises ValueError for a blank text or no
-        tokenizer."""
+        """Embed texts: (n, dim) float32, rows of length 1.
+
+        Raises ValueError for a blank text, or if the model has no tokenizer.
+        """
         captions = _as_list(texts, "texts")
         fill = not isinstance(texts, str)
-        return (
-            embed_text(self.model, captions, self.tokenizer, self.context_length, batch_size, fill)
-            .cpu()
-            .numpy()
+        features = embed_text(
+            self.model, captions, self.tokenizer, self.context_length, batch_size, fill
         )
+        return features.cpu().numpy()
 
     def class_embeddings(
         self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES
@@ -196,7 +206,7 @@ class Clap:
         """Embed labels as in zero-shot evaluation: (len(labels), dim) float32, rows of length 1.
 
         Each is the normalized mean over templates, whose {} becomes the label, with spaces for
-          underscores (`dog_bark`).
+        underscores (`dog_bark`).
         """
         names = _as_list(labels, "labels")
         if isinstance(labels, str) or not names or len(set(names)) < len(names):
@@ -207,17 +217,18 @@ class Clap:
                 f"templates: expected a list of texts with {{}} in the label's place, found {templates!r}"
             )
         captions = class_captions({label: [in_words(label)] for label in names}, sentences)
-        return class_features(
-            captions, torch.from_numpy(self.embed_text([*chain(*captions)]))
-        ).numpy()
+        text = torch.from_numpy(self.embed_text([*chain(*captions)]))
+        return class_features(captions, text).numpy()
 
     def classify(
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
         sample_rate: float | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Compute the probabilities of two or more labels per sound, (n, len(labels)) float32: the
-          softmax of the logit
-        scale times the cosines with `class_embeddings`. `options` are those of `embed_audio`."""
+        """Compute the probabilities of two or more labels per sound, (n, len(labels)) float32.
+
+        They are the softmax of the logit scale times the cosines with `class_embeddings`.
+        `options` are those of `embed_audio`.
+        """
         classes = self.class_embeddings(labels, templates)
         return self.probabilities(self.embed_audio(audio, sample_rate, **options), classes)
 
@@ -225,42 +236,40 @@ class Clap:
         """Compute probabilities from embeddings of sounds (n, dim) and classes (K, dim): (n, K)
         float32."""
         cosines = torch.tensor(audio).double() @ torch.tensor(classes).double().T
-        return (
-            (self.model.logit_scale.detach().cpu().double().exp() * cosines)
-            .softmax(dim=1)
-            .float()
-            .numpy()
-        )
+        scale = self.model.logit_scale.detach().cpu().double().exp()
+        return (scale * cosines).softmax(dim=1).float().numpy()
 
 
-def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
+def _pool(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
     """Merge each file's window rows and end row, which has its length and no vector, into one
     row."""
-    vectors = list[Array]()
+    vectors: list[Array] = []
     error = ""
     for row in rows:
         error = error or row.error
         if row.vector is not None:
             vectors.append(row.vector)
         if row.is_end:
-            mean: Any = None
-            if not error:
-                total = np.sum(vectors, axis=0, dtype=np.float64)
-                mean = (
-                    vectors[0]
-                    if len(vectors) == 1
-                    else (total / np.linalg.norm(total)).astype(np.float32)
-                )
-            yield EmbeddingRow(row.source, 0.0, row.end_s, mean, error)
+            pooled = None if error else _normalized_mean(vectors)
+            yield EmbeddingRow(row.source, 0.0, row.end_s, pooled, error)
             vectors = []
             error = ""
 
 
+def _normalized_mean(vectors: list[Array]) -> Array:
+    if len(vectors) == 1:
+        return vectors[0]  # to the bit
+    total: Any = np.sum(vectors, axis=0, dtype=np.float64)
+    return (total / np.linalg.norm(total)).astype(np.float32)
+
+
 def _as_list(texts: Any, name: str) -> list[str]:
-    """Return a text as a list of one, or texts as a list. Raises ValueError for one that is blank
-    or isn't a `str`."""
-    is_alone = isinstance(texts, str | bytes) or not isinstance(texts, Iterable)
-    captions = [texts] if is_alone else [*texts]
+    """Return a text as a list of one, or texts as a list.
+
+    Raises ValueError for one that is blank or isn't a `str`.
+    """
+    is_single = isinstance(texts, str | bytes) or not isinstance(texts, Iterable)
+    captions = [texts] if is_single else [*texts]
     for number, text in enumerate(captions):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(
@@ -269,32 +278,54 @@ def _as_list(texts: Any, name: str) -> list[str]:
     return captions
 
 
-def _source(
+def _is_single_sound(audio: Any) -> bool:
+    """Return whether an argument is one sound rather than a sequence of sounds."""
+    if isinstance(audio, Source | bytes | Mapping):
+        return True
+    # A binary file, or a decoder of torchcodec.
+    if hasattr(audio, "read") or hasattr(audio, "get_all_samples"):
+        return True
+    # An array of samples, maybe with channels. Lists have no `ndim`.
+    return getattr(audio, "ndim", 3) < 3
+
+
+def _as_source(
     name: str, audio: Any, sample_rate: float | None, channels_first: bool | None
 ) -> Source:
+    """Return a sound as what `read_windows` takes. Raises ValueError if it isn't one."""
     if isinstance(audio, Source):
         return audio
-    audio = audio.read() if hasattr(audio, "read") else audio
+    if hasattr(audio, "read"):
+        audio = audio.read()
     if isinstance(audio, bytes):
-        return Sound(name, audio)
+        return AudioInput(name, audio)
     if hasattr(audio, "get_all_samples"):  # torchcodec's decoder, as in `datasets`
-        samples = audio.get_all_samples()
-        audio = samples.data
-        sample_rate = samples.sample_rate
-        channels_first = True
-    elif isinstance(audio, Mapping):
-        audio, sample_rate = audio.get("array"), audio.get("sampling_rate")
+        decoded = audio.get_all_samples()
+        return _from_array(name, decoded.data, decoded.sample_rate, channels_first=True)
+    if isinstance(audio, Mapping):
+        # `datasets` places channels first.
         channels_first = channels_first is not False
-    array = np.empty(()) if isinstance(audio, tuple) else np.asarray(audio)
-    rows = array[None] if array.ndim == 1 else array
-    if channels_first is False and rows is array:
+        sample_rate = audio.get("sampling_rate")
+        return _from_array(name, audio.get("array"), sample_rate, channels_first)
+    return _from_array(name, audio, sample_rate, channels_first)
+
+
+def _from_array(
+    name: str, samples: Any, sample_rate: float | None, channels_first: bool | None
+) -> AudioInput:
+    """Return samples with channels first. Raises ValueError for other shapes, types and rates."""
+    # A tuple is the (samples, rate) of other libraries, which NumPy would convert to an array.
+    array = np.empty(()) if isinstance(samples, tuple) else np.asarray(samples)
+    rows = array
+    if array.ndim == 1:
+        rows = array[None]
+    elif channels_first is False:
         rows = array.T
-    most_channels = (
-        2 if channels_first is None else MOST_CHANNELS
-    )  # in LAION-CLAP, (N, T) are N mono clips
+    # In LAION-CLAP, (N, T) are N mono clips, so more channels must be confirmed.
+    most_channels = 2 if channels_first is None else MOST_CHANNELS
     if rows.ndim != 2 or not 0 < len(rows) <= most_channels:
         expected = "a path, samples (T,), (1, T) or stereo (2, T), or a dict of them"
-        kind = f"{type(audio).__name__} of shape {array.shape}"
+        kind = f"{type(samples).__name__} of shape {array.shape}"
         raise ValueError(
             f"{name}: expected {expected}, found {kind}. Pass mono clips as a list: list(array). Pass one sound of at most "
             f"{MOST_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
@@ -307,11 +338,9 @@ def _source(
         raise ValueError(
             f"sample_rate: expected that of the array {name}, in Hz, found {sample_rate!r}"
         )
-    return Sound(
-        name,
-        rows if array.dtype == np.int16 else rows.astype(np.float32, copy=False),
-        int(sample_rate),
-    )
+    if array.dtype != np.int16:
+        rows = rows.astype(np.float32, copy=False)
+    return AudioInput(name, rows, int(sample_rate))
 
 
 def load(
@@ -322,20 +351,20 @@ def load(
 
     Args:
         source: a checkpoint of this project, or a folder of them; a folder for
-          `transformers.ClapModel`, or its Hub id
-            (this host's cache first); a file of LAION-CLAP or open_clip.
+            `transformers.ClapModel`, or its Hub id (this host's cache first); a file of LAION-CLAP
+            or open_clip.
         best: take a folder's best checkpoint by `best_metric` instead of the newest.
         device: default: a GPU if available, else the CPU.
         dtype: the model's computation in float32, bfloat16 or float16; embeddings are float32.
         tokenizer: Hub name or folder (default: the checkpoint's).
         preset: expected sizes: a preset's name or path.
     """
-    where = torch.device(device or choose_accelerator())
-    if where.type == "cuda":
+    target = torch.device(device or choose_accelerator())
+    if target.type == "cuda":
         set_up_cuda()
-    computed_in = getattr(torch, str(dtype).removeprefix("torch."))
+    model_dtype = getattr(torch, str(dtype).removeprefix("torch."))
     weights = load_weights(source, load_preset(preset) if preset else None, best=best)
-    clap = Clap(weights, where, computed_in, tokenizer)
+    clap = Clap(weights, target, model_dtype, tokenizer)
     if tokenizer is not None:
         clap.tokenizer  # noqa: B018  (detects a wrong name early)
     return clap

@@ -1,7 +1,7 @@
-"""Write and read Parquet tables of vectors, and find the nearest rows to a vector.
+"""Parquet tables of vectors: write and read them, and find the rows nearest to a vector.
 
-For an unusable file, `vector` is NaN and `error` holds the reason. The metadata describe the model
-as JSON.
+For an unusable file, `vector` is NaN and `error` holds the reason. The file's metadata describe the
+model as JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ ROWS = 16384
 
 
 @dataclass(frozen=True)
-class About:
-    """Describe how a table's vectors were made, by arguments of `clap_ds.load` and
-    `Clap.iter_windows`."""
+class TableMetadata:
+    """How a table's vectors were made: arguments of `clap_ds.load` and `Clap.iter_windows`."""
 
     model: str
     fingerprint: str
@@ -59,87 +58,96 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def _schema(about: About) -> Any:
-    import pyarrow
+def _import_pyarrow() -> Any:
+    """Import pyarrow, which is optional, with its module `parquet`."""
+    import pyarrow.parquet
 
+    return pyarrow
+
+
+def _schema(metadata: TableMetadata) -> Any:
+    pyarrow = _import_pyarrow()
     text = pyarrow.string()
     seconds = pyarrow.float64()
-    vector = pyarrow.list_(pyarrow.float32(), about.dim)
-    fields = [
-        ("file", text),
-        ("start_s", seconds),
-        ("end_s", seconds),
-        ("error", text),
-        ("vector", vector),
-    ]
-    return pyarrow.schema(fields, metadata={METADATA: json.dumps(asdict(about))})
+    fields = {
+        "file": text,
+        "start_s": seconds,
+        "end_s": seconds,
+        "error": text,
+        "vector": pyarrow.list_(pyarrow.float32(), metadata.dim),
+    }
+    return pyarrow.schema([*fields.items()], metadata={METADATA: json.dumps(asdict(metadata))})
 
 
 def write_table(
-    file: BinaryIO, about: About, rows: Iterable[EmbeddingRow]
+    file: BinaryIO, metadata: TableMetadata, rows: Iterable[EmbeddingRow]
 ) -> tuple[int, list[tuple[str, str]]]:
     """Write a model's rows. Return their number, and the unusable files with reasons."""
-    import pyarrow
-    import pyarrow.parquet
-
-    schema = _schema(about)
-    rest = iter(rows)
+    pyarrow = _import_pyarrow()
+    schema = _schema(metadata)
     num_rows = 0
-    left_out = list[tuple[str, str]]()
-    none = np.full(about.dim, np.nan, np.float32)
-    with pyarrow.parquet.ParquetWriter(
-        file, schema, compression="none", use_dictionary=["file", "error"]
-    ) as writer:
-        while part := list(islice(rest, ROWS)):
-            cells = [
-                (text_of(row.source), row.start_s, row.end_s, text_of(row.error)) for row in part
-            ]
-            flat = np.concatenate([none if row.vector is None else row.vector for row in part])
+    skipped: list[tuple[str, str]] = []
+    no_vector = np.full(metadata.dim, np.nan, np.float32)
+    # Vectors don't compress, and file names repeat.
+    options: Any = {"compression": "none", "use_dictionary": ["file", "error"]}
+    with pyarrow.parquet.ParquetWriter(file, schema, **options) as writer:
+        unwritten = iter(rows)
+        while group := list(islice(unwritten, ROWS)):
+            files = [text_of(row.source) for row in group]
+            errors = [text_of(row.error) for row in group]
+            vectors = [no_vector if row.vector is None else row.vector for row in group]
             columns = [
-                *zip(*cells, strict=True),
-                pyarrow.FixedSizeListArray.from_arrays(flat, about.dim),
+                files,
+                [row.start_s for row in group],
+                [row.end_s for row in group],
+                errors,
+                pyarrow.FixedSizeListArray.from_arrays(np.concatenate(vectors), metadata.dim),
             ]
             writer.write_table(pyarrow.table(columns, schema=schema))
-            num_rows += len(part)
-            left_out += [(name, error) for name, _, _, error in cells if error]
-    return num_rows, left_out
+            num_rows += len(group)
+            skipped += [pair for pair in zip(files, errors, strict=True) if pair[1]]
+    return num_rows, skipped
 
 
-def read_table(path: Path) -> tuple[About, Iterator[Any]]:
-    """Read a table's description and its rows in `pyarrow.RecordBatch`es. Raises ValueError if
-    invalid."""
+def read_table(path: Path) -> tuple[TableMetadata, Iterator[Any]]:
+    """Read a table's description and its rows in `pyarrow.RecordBatch`es.
+
+    Raises ValueError if the file is no such table.
+    """
     check_suffix(path)
-    import pyarrow.parquet
-
+    pyarrow = _import_pyarrow()
     try:
         with pinned(path) as opened:
+            # Without `pre_buffer`, only one row group is in memory.
             table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False)
-        about = TypeAdapter(About).validate_json(
-            (table.schema_arrow.metadata or {}).get(METADATA, b"")
+        schema = table.schema_arrow
+        metadata = TypeAdapter(TableMetadata).validate_json(
+            (schema.metadata or {}).get(METADATA, b"")
         )
-        if not table.schema_arrow.equals(_schema(about)):
-            raise ValueError(
-                f"its columns are {', '.join(table.schema_arrow.names)}, or have other types"
-            )
+        if not schema.equals(_schema(metadata)):
+            raise ValueError(f"its columns are {', '.join(schema.names)}, or have other types")
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
         raise ValueError(f"{path}: expected a table of clap-ds embed: {error}") from None
-    return about, table.iter_batches(ROWS)
+    return metadata, table.iter_batches(ROWS)
 
 
 def nearest(batches: Iterable[Any], query: NDArray[np.float32], top: int) -> list[dict[str, Any]]:
     """Return the `top` rows with the highest cosines (`score`) to a query, (dim,) of length 1.
-    Stable; skips unusable files."""
+
+    Rows of equal scores stay in order. Unusable files are skipped.
+    """
     best: list[dict[str, Any]] = []
     for batch in batches:
         if any(column.null_count for column in batch.columns):
             raise ValueError("a table of vectors contains empty cells")
-        scores = batch.column("vector").flatten().to_numpy(False).reshape(-1, len(query)) @ query
-        order = np.argsort(-scores, kind="stable")[
-            : min(top, np.isfinite(scores).sum())
-        ]  # NaN is last
+        vectors = batch.column("vector").flatten().to_numpy(False).reshape(-1, len(query))
+        scores = vectors @ query
+        # Scores of unusable files are NaN, which `argsort` places last.
+        num_rows = min(top, np.isfinite(scores).sum())
+        order = np.argsort(-scores, kind="stable")[:num_rows]
         rows = batch.drop_columns(["vector"]).take(order).to_pylist()
-        best += [
-            {**row, "score": score} for row, score in zip(rows, scores[order].tolist(), strict=True)
-        ]
-        best = sorted(best, key=lambda row: -row["score"])[:top]  # stable
+        for row, score in zip(rows, scores[order].tolist(), strict=True):
+            best.append({**row, "score": score})
+        # `sorted` is stable, and rows of earlier batches come first.
+        best = sorted(best, key=lambda row: -row["score"])[:top]
     return best

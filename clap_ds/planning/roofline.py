@@ -1,8 +1,9 @@
-"""Estimate the time of recorded operations on a GPU with the roofline model (Williams et al. 2009):
-sequentially, the larger of FLOPs and bytes at a share of the data sheet's rates that depends on the
-class of operation.
+"""Estimate the time of recorded operations on a GPU with the roofline model (Williams et al. 2009).
 
-Shares were measured on an H200 (`results/h200`). A GPU's own, in
+Operations run one after the other. Each takes the larger of the times for its FLOPs and for its
+bytes at the data sheet's rates, divided by an efficiency that depends on the class of operation.
+
+Efficiencies were measured on an H200 (`results/h200`). A GPU's own, in
 `results/<device>/efficiencies.json`, override them.
 """
 
@@ -19,23 +20,24 @@ from clap_ds.planning.tracing import TOWERS, Operation
 from clap_ds.utils.files import read_json
 from clap_ds.utils.paths import work_folder
 
-CASES = {"low": -1, "middle": 0, "high": 1}
-HOST_S = (
-    8e-6  # Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle
-)
-KERNEL_S = 2e-6  # minimum time of a kernel, including the gap before it
+ESTIMATES = {"low": -1, "middle": 0, "high": 1}
+"""Estimate → sign of the efficiency's uncertainty."""
+HOST_S = 8e-6
+"""Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle."""
+KERNEL_S = 2e-6
+"""Minimum time of a kernel, including the gap before it."""
 SPREAD = 0.1
 SPREAD_ELSEWHERE = 0.3
-"""Relative uncertainty of a share on the measured architecture, from other shapes, clocks and
+"""Relative uncertainty of an efficiency on the measured architecture, from other shapes, clocks and
 temperature; and on others."""
-# most bytes of a normalized row
+# Most bytes of a normalized row.
 NARROW_ROW = 256
 MEDIUM_ROW = 1024
-THIN = 200
-"""FLOPs per byte below which a product is memory-bound: the ridge points of an A100 and an H100 are
-153 and 295."""
-FUSED = "fused kernel"  # Inductor's
-TABLE = {
+RIDGE_FLOPS_PER_BYTE = 200
+"""Below it, a product is memory-bound: the ridge points of an A100 and an H100 are 153 and 295."""
+FUSED = "fused kernel"
+"""Class of Inductor's kernels."""
+EFFICIENCY = {
     FUSED: 0.65, "wide product": 0.73, "thin product": 0.57, "thin weight gradient": 0.87, "other product": 0.76,
     "flash attention": 0.27, "flash attention backward": 0.15, "attention": 0.28, "attention backward": 0.13,
     "triton window attention": 0.49, "triton window attention backward": 0.28, "triton mlp": 0.23, "triton mlp backward": 0.29,
@@ -43,14 +45,14 @@ TABLE = {
     "narrow norm backward": 0.13, "softmax": 0.70, "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39,
     "scatter": 0.06, "optimizer": 0.80, "triton gelu backward": 0.65,
 }  # fmt: skip
-"""Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention`
+"""Fraction of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention`
 (from an A100, xformers #434 and #467), `softmax` (a guess) and `triton gelu backward` (as fused
 kernels) weren't measured. The text tower's attention by Triton, not measured, has window
 attention's."""
-PROCESSORS = {"v100": 80, "a100": 108, "rtx": 82, "h100-pcie": 114, "b200": 148, "mi300x": 304}
+NUM_SMS = {"v100": 80, "a100": 108, "rtx": 82, "h100-pcie": 114, "b200": 148, "mi300x": 304}
 """Streaming multiprocessors or compute units by family or name. Other families are Hopper's, with
 an H200's number."""
-H200_PROCESSORS = 132
+H200_NUM_SMS = 132
 _NAMES = {
     "product": "mm addmm",
     "other product": "bmm baddbmm convolution _fft_r2c _fft_c2r _fft_c2c",
@@ -66,94 +68,119 @@ _NAMES = {
     "scatter": "embedding_dense index_put _index_put_impl index_add scatter_add",
     FUSED: "fused row_sums weights",
 }
-_CLASSES = {name: each for each, names in _NAMES.items() for name in names.split()}
+_CLASSES = {name: name_class for name_class, names in _NAMES.items() for name in names.split()}
+
+Efficiencies = dict[str, dict[str, Any]]
+"""Class → `efficiency_range`."""
 
 
-def share(middle: float, spread: float, source: str) -> dict[str, Any]:
-    """Return a share of a GPU's rates by case with a relative uncertainty, and its `source`."""
-    return {"source": source} | {
-        case: min(middle * (1 + sign * spread), 1.0) for case, sign in CASES.items()
-    }
+def efficiency_range(middle: float, spread: float, source: str) -> dict[str, Any]:
+    """Return an efficiency by estimate with a relative uncertainty, and its `source`."""
+    efficiency: dict[str, Any] = {"source": source}
+    for estimate, sign in ESTIMATES.items():
+        # No kernel exceeds the data sheet.
+        efficiency[estimate] = min(middle * (1 + sign * spread), 1.0)
+    return efficiency
 
 
-def class_of(operation: Operation) -> str:
-    """Return the class in `TABLE` of an operation that launches kernels."""
-    name, is_backward, _ = operation.name.rpartition(".")[2].rstrip("_").partition("_backward")
-    found = (
-        "optimizer"
-        if name.startswith(("_foreach", "_fused"))
-        else _CLASSES.get(name, "element-wise")
-    )
-    if found == "product":
-        (rows, inner), (_, columns) = operation.shapes[-2:]
-        first, second, longest = sorted((rows, inner, columns))
-        is_thin = first * second / (first + second) < THIN
-        found = (
-            "wide product"
-            if not is_thin
-            else "thin weight gradient"
-            if inner == longest
-            else "thin product"
-        )
+def op_class(operation: Operation) -> str:
+    """Return the class in `EFFICIENCY` of an operation that launches kernels."""
+    # From `aten.gelu_backward` or `clap_ds.mlp_backward_0`.
+    short_name = operation.name.rpartition(".")[2].rstrip("_")
+    name, is_backward, _ = short_name.partition("_backward")
+    forward_class = _CLASSES.get(name, "element-wise")
+    if name.startswith(("_foreach", "_fused")):
+        forward_class = "optimizer"
+    elif forward_class == "product":
+        forward_class = _product_class(operation)
     elif name == "native_layer_norm" and operation.dtype is not None:
-        row = operation.shapes[0][-1] * operation.dtype.itemsize
-        found = (
-            "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"
-        )
-    return f"{found} backward" if is_backward and f"{found} backward" in TABLE else found
+        forward_class = _norm_class(operation.shapes[0][-1] * operation.dtype.itemsize)
+    backward_class = f"{forward_class} backward"
+    if is_backward and backward_class in EFFICIENCY:
+        return backward_class
+    return forward_class
 
 
-def shares_of(gpu: Gpu) -> dict[str, dict[str, Any]]:
-    """Return a GPU's shares by class. Time above the data sheet's is due to instructions and
-    latencies, which more bandwidth or larger tensor cores don't reduce, but more processors do."""
+def _product_class(operation: Operation) -> str:
+    """Return the class of a matrix product (rows, inner) × (inner, columns)."""
+    (num_rows, inner), (_, num_columns) = operation.shapes[-2:]
+    shortest, middle, longest = sorted((num_rows, inner, num_columns))
+    # In bf16 with one dimension much longer than the others: 2·r·i·c FLOPs over 2·longest·(the
+    # other two) bytes.
+    flops_per_byte = shortest * middle / (shortest + middle)
+    if flops_per_byte >= RIDGE_FLOPS_PER_BYTE:
+        return "wide product"
+    if inner == longest:
+        return "thin weight gradient"
+    return "thin product"
+
+
+def _norm_class(row_bytes: int) -> str:
+    if row_bytes <= NARROW_ROW:
+        return "narrow norm"
+    if row_bytes <= MEDIUM_ROW:
+        return "medium norm"
+    return "norm"
+
+
+def class_efficiencies(gpu: Gpu) -> Efficiencies:
+    """Return a GPU's efficiencies by class.
+
+    Time above the data sheet's is due to instructions and latencies, which more bandwidth or larger
+    tensor cores don't reduce, but more SMs do.
+    """
     h200 = GPUS["h200"]
     family = gpu.name.split("-")[0]
-    found = dict[str, dict[str, Any]]()
-    spread = SPREAD_ELSEWHERE if family in PROCESSORS else SPREAD
-    processors = PROCESSORS.get(gpu.name, PROCESSORS.get(family, H200_PROCESSORS))
-    for name, reached in TABLE.items():
+    spread = SPREAD_ELSEWHERE if family in NUM_SMS else SPREAD
+    num_sms = NUM_SMS.get(gpu.name, NUM_SMS.get(family, H200_NUM_SMS))
+    efficiencies: Efficiencies = {}
+    for name, h200_efficiency in EFFICIENCY.items():
         rate = "bf16_tflops" if name == "wide product" else "memory_tbytes_per_s"
-        faster = getattr(gpu, rate) / getattr(h200, rate) * H200_PROCESSORS / processors
-        found[name] = share(
-            1 / (1 + (1 / reached - 1) * faster), spread, "from an H200's, results/h200"
-        )
+        rate_per_sm = getattr(gpu, rate) / getattr(h200, rate) * H200_NUM_SMS / num_sms
+        # Time at the data sheet's rate is 1. The H200's time above it is `overhead`.
+        overhead = 1 / h200_efficiency - 1
+        efficiency = 1 / (1 + overhead * rate_per_sm)
+        efficiencies[name] = efficiency_range(efficiency, spread, "from an H200's, results/h200")
     for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
         measured = read_json(path)
+        if peak_for(measured["device"]) != gpu:
+            continue
         source = f"measured, results/{path.parent.name}"
-        if peak_for(measured["device"]) == gpu:
-            for name in TABLE.keys() & measured["classes"]:
-                found[name] = share(measured["classes"][name]["efficiency"], SPREAD, source)
-    return found
+        for name in EFFICIENCY.keys() & measured["classes"]:
+            efficiency = measured["classes"][name]["efficiency"]
+            efficiencies[name] = efficiency_range(efficiency, SPREAD, source)
+    return efficiencies
 
 
 def ideal_s(operation: Operation, gpu: Gpu) -> float:
     """Return an operation's time at the data sheet's rates."""
-    tflops = (
-        gpu.bf16_tflops if operation.dtype in (torch.bfloat16, torch.float16) else gpu.fp32_tflops
-    )
-    return max(
-        operation.flops / (1e12 * tflops), operation.bytes_moved / (1e12 * gpu.memory_tbytes_per_s)
-    )
+    is_16_bit = operation.dtype in (torch.bfloat16, torch.float16)
+    tflops = gpu.bf16_tflops if is_16_bit else gpu.fp32_tflops
+    compute_s = operation.flops / (1e12 * tflops)
+    memory_s = operation.bytes_moved / (1e12 * gpu.memory_tbytes_per_s)
+    return max(compute_s, memory_s)
 
 
-def seconds(operation: Operation, gpu: Gpu, shares: Any, case: str) -> float:
+def kernel_s(operation: Operation, gpu: Gpu, efficiencies: Efficiencies, estimate: str) -> float:
     """Return the time of an operation that launches kernels."""
-    return max(ideal_s(operation, gpu) / shares[class_of(operation)][case], KERNEL_S)
+    efficiency = efficiencies[op_class(operation)][estimate]
+    return max(ideal_s(operation, gpu) / efficiency, KERNEL_S)
 
 
 def seconds_by_part(
-    work: Iterable[tuple[Operation, float]], gpu: Gpu, shares: Any, case: str
+    work: Iterable[tuple[Operation, float]], gpu: Gpu, efficiencies: Efficiencies, estimate: str
 ) -> dict[str, float]:
     """Return the seconds of (operation, repetitions) pairs by part, those in which the GPU waits
     for the host's launches, and their sum (`step`)."""
-    found = defaultdict[str, float](float)
+    part_s = defaultdict[str, float](float)
     launched_s = 0.0
-    for operation, times in work:
-        direction = (
-            (" backward" if operation.backward else " forward") if operation.part in TOWERS else ""
-        )
-        found[operation.part + direction] += times * seconds(operation, gpu, shares, case)
-        launched_s += times * HOST_S
-    if (idle_s := launched_s - sum(found.values())) > 0:
-        found["waiting for the host"] = idle_s
-    return {**found, "step": sum(found.values())}
+    for operation, repeats in work:
+        part = operation.part
+        if part in TOWERS:
+            part += " backward" if operation.backward else " forward"
+        part_s[part] += repeats * kernel_s(operation, gpu, efficiencies, estimate)
+        launched_s += repeats * HOST_S
+    idle_s = launched_s - sum(part_s.values())
+    if idle_s > 0:
+        part_s["waiting for the host"] = idle_s
+    return {**part_s, "step": sum(part_s.values())}

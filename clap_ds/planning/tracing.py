@@ -1,9 +1,9 @@
 """Record the operations of PyTorch code without executing them: FLOPs, bytes moved, live memory.
 
-    with FakeTensorMode(), Recorded(audio=[model.audio]) as recorded:
+    with FakeTensorMode(), TraceRecorder(audio=[model.audio]) as recorder:
         run()
-    sum(each.flops for each in recorded.operations if each.part == "audio");
-    recorded.at_peak.total()
+    sum(operation.flops for operation in recorder.operations if operation.part == "audio")
+    recorder.at_peak.total()
 
 Under `FakeTensorMode` nothing is computed or allocated, and values that the host reads are 0. A
 storage lives until its last tensor is deleted. FLOPs follow `torch.utils.flop_counter`'s formulas,
@@ -31,78 +31,86 @@ from torch.utils.flop_counter import flop_registry
 from clap_ds.flop_count.analytic import fft_flops
 
 TOWERS = ("audio", "text")
-_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")  # don't read what they overwrite
-_NO_KERNEL = (
-    "aten._unsafe_view",
-    "aten.empty",
-    "aten.new_empty",
-)  # prefixes of operations that only make tensors
+_OVERWRITING = ("aten.copy_", "aten.fill_", "aten.zero_")
+"""Operations that don't read what they overwrite: their first argument."""
+_ALLOCATING = ("aten._unsafe_view", "aten.empty", "aten.new_empty")
+"""Prefixes of operations that make tensors without launching a kernel."""
+_UNRECORDED = ("prim", "c10d", "_c10d")
+"""Prefixes of namespaces: queries of devices, and collectives."""
 
 
 class Operation(NamedTuple):
-    """Describe a dispatched operation."""
+    """A dispatched operation."""
 
     name: str
-    # of the traced code; in the backward pass (including recomputation), the part that is
-    # differentiated
+    # Of the traced code. In the backward pass (including recomputation), the part that is
+    # differentiated.
     part: str
     backward: bool
     flops: int
-    bytes_moved: int  # bytes of distinct tensors read and written; 0 if nothing is launched
-    dtype: torch.dtype | None = None  # of the first floating-point input or result
-    shapes: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of tensor arguments in order, like torch.profiler's without empty ones
+    # Bytes of distinct tensors read and written; 0 if nothing is launched.
+    bytes_moved: int
+    # Of the first floating-point input or result.
+    dtype: torch.dtype | None = None
+    # Of tensor arguments in order, like torch.profiler's without empty ones.
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
-class Recorded(TorchDispatchMode):
-    """Record dispatched operations except collectives in order, the bytes of live storages, and
-    their peak, also by part. Keywords name parts: modules whose forward and backward passes belong
-    to them."""
+class TraceRecorder(TorchDispatchMode):
+    """Dispatched operations except collectives in order, the bytes of live storages, and their
+    peak, also by part.
+
+    Keywords name parts: modules whose forward and backward passes belong to them.
+    """
 
     def __init__(self, **parts: Iterable[nn.Module]) -> None:
         super().__init__()
-        outer = list[str]()
-        for name, modules in parts.items():
-            for each in modules:
-                each.register_forward_pre_hook(
-                    lambda *_, name=name: outer.append(self.enter(name)), prepend=True
-                )
-                each.register_forward_hook(
-                    lambda *_: self.enter(outer.pop()) and None, always_call=True
-                )
         self.operations: list[Operation] = []
         self.at_peak = Counter[str]()
         self._live = Counter[str]()
+        # By address: part, bytes, and a reference that reports the storage's deletion.
         self._storages: dict[int, tuple[str, int, Any]] = {}
+        # The autograd sequence number from which on a part is being executed. A backward operation
+        # has the number of the forward operation that it differentiates.
         self._entered = [(0, "other")]
+        outer_parts: list[str] = []
+        for name, modules in parts.items():
+            for module in modules:
+                module.register_forward_pre_hook(
+                    lambda *_, name=name: outer_parts.append(self._enter(name)), prepend=True
+                )
+                module.register_forward_hook(lambda *_: self._leave(outer_parts), always_call=True)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Assign operations dispatched within, and their backward pass, to this part."""
-        before = self.enter(name)
+        outer_part = self._enter(name)
         yield
-        self.enter(before)
+        self._enter(outer_part)
 
-    def enter(self, name: str) -> str:
+    def _enter(self, name: str) -> str:
+        """Begin a part, and return the current one."""
+        _, outer_part = self._entered[-1]
         self._entered.append((torch.autograd._get_sequence_nr(), name))
-        return self._entered[-2][1]
+        return outer_part
 
-    def hold(self, tree: Any, part: str) -> None:
+    def _leave(self, outer_parts: list[str]) -> None:
+        self._enter(outer_parts.pop())
+
+    def track(self, tree: Any, part: str) -> None:
         """Count tensors of any containers as live and assign them to a part, even if they were
         counted before."""
-        for tensor in _tensors(tree):
+        for tensor in _tensors_in(tree):
             storage = tensor.untyped_storage()
-            self._forget(key := storage._cdata)
-            self._storages[key] = (
-                part,
-                storage.nbytes(),
-                weakref.ref(storage, partial(self._forget, key)),
-            )
+            address = storage._cdata
+            self._forget(address)
+            reference = weakref.ref(storage, partial(self._forget, address))
+            self._storages[address] = (part, storage.nbytes(), reference)
             self._live[part] += storage.nbytes()
-            self.at_peak = max(self.at_peak, self._live.copy(), key=Counter.total)
+            if self._live.total() > self.at_peak.total():
+                self.at_peak = self._live.copy()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Clear the operations and reset the peak to the live memory."""
         self.operations.clear()
         self.at_peak = self._live.copy()
@@ -110,68 +118,108 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func._overloadpacket)
-        packet = func._overloadpacket
-        if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
+        is_read_by_host = name == "aten._local_scalar_dense"
+        if is_read_by_host and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
-        (part, backward), inputs = self._where(), _tensors((args, kwargs))
-        read = _distinct_bytes(
-            inputs[name in _OVERWRITES :]
-        )  # before an operation that changes a tensor's shape
+        part, is_backward = self._current_part()
+        inputs = _tensors_in((args, kwargs))
+        # Before an operation that changes a tensor's shape.
+        num_unread = 1 if name in _OVERWRITING else 0
+        bytes_read = _distinct_bytes(inputs[num_unread:])
+
         result = func(*args, **kwargs)
-        outputs = _tensors(result)
-        given = {tensor.untyped_storage()._cdata for tensor in inputs}
-        new = [
-            t
-            for t in outputs
-            if (key := t.untyped_storage()._cdata) not in given and key not in self._storages
-        ]
-        self.hold(new, part)
-        if func.namespace.startswith(("prim", "c10d", "_c10d")):  # queries of devices, collectives
+
+        outputs = _tensors_in(result)
+        self._track_new(inputs, outputs, part)
+        if func.namespace.startswith(_UNRECORDED):
             return result
-        arguments = zip(func._schema.arguments, args, strict=False)
-        written = outputs + _tensors([value for argument, value in arguments if argument.is_write])
-        is_view = func.is_view or torch.Tag.inplace_view in func.tags or name.startswith(_NO_KERNEL)
-        moved = (
-            0 if is_view or not any(map(Tensor.numel, written)) else read + _distinct_bytes(written)
+        bytes_moved = 0
+        if _launches_kernel(func, name):
+            written = outputs + _tensors_in(_mutated(func, args))
+            # Nothing is launched for empty tensors.
+            if any(tensor.numel() for tensor in written):
+                bytes_moved = bytes_read + _distinct_bytes(written)
+        dtypes = [tensor.dtype for tensor in inputs + outputs]
+        operation = Operation(
+            name,
+            part,
+            is_backward,
+            _flops_of(func, args, kwargs, result),
+            bytes_moved,
+            dtype=next((dtype for dtype in dtypes if dtype.is_floating_point), None),
+            shapes=_shapes_of((*args, *kwargs.values())),
         )
-        dtype = next((t.dtype for t in inputs + outputs if t.dtype.is_floating_point), None)
-        formula = _fft if packet is torch.ops.aten._fft_r2c else flop_registry.get(packet)
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        shapes = [
-            tuple(each.shape)
-            for each in (*args, *kwargs.values())
-            if isinstance(each, Tensor) and each.dim()
-        ]
-        self.operations.append(Operation(name, part, backward, flops, moved, dtype, tuple(shapes)))
+        self.operations.append(operation)
         return result
 
-    def _where(self) -> tuple[str, bool]:
-        if (node := torch._C._current_autograd_node()) is None:
+    def _track_new(self, inputs: list[Tensor], outputs: list[Tensor], part: str) -> None:
+        """Track outputs that aren't views of inputs or of tracked tensors."""
+        input_addresses = {_address(tensor) for tensor in inputs}
+        for tensor in outputs:
+            address = _address(tensor)
+            if address not in input_addresses and address not in self._storages:
+                self.track(tensor, part)
+
+    def _current_part(self) -> tuple[str, bool]:
+        """Return the part, and whether this is the backward pass."""
+        node = torch._C._current_autograd_node()
+        if node is None:
             return self._entered[-1][1], False
-        place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
-        return self._entered[place - 1][1], True
+        # The last part that was entered up to the differentiated operation.
+        index = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
+        return self._entered[index - 1][1], True
 
-    def _forget(self, key: int, _: object = None) -> None:
-        part, num_bytes, _ = self._storages.pop(key, ("other", 0, None))
-        self._live[part] -= num_bytes
+    def _forget(self, address: int, _: object = None) -> None:
+        if address in self._storages:
+            part, num_bytes, _reference = self._storages.pop(address)
+            self._live[part] -= num_bytes
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _distinct_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of tensors, counting equal ones and expanded elements once."""
     distinct = {
-        (t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors
-    }.values()
-    strides = ((t, zip(t.shape, t.stride(), strict=True)) for t in distinct)
-    return sum(
-        t.itemsize * math.prod(size for size, stride in each if stride) for t, each in strides
-    )
+        (_address(tensor), tensor.storage_offset(), tensor.shape): tensor for tensor in tensors
+    }
+    num_bytes = 0
+    for tensor in distinct.values():
+        # A dimension of stride 0 repeats the same elements.
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        num_elements = math.prod(size for size, stride in dimensions if stride)
+        num_bytes += tensor.itemsize * num_elements
+    return num_bytes
 
 
-def _fft(tensor: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
-    """Return FLOPs of an FFT, for which torch has no formula."""
-    points = math.prod(tensor.shape[dim] for dim in dims)
-    return tensor.numel() / points * fft_flops(points)
+def _launches_kernel(func: Any, name: str) -> bool:
+    is_view = func.is_view or torch.Tag.inplace_view in func.tags
+    return not is_view and not name.startswith(_ALLOCATING)
+
+
+def _mutated(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    arguments = zip(func._schema.arguments, args, strict=False)
+    return [value for argument, value in arguments if argument.is_write]
+
+
+def _shapes_of(values: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return tuple(tuple(tensor.shape) for tensor in tensors if tensor.dim())
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    packet = func._overloadpacket
+    if packet is torch.ops.aten._fft_r2c:
+        # torch has no formula for it.
+        tensor, dims = args[:2]
+        num_points = math.prod(tensor.shape[dim] for dim in dims)
+        return int(tensor.numel() / num_points * fft_flops(num_points))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0

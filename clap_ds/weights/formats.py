@@ -1,9 +1,12 @@
-"""Read and write weights as `transformers.ClapModel` and this project's safetensors, checking names
-and shapes."""
+"""Weights as files of this project and of `transformers.ClapModel`, with names and shapes checked.
+
+A `Checkpoint` has the names of `ClapModel`, whichever format it was read from. `MismatchError`
+lists the tensors that don't fit.
+"""
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,30 +26,49 @@ from clap_ds.model.kernels import torch_kernels
 from clap_ds.utils import files
 from clap_ds.utils.errors import some
 from clap_ds.weights.hub import check_recorded
-from clap_ds.weights.key_mapping import State, from_names, to_names, transformers_names
+from clap_ds.weights.key_mapping import (
+    NameMapping,
+    State,
+    config_to_transformers,
+    feature_extractor,
+    from_names,
+    to_names,
+    transformers,
+    transformers_names,
+)
 
 METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
-_NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
+_CLASSIFIER = ("audio.tscam_conv.", "audio.head.")
+"""Prefixes of HTSAT's AudioSet classifier, which isn't used."""
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_t")
+"""Parts of names of tensors that may be missing, in all formats."""
 _FUSION = (".mel_conv2d.", ".fusion_model.")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Suffixes of constants that other CLAPs save as tensors."""
 
 
 class MismatchError(ValueError):
-    """Raised for tensors that don't fit a model: `count` of them."""
+    """Tensors don't fit a model: `count` of them."""
 
-    count: int
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption
-    length and loss. `path` is its origin; `reached` describes its step and `best_metric` value.
-    `trusts_tokenizer` states whether `tokenizer` is a folder inside it, or chosen by the user. A
-    name that only a file states may not be any place."""
+    """A model's sizes and state in `ClapModel`'s names, and what is known of its training.
+
+    Attributes:
+        tokenizer: name or folder, if known.
+        context_length: training's caption length in tokens, if known.
+        path: its origin.
+        reached: its step and the value of `best_metric`, for messages.
+        trusts_tokenizer: whether `tokenizer` is a folder inside the checkpoint, or chosen by the
+            user. A name that only a file states could be any place.
+    """
 
     config: ClapConfig
     state: State
@@ -63,9 +85,10 @@ class Checkpoint:
 
     @property
     def tokenizer_name(self) -> str | None:
-        """Return its own tokenizer, or the one on the Hub for its text tower. Raises ValueError for
-          a name that only users may
-        choose."""
+        """Return its own tokenizer, or the one on the Hub for its text tower.
+
+        Raises ValueError for a name that only users may choose.
+        """
         name = self.tokenizer or self.config.text.hub_name or None
         if name is None or self.trusts_tokenizer:
             return name
@@ -76,20 +99,21 @@ class Checkpoint:
         """Return the tokens to which every use of the model truncates captions: training's, or
         LAION's if unknown."""
         tokens = self.context_length
-        if not isinstance(tokens, int) or tokens < 2:  # files state it, maybe wrongly
+        # Files state it, maybe wrongly.
+        if not isinstance(tokens, int) or tokens < 2:
             tokens = CONTEXT_LENGTH
         return min(tokens, self.config.text.max_tokens)
 
     @property
     def fingerprint(self) -> str:
         """Return a hash of the sizes and fp32 tensors that determine embeddings."""
-        digest = hashlib.sha256(
-            self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode()
-        )
+        sizes = self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}})
+        digest = hashlib.sha256(sizes.encode())
         for name in sorted(self.state):
-            if not name.startswith((*_NOT_IN_OTHERS, "logit_scale")):
-                digest.update(name.encode())
-                digest.update(self.state[name].float().contiguous().numpy().data)
+            if name.startswith((*_CLASSIFIER, LOGIT_BIAS, "logit_scale")):
+                continue
+            digest.update(name.encode())
+            digest.update(self.state[name].float().contiguous().numpy().data)
         return digest.hexdigest()[:32]
 
     def build_for(self, device: torch.device, dtype: torch.dtype) -> ContrastiveModel:
@@ -113,71 +137,83 @@ class Checkpoint:
         return model
 
     def load_into(self, model: ContrastiveModel) -> None:
-        """Copy the weights into a model. Raises ValueError for other names or shapes, except
-        missing optional tensors."""
-        state = {
-            name: t
-            for name, t in self.state.items()
-            if name != LOGIT_BIAS or model.logit_bias is not None
-        }
-        expected = htsat_alone(model.state_dict()) if self.is_audio_tower else model.state_dict()
-        _check(
-            state, expected, f"a checkpoint of {self.config.name} doesn't fit {model.config.name}"
-        )
+        """Copy the weights into a model.
+
+        Raises ValueError for other names or shapes, except missing optional tensors.
+        """
+        state = {**self.state}
+        if model.logit_bias is None:
+            state.pop(LOGIT_BIAS, None)
+        expected = model.state_dict()
+        if self.is_audio_tower:
+            expected = htsat_alone(expected)
+        problem = f"a checkpoint of {self.config.name} doesn't fit {model.config.name}"
+        _check_tensors(state, expected, problem)
         model.load_state_dict(state, strict=False)
 
 
 def load_transformers(folder: str | Path) -> Checkpoint:
     """Read a folder saved by `transformers.ClapModel`. Raises ValueError for other contents."""
     folder = Path(folder)
-    tensors = {}
-    sizes = folder / "config.json"
-    tokenizer = folder / "tokenizer_config.json"
-    config = parse_sizes(read_clap(sizes, files.read_object(sizes)), folder.name, str(sizes))
+    sizes_file = folder / "config.json"
+    sizes = read_clap(sizes_file, files.read_object(sizes_file))
+    config = parse_sizes(sizes, folder.name, str(sizes_file))
+    tensors: State = {}
+    # Large models are saved in parts.
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(read_safetensors(file)[0])
     if not tensors:
         raise ValueError(
             f"{folder}: no model.safetensors, whole or in parts (pickled weights are not read)"
         )
-    found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
-    if not tokenizer.exists():
-        return found
-    cut = files.read_object(tokenizer).get(
-        "model_max_length"
-    )  # used if below the model's positions
-    tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
-    return replace(found, tokenizer=str(folder), trusts_tokenizer=True, context_length=tokens)
+    checkpoint = renamed_checkpoint(config, tensors, transformers_names, str(folder))
+    tokenizer_file = folder / "tokenizer_config.json"
+    if not tokenizer_file.exists():
+        return checkpoint
+    # The caption length is training's only if it is below the model's positions.
+    context_length = files.read_object(tokenizer_file).get("model_max_length")
+    if not isinstance(context_length, int) or not 2 <= context_length < config.text.max_tokens:
+        context_length = None
+    return replace(
+        checkpoint, tokenizer=str(folder), trusts_tokenizer=True, context_length=context_length
+    )
 
 
 def save_transformers(model: ContrastiveModel, folder: str | Path) -> None:
     """Write an fp32 folder for transformers' `ClapModel.from_pretrained` and
-    `ClapFeatureExtractor.from_pretrained`. Omits the AudioSet classifier and the logit bias. Raises
-    ValueError if ClapModel can't express the model."""
-    from clap_ds.weights.key_mapping import config_to_transformers, feature_extractor, transformers
+    `ClapFeatureExtractor.from_pretrained`.
 
-    theirs: Any = transformers.ClapModel(config_to_transformers(model.config))
-    theirs.load_state_dict(
-        to_transformers(model.state_dict()), strict=False
-    )  # it creates constants itself
-    theirs.save_pretrained(folder)
+    Omits the AudioSet classifier and the logit bias. Raises ValueError if ClapModel can't express
+    the model.
+    """
+    clap_model: Any = transformers.ClapModel(config_to_transformers(model.config))
+    # Not strict, as it creates constants itself.
+    clap_model.load_state_dict(to_transformers(model.state_dict()), strict=False)
+    clap_model.save_pretrained(folder)
     feature_extractor(model.config.audio).save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):
-        shutil.copymode(
-            Path(folder) / "config.json", file
-        )  # safetensors creates files that only their owner can read
+        # safetensors creates files that only their owner can read.
+        shutil.copymode(Path(folder) / "config.json", file)
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> State:
     """Convert a `ClapModel` state to fp32 with `transformers.ClapModel`'s names and the logit scale
     in both directions."""
-    named = to_names(
-        {k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names
-    )
-    named["logit_scale_t"] = named["logit_scale_a"].clone()
+    shared = {
+        name: tensor
+        for name, tensor in state.items()
+        if not name.startswith((*_CLASSIFIER, LOGIT_BIAS))
+    }
+    renamed = to_names(shared, transformers_names)
+    renamed["logit_scale_t"] = renamed["logit_scale_a"].clone()
+    return to_fp32(renamed)
+
+
+def to_fp32(state: Mapping[str, Tensor]) -> State:
+    """Convert the floating-point tensors of a state."""
     return {
         name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in named.items()
+        for name, tensor in state.items()
     }
 
 
@@ -187,81 +223,94 @@ def to_safetensors(
     """Return a safetensors file's tensors, of unchanged dtypes, and metadata; `context_length` is
     training's."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
-    return tensors, {
+    metadata = {
         METADATA_KEY: config.model_dump_json(),
         CONTEXT_LENGTH_KEY: str(context_length),
         "format": "pt",
     }
+    return tensors, metadata
 
 
 def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
-    """Build a checkpoint from the content of a file of `to_safetensors`. Raises ValueError if it
-    contradicts itself."""
+    """Build a checkpoint from the content of a file of `to_safetensors`.
+
+    Raises ValueError if it contradicts itself.
+    """
     config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
     tokens = metadata.get(CONTEXT_LENGTH_KEY, "")
-    if not config.open_clip:  # whose models are checked when they are loaded
-        expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
-        _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
-    return _checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
+    # open_clip's models are checked when they are loaded.
+    if not config.open_clip:
+        expected = _expected_state(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
+        _check_tensors(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
+    context_length = int(tokens) if tokens.isdecimal() else None
+    return _with_loss(Checkpoint(config, state, context_length=context_length))
 
 
 def renamed_checkpoint(
-    config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
+    config: ClapConfig, tensors: Mapping[str, Tensor], names: NameMapping, label: str
 ) -> Checkpoint:
-    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises MismatchError
-    if they don't fit."""
-    expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
+    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names.
+
+    Raises MismatchError if they don't fit.
+    """
+    expected = _expected_state(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
     if not any("text" in name for name in tensors):
         expected = htsat_alone(expected)
-    _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
-    return _checkpoint(config, from_names(expected, names, tensors))
+    _check_tensors(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
+    return _with_loss(Checkpoint(config, from_names(expected, names, tensors)))
 
 
-def _checkpoint(config: ClapConfig, state: State, **told: Any) -> Checkpoint:
-    return Checkpoint(
-        config, state, loss_kind="sigmoid" if LOGIT_BIAS in state else "softmax", **told
-    )
+def _with_loss(checkpoint: Checkpoint) -> Checkpoint:
+    """Set the loss: only SigLIP's has a bias."""
+    kind = "sigmoid" if LOGIT_BIAS in checkpoint.state else "softmax"
+    return replace(checkpoint, loss_kind=kind)
 
 
 def htsat_alone(state: Mapping[str, Tensor]) -> State:
     """Return the audio tower's part of a state that HTSAT's own checkpoints have: without
     projection and feature fusion."""
-    inside = {name: tensor for name, tensor in state.items() if name.startswith("audio.")}
     return {
-        name: tensor for name, tensor in inside.items() if not any(part in name for part in _FUSION)
+        name: tensor
+        for name, tensor in state.items()
+        if name.startswith("audio.") and not any(part in name for part in _FUSION)
     }
 
 
 @cache
-def _expected(sizes: str, *, learns_bias: bool = False) -> State:
+def _expected_state(sizes: str, *, learns_bias: bool = False) -> State:
     """Return the state of a model of these sizes (JSON) on the meta device."""
+    config = ClapConfig.model_validate_json(sizes)
     with torch.device("meta"):
-        return ClapModel(
-            ClapConfig.model_validate_json(sizes), learns_bias=learns_bias
-        ).state_dict()
+        return ClapModel(config, learns_bias=learns_bias).state_dict()
 
 
-def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
-    """Raise MismatchError for missing, unexpected or differently shaped tensors."""
-    problems = {
-        "missing": [
-            name
-            for name in expected
-            if name not in found and not any(part in name for part in _OPTIONAL)
-        ],
-        "unexpected": [
-            name for name in found if name not in expected and not name.endswith(_CONSTANTS)
-        ],
-        "different shape": [
-            f"{name} {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
-            for name, tensor in found.items()
-            if name in expected and tensor.shape != expected[name].shape
-        ],
-    }
-    if told := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
-        error = MismatchError(". ".join([complaint, *told]))
-        error.count = sum(map(len, problems.values()))
-        raise error
+def _check_tensors(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], problem: str
+) -> None:
+    """Raise MismatchError, with `problem`, for missing, unexpected or differently shaped
+    tensors."""
+    missing = []
+    unexpected = []
+    reshaped = []
+    for name in expected:
+        if name not in tensors and not any(part in name for part in _OPTIONAL):
+            missing.append(name)
+    for name, tensor in tensors.items():
+        if name in expected:
+            shape = tuple(expected[name].shape)
+            if tensor.shape != shape:
+                reshaped.append(f"{name} {tuple(tensor.shape)} instead of {shape}")
+        elif not name.endswith(_CONSTANTS):
+            unexpected.append(name)
+    parts = [problem]
+    for kind, names in (
+        ("missing", missing), ("unexpected", unexpected), ("different shape", reshaped),
+    ):  # fmt: skip
+        if names:
+            parts.append(f"{kind}: {some(names)}")
+    count = len(missing) + len(unexpected) + len(reshaped)
+    if count:
+        raise MismatchError(". ".join(parts), count)
 
 
 def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
@@ -272,12 +321,15 @@ def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
         safetensors.torch.save_file(tensors, path, metadata)
     except safetensors.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
-    path.chmod(mode)  # safetensors creates files that only their owner can read
+    # safetensors creates files that only their owner can read.
+    path.chmod(mode)
 
 
 def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
+    """Return a file's tensors and metadata. Raises ValueError."""
     try:
         with files.pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error

@@ -1,6 +1,7 @@
-"""Map state names and tensors between this model and other CLAPs.
+"""Names and sizes of this model in other CLAPs: `transformers`, LAION-CLAP and open_clip.
 
-Convert model sizes to a `transformers.ClapConfig`, rejecting what it can't express.
+`from_names` and `to_names` rename a state dict by a function from our key to the other names.
+`config_to_transformers` converts a model's sizes, and rejects what transformers can't express.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,10 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before tr
 import transformers  # isort: skip
 
 State = dict[str, Tensor]
+NameMapping = Callable[[str], list[str]]
+"""From a key of ours to the names of its tensors: several if it is their concatenation."""
 
+# Replaced one after the other: our part of a name, and theirs.
 _TRANSFORMERS_PARTS = [
     ("audio.stages.", "audio.layers."),
     ("audio.", "audio_model.audio_encoder."),
@@ -50,17 +54,17 @@ _LAION_TO_OPEN_CLIP = [
 _LOGIT_SCALES = {"logit_scale": "logit_scale_a", "logit_scale_text": "logit_scale_t"}
 
 
-def _renamed(key: str, parts: Iterable[tuple[str, str]]) -> str:
+def _replace_parts(key: str, parts: Iterable[tuple[str, str]]) -> str:
     if key in _LOGIT_SCALES:
         return _LOGIT_SCALES[key]
-    for ours, theirs in parts:
-        key = key.replace(ours, theirs)
+    for part, replacement in parts:
+        key = key.replace(part, replacement)
     return key
 
 
 def transformers_names(key: str) -> list[str]:
     """Return `transformers.ClapModel`'s names for a key: three for a fused qkv, else one."""
-    name = _renamed(key, _TRANSFORMERS_PARTS)
+    name = _replace_parts(key, _TRANSFORMERS_PARTS)
     if ".qkv." in name:
         return [name.replace(".qkv.", f".{part}.") for part in ("query", "key", "value")]
     return [name]
@@ -68,92 +72,105 @@ def transformers_names(key: str) -> list[str]:
 
 def laion_names(key: str) -> list[str]:
     """Return LAION-CLAP's name for a key."""
-    return [_renamed(key, _LAION_PARTS)]
+    return [_replace_parts(key, _LAION_PARTS)]
 
 
 def open_clip_names(key: str) -> list[str]:
     """Return open_clip's name for a key, or none for the second logit scale."""
     if key == "logit_scale_text":
         return []
-    return [_renamed(_renamed(key, _LAION_PARTS), _LAION_TO_OPEN_CLIP)]
+    (laion_name,) = laion_names(key)
+    return [_replace_parts(laion_name, _LAION_TO_OPEN_CLIP)]
 
 
-def from_names(
-    keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]
-) -> State:
+def from_names(keys: Iterable[str], names: NameMapping, source: Mapping[str, Tensor]) -> State:
     """Build our state from tensors with other names, omitting keys without tensors."""
     state: State = {}
     for key in keys:
-        if (theirs := names(key)) and source.keys() >= {*theirs}:
-            tensor = (
-                torch.cat([source[name] for name in theirs])
-                if len(theirs) > 1
-                else source[theirs[0]]
-            )
-            state[key] = tensor.reshape(1) if key.startswith("logit_") else tensor
+        tensors = [source[name] for name in names(key) if name in source]
+        if not tensors or len(tensors) < len(names(key)):
+            continue
+        # One tensor isn't copied.
+        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        # Others save logit scales and biases with 0 or 1 dimensions; ours have 1.
+        state[key] = tensor.reshape(1) if key.startswith("logit_") else tensor
     return state
 
 
-def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> State:
+def to_names(state: Mapping[str, Tensor], names: NameMapping) -> State:
     """Invert `from_names`; logit scales and bias become 0-dimensional."""
     renamed: State = {}
     for key, tensor in state.items():
-        tensor = tensor.reshape(()) if key.startswith("logit_") else tensor
-        theirs = names(key)
-        renamed |= zip(
-            theirs, tensor.chunk(len(theirs)) if len(theirs) > 1 else [tensor], strict=False
-        )
+        new_names = names(key)
+        if key.startswith("logit_"):
+            tensor = tensor.reshape(())
+        if len(new_names) == 1:
+            renamed[new_names[0]] = tensor
+        elif new_names:
+            renamed |= zip(new_names, tensor.chunk(len(new_names)), strict=True)
     return renamed
 
 
 def refuse(config: ClapConfig, target: str, problems: Mapping[str, bool]) -> None:
     """Raise ValueError, with the problems that apply, if there are any."""
-    if found := [problem for problem, applies in problems.items() if applies]:
-        raise ValueError(f"{config.name} can't be {target}: {'; '.join(found)}")
+    applying = [problem for problem, applies in problems.items() if applies]
+    if applying:
+        raise ValueError(f"{config.name} can't be {target}: {'; '.join(applying)}")
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
     """Return a model's `transformers.ClapConfig`. Raises ValueError if there is none."""
     audio = config.audio
     text = config.text
-    head = config.audio.projection
+    projection = audio.projection
+    is_narrow = projection.hidden_dim != config.joint_dim or not projection.bias
     problems = {
         f"its text tower is a {text.architecture} with pooling {text.pooling!r}, not a roberta with 'cls_pooler'":
             (text.architecture, text.pooling) != ("roberta", "cls_pooler"),
         f"its projections aren't equal and {config.joint_dim} wide, with biases":
-            head != text.projection or head.hidden_dim != config.joint_dim or not head.bias,
+            projection != text.projection or is_narrow,
         "a token grid is smaller than the window": min(audio.stage_grids) < audio.attention_window,
         "its clips aren't whole seconds": audio.num_samples % audio.sample_rate != 0,
     }  # fmt: skip
     refuse(config, "a transformers.ClapModel", problems)
+    audio_config = {
+        **FIXED_AUDIO,
+        **{name: getattr(audio, field) for field, name in AUDIO.items()},
+        "patch_size": audio.patch_size,
+        "patch_stride": [audio.patch_size, audio.patch_size],
+        "hidden_size": audio.output_dim,
+        "num_hidden_layers": audio.num_stages,
+        "mlp_ratio": float(audio.mlp_ratio),
+    }
+    text_config = {
+        **FIXED_TEXT,
+        **{name: getattr(text, field) for field, name in TEXT.items()},
+        "layer_norm_eps": text.layer_norm_eps,
+    }
     return transformers.ClapConfig(
-        audio_config={
-            **FIXED_AUDIO,
-            **{theirs: getattr(audio, ours) for ours, theirs in AUDIO.items()},
-            "patch_size": audio.patch_size,
-            "patch_stride": [audio.patch_size, audio.patch_size],
-            "hidden_size": audio.output_dim,
-            "num_hidden_layers": audio.num_stages,
-            "mlp_ratio": float(audio.mlp_ratio),
-        },
-        text_config={
-            **FIXED_TEXT,
-            **{theirs: getattr(text, ours) for ours, theirs in TEXT.items()},
-            "layer_norm_eps": text.layer_norm_eps,
-        },
+        audio_config=audio_config,
+        text_config=text_config,
         projection_dim=config.joint_dim,
-        projection_hidden_act=audio.projection.activation,
+        projection_hidden_act=projection.activation,
     )
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """Return the transformers front end. Without feature fusion it could only crop longer clips at
-    random, so it rejects them with the error "data_truncating", `cropping`, "not implemented"."""
-    cropping = "of longer clips (crop them first, or set truncation='rand_trunc' for random crops)"
+    """Return the transformers front end.
+
+    Without feature fusion it could only crop longer clips at random. So it rejects them with the
+    error "data_truncating", `truncation`, "not implemented".
+    """
+    if config.fusion:
+        truncation = "fusion"
+    else:
+        truncation = (
+            "of longer clips (crop them first, or set truncation='rand_trunc' for random crops)"
+        )
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
         max_length_s=config.num_samples // config.sample_rate,
-        truncation="fusion" if config.fusion else cropping,
+        truncation=truncation,
         padding="repeatpad",
-        **{theirs: getattr(config, ours) for ours, theirs in FRONT_END.items()},
+        **{name: getattr(config, field) for field, name in FRONT_END.items()},
     )

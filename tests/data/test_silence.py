@@ -14,7 +14,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.data.build_shards.prepare import Preparation, as_it_is
 from clap_ds.data.decoding import BrokenItemError, decode_audio
 from clap_ds.evaluation.clips import Middle
-from clap_ds.inference.audio_windows import Sound, read_windows
+from clap_ds.inference.audio_windows import AudioInput, read_windows
 
 AUDIO = load_preset("micro").audio  # clips of one second
 RATE = AUDIO.sample_rate
@@ -25,7 +25,7 @@ def decode(content: bytes, dtype: torch.dtype, rng: random.Random) -> None:
 
 
 def embed(content: bytes) -> None:
-    *_, (row, _) = read_windows([Sound("a", content)], AUDIO, "none", 0, num_workers=0, ahead=1)
+    *_, (row, _) = read_windows([AudioInput("a", content)], AUDIO, "none", 0, num_workers=0, ahead=1)
     if row.error:
         raise BrokenItemError(row.error)
 

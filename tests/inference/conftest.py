@@ -21,15 +21,14 @@ def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
     folder = tmp_path_factory.mktemp("trained") / "my_run-1a2b3c4d-checkpoints"
     for step in (1, 2):
         torch.manual_seed(step)
-        model = ClapModel(load_preset("micro"))
-        told = {"metrics": {"zero_shot_top1": 1 / step}, "best_metric": "zero_shot_top1"}
         checkpoint_of(
-            model,
+            ClapModel(load_preset("micro")),
             folder,
             step,
             Path(tokenizer_dir),
             settings={"clap": {"context_length": 12}},
-            **told,
+            metrics={"zero_shot_top1": 1 / step},
+            best_metric="zero_shot_top1",
         )
     return folder
 
@@ -41,15 +40,11 @@ def clap(clap_folder: Path) -> Clap:
 
 def noise(seconds: float, rate: int = 48000, channels: int = 1) -> np.ndarray:
     """Return fixed noise, (channels, num_samples) float32."""
-    return (
-        np.random.default_rng(0)
-        .uniform(-0.5, 0.5, (channels, round(seconds * rate)))
-        .astype(np.float32)
-    )
+    shape = (channels, round(seconds * rate))
+    return np.random.default_rng(0).uniform(-0.5, 0.5, shape).astype(np.float32)
 
 
 def write_sound(path: Path, samples: np.ndarray, rate: int = 48000) -> str:
-    soundfile.write(
-        path, samples.T, rate, subtype={".ogg": "VORBIS", ".mp3": None}.get(path.suffix, "PCM_16")
-    )
+    subtype = {".ogg": "VORBIS", ".mp3": None}.get(path.suffix, "PCM_16")
+    soundfile.write(path, samples.T, rate, subtype=subtype)
     return str(path)

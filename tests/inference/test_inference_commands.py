@@ -1,7 +1,8 @@
-"""Test `clap-ds embed`, `classify` and `search` with a micro model and synthetic sounds."""
+"""Test `clap-ds embed`, `classify`, `search` and `score` with a micro model and synthetic
+sounds."""
 
 import csv
-import io
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -9,148 +10,205 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 from pyarrow import parquet
 
 import clap_ds
-from clap_ds import classify, embed, search
 from clap_ds.config.model import load_preset
+from clap_ds.inference import commands
 from clap_ds.inference.audio_windows import EmbeddingRow
-from clap_ds.inference.vectors import About, read_table, write_table
+from clap_ds.inference.commands import classify, embed, score, search
+from clap_ds.inference.options import find_sources
+from clap_ds.inference.vectors import TableMetadata, read_table, write_table
 from clap_ds.model.clap import ClapModel
-from clap_ds.utils.errors import exit_code_of
+from clap_ds.utils.errors import UserError, exit_code_of
 from tests import processes
 from tests.data.tars import marked_items, write_tar
+from tests.inference.conftest import noise, write_sound
 from tests.weights.fake_checkpoints import checkpoint_of
 
-RATE = 48000
 PAGE = (processes.ROOT / "docs" / "inference.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
-def here(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a folder with a checkpoint `run` and `sounds`: three of 1 to 3 windows and an unusable
+def workspace(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enter a folder with a checkpoint `run` and `sounds`: three of 1 to 3 windows and an unusable
     one."""
     torch.manual_seed(0)
     checkpoint_of(ClapModel(load_preset("micro")), tmp_path / "run", 1, Path(tokenizer_dir))
     (tmp_path / "sounds").mkdir()
-    rng = np.random.default_rng(0)
-    for number, name in enumerate(("=1+1", "low", "z")):
-        soundfile.write(
-            tmp_path / "sounds" / f"{name}.wav", rng.standard_normal((number + 1) * RATE) / 9, RATE
-        )
+    for name, seconds in (("high", 1), ("low", 2), ("z", 3)):
+        write_sound(tmp_path / "sounds" / f"{name}.wav", noise(seconds) / seconds)
+    # The name would color a terminal.
     (tmp_path / "sounds" / "not\x1b[31m.wav").write_text("no sound")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["dog", "low_hum", "siren"]
-    asked = ["run", "sounds", "--labels", " dog,low_hum, siren", "--top", "2", "--template", "a {}"]
-    assert classify.main(asked) == 1
-    shown = list(csv.reader(io.StringIO(capsys.readouterr().out)))
-    assert [row[0][7:10] for row in shown[1:]] == ["=1+", "low", "not", "z.w"]
-    assert shown[3][4:] == [""] * 4
-    expected = clap_ds.load("run").classify("sounds/z.wav", names, ["a {}"])[0]
-    likeliest = sorted(range(3), key=lambda n: -expected[n])[:2]
-    assert shown[4][4::2] == [names[n] for n in likeliest]
+@pytest.fixture
+def table(workspace: Path) -> Path:
+    """Add `v.parquet` with a row per window of the sounds."""
+    embed(["run", "sounds", "--output", "v.parquet", "--pooling", "none"])
+    return workspace
+
+
+def read_csv(path: str) -> list[list[str]]:
+    return list(csv.reader(Path(path).read_text().splitlines()))
+
+
+def test_sources_are_found_in_folders_lists_and_tars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s" / "a").mkdir(parents=True)
+    for name in ("s/b.wav", "s/a/z.FLAC", "s/text.txt", "c.mp3", os.fsdecode(b"s/\xff.ogg")):
+        (tmp_path / name).touch()
+    Path("list.csv").write_text("label,filename\ndog,s/b.wav\ncat,absent.wav\n")
+    Path("bare.txt").write_text("c.mp3\ns/b.wav\n")
+    write_tar(tmp_path / "0.tar", [*marked_items(range(2)), ("0005.png", b"")])
+    for arguments, names in (
+        (["s"], ["s/a/z.FLAC", "s/b.wav", r"s/\xff.ogg"]),
+        (["s/b.wav", "list.csv"], ["s/b.wav", "absent.wav"]),
+        (["bare.txt"], ["c.mp3", "s/b.wav"]),
+        (["*.tar"], ["0.tar: 0000", "0.tar: 0001", "0.tar: 0005"]),
+    ):
+        assert [*find_sources(arguments)] == names
+    for name in ("absent.wav", "x-*.tar"):
+        with pytest.raises((UserError, ValueError), match=re.escape(name)):
+            find_sources([name])
+
+
+def test_classify_writes_the_likeliest_labels(workspace: Path) -> None:
+    labels = ["dog", "low_hum", "siren"]
+    options = ["--labels", " dog,low_hum, siren", "--top", "2", "--template", "a {}"]
+    assert classify(["run", "sounds", *options, "--output", "labels.csv"]) == 1
+    *_, unusable, last = read_csv("labels.csv")
+    assert unusable[4:] == [""] * 4
+    probabilities = clap_ds.load("run").classify("sounds/z.wav", labels, ["a {}"])[0]
+    likeliest = np.argsort(-probabilities)[:2]
+    assert last[4::2] == [labels[number] for number in likeliest]
+    # Rounded to six decimals.
     np.testing.assert_allclose(
-        [float(cell) for cell in shown[4][5::2]], expected[likeliest], rtol=0, atol=1e-6
+        [float(cell) for cell in last[5::2]], probabilities[likeliest], rtol=0, atol=1e-6
     )
 
 
-@pytest.fixture
-def made(here: Path) -> Path:
-    """Add `v.parquet` with a row per window of the sounds."""
-    embed.main(["run", "sounds", "--output", "v.parquet", "--pooling", "none"])
-    return here
-
-
-def test_search_by_text_and_by_sound(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_finds_the_nearest_windows(table: Path) -> None:
     clap = clap_ds.load("run")
     rows = [row for row in clap.iter_windows(sorted(Path("sounds").glob("*"))) if not row.error]
     scores = np.stack([row.vector for row in rows]) @ clap.embed_text("a loud tone")[0]
-    search.main(["v.parquet", "a loud tone", "--top", "3", "--output", "found.csv"])
-    _, *found = csv.reader(io.StringIO((made / "found.csv").read_text()))
-    for (file, start_s, _, score), n in zip(found, np.argsort(-scores)[:3], strict=True):
-        assert (file.removeprefix("'"), float(start_s)) == (rows[n].source, rows[n].start_s)
-        assert float(score) == pytest.approx(scores[n], abs=1e-6)
-    capsys.readouterr()
-    search.main(["v.parquet", "--sound", "sounds/=1+1.wav", "--top", "1"])
-    assert capsys.readouterr().out.endswith("=1+1.wav,0.0,1.0,1.0\n")
+    search(["v.parquet", "a loud tone", "--top", "3", "--output", "nearest.csv"])
+    _, *cells = read_csv("nearest.csv")
+    for (file, start_s, _, score_text), number in zip(cells, np.argsort(-scores)[:3], strict=True):
+        assert (file, float(start_s)) == (rows[number].source, rows[number].start_s)
+        assert float(score_text) == pytest.approx(scores[number], abs=1e-6)
+    search(["v.parquet", "--sound", "sounds/high.wav", "--top", "1", "--output", "nearest.csv"])
+    assert read_csv("nearest.csv")[1] == ["sounds/high.wav", "0.0", "1.0", "1.0"]
 
 
-def test_a_mistake_is_one_line(
-    made: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
+def test_mistakes_are_user_errors(
+    table: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint_of(ClapModel(load_preset("micro")), made / "other", 1, Path(tokenizer_dir))
-    for main, words, message in (
-        (embed.main, "run sounds --output v.npz", "v.npz: requires"),
-        (search.main, "v.parquet", "expected either TEXT"),
-        (search.main, "v.parquet dog --model other", "another model"),
+    checkpoint_of(ClapModel(load_preset("micro")), table / "other", 1, Path(tokenizer_dir))
+    for name, line, message in (
+        ("embed", "run sounds --output v.npz", "v.npz: requires"),
+        ("classify", "run sounds --labels dog,", "at least two labels"),
+        ("search", "v.parquet", "expected either TEXT"),
+        ("search", "v.parquet dog --model other", "another model"),
     ):
-        assert exit_code_of(lambda main=main, words=words: main(words.split())) == 2, words  # type: ignore[misc]
+        command = getattr(commands, name)
+        assert exit_code_of(lambda: command(line.split())) == 2, line  # noqa: B023
         assert message in capsys.readouterr().err
-    (made / "run").rename(made / "moved")
-    search.main(["v.parquet", "dog", "--model", "moved"])
+    (table / "run").rename(table / "moved")
+    search(["v.parquet", "dog", "--model", "moved"])
 
 
-@pytest.mark.parametrize("name", ["model", "tokenizer", "preset"])
-def test_a_table_names_no_place_of_its_choice(
-    made: Path, capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize("option", ["model", "tokenizer", "preset"])
+def test_table_naming_a_foreign_model_is_rejected(
+    table: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
-    about, _ = read_table(Path("v.parquet"))
-    with Path("theirs.parquet").open("wb") as file:
-        write_table(file, replace(about, **{name: "open_clip:hf-hub:some/one"}), [])
-    assert exit_code_of(lambda: search.main(["theirs.parquet", "dog"])) == 2
-    assert f"pass --{name} open_clip:hf-hub:some/one" in capsys.readouterr().err
+    metadata, _ = read_table(Path("v.parquet"))
+    foreign = replace(metadata, **{option: "open_clip:hf-hub:some/one"})
+    with Path("foreign.parquet").open("wb") as file:
+        write_table(file, foreign, [])
+    assert exit_code_of(lambda: search(["foreign.parquet", "dog"])) == 2
+    assert f"pass --{option} open_clip:hf-hub:some/one" in capsys.readouterr().err
 
 
-def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "CHECKPOINT").symlink_to("run")
-    (here / "shards").mkdir()
-    write_tar(here / "shards" / "0.tar", marked_items(range(3)))
-    (here / "list.csv").write_text("label,file\nlow,bark.wav\n")
-    (here / "labels.txt").write_text("dog\nrain\n")
-    (here / "bark.wav").write_bytes((here / "sounds" / "low.wav").read_bytes())
-    for line in re.findall(r"^\$ (.*)$", PAGE.partition("## A linear probe")[0], re.MULTILINE):
-        program, name, *words = shlex.split(line)
-        assert program == "clap-ds"
-        code = {"embed": embed, "classify": classify, "search": search}[name].main(words)
+def test_score_is_the_mean_of_files_cosines(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file's captions count together, so that a file with several has no more weight."""
+    pairs = [
+        ("sounds/high.wav", "a loud tone"),
+        ("sounds/high.wav", "a click"),
+        ("sounds/low.wav", "a quiet tone"),
+        ("sounds/z.wav", "a loud tone"),
+    ]
+    lines = [f"{name},{caption}\n" for name, caption in [*pairs, ("gone.wav", "a click")]]
+    Path("list.csv").write_text("file,prompt\n" + "".join(lines))
+    options = ["--caption_columns", "prompt", "--output", "scores.csv"]
+    assert score(["run", "list.csv", *options]) == 1
+    clap = clap_ds.load("run")
+    cosines = [
+        float((clap.embed_audio([name]) @ clap.embed_text([caption]).T)[0, 0])
+        for name, caption in pairs
+    ]
+    _, *rows = read_csv("scores.csv")
+    assert [(file, caption) for file, caption, _ in rows] == pairs
+    np.testing.assert_allclose([float(cosine) for *_, cosine in rows], cosines, atol=2e-6)
+    file_scores = [(cosines[0] + cosines[1]) / 2, *cosines[2:]]
+    # Student's t of two degrees of freedom.
+    half_width = 4.3027 * np.std(file_scores, ddof=1) / 3**0.5
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"CLAP score: {np.mean(file_scores):.4f} ± {half_width:.4f} ")
+    assert "skipped 1 of 4 files; the first: " in printed.err
+    Path("list.csv").write_text("file,caption\nsounds/low.wav,a click\n")
+    assert exit_code_of(lambda: score(["run", "list.csv"])) == 2
+    assert "at least two usable files" in capsys.readouterr().err
+
+
+def test_command_lines_in_docs_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("CHECKPOINT").symlink_to("run")
+    Path("shards").mkdir()
+    write_tar(workspace / "shards" / "0.tar", marked_items(range(3)))
+    Path("list.csv").write_text("label,file\nlow,bark.wav\n")
+    Path("labels.txt").write_text("dog\nrain\n")
+    Path("bark.wav").write_bytes(Path("sounds/low.wav").read_bytes())
+    section = PAGE.partition("## A linear probe")[0]
+    for line in re.findall(r"^\$ clap-ds (.*)$", section, re.MULTILINE):
+        name, *arguments = shlex.split(line)
+        code = getattr(commands, name)(arguments)
         assert code == (None if name == "search" else 1), line
-    assert len((here / "found.csv").read_text().splitlines()) == 11
-    told = capsys.readouterr()
-    assert "12 rows from 8 files" in told.out
-    assert r"skipped 1 of 8 files; the first: sounds/not\x1b[31m.wav" in told.err
+    assert len(read_csv("found.csv")) == 11
+    printed = capsys.readouterr()
+    assert "12 rows from 8 files" in printed.out
+    assert r"skipped 1 of 8 files; the first: sounds/not\x1b[31m.wav" in printed.err
     for name in ("part_0", "part_1"):
-        (here / f"{name}.parquet").write_bytes((here / "vectors.parquet").read_bytes())
+        Path(f"{name}.parquet").write_bytes(Path("vectors.parquet").read_bytes())
     exec(PYTHON[1], {})
     assert parquet.read_metadata("vectors.parquet").num_rows == 2 * 12
 
 
-def test_the_probe_of_the_docs(
+def test_linear_probe_in_docs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = np.array([f"audio/{n}.wav" for n in range(60)])
+    # Three separable classes in five folds.
     rng = np.random.default_rng(0)
-    vectors = np.eye(8, dtype=np.float32)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8)).astype(
-        np.float32
-    )
-    about = About("m", "f", 8, "mean", 0.0, "fp32", None, None, "0")
-    with open("esc50.parquet", "wb") as file:
-        rows = [
-            EmbeddingRow(name, 0, 1, vector) for name, vector in zip(names, vectors, strict=True)
-        ]
-        write_table(
-            file,
-            about,
-            [*rows[:7], EmbeddingRow(names[7], 0, 0, error="audio is silent"), *rows[8:]],
-        )
-    (meta := tmp_path / "ESC-50-master" / "meta").mkdir(parents=True)
-    rows = "".join(f"{n}.wav,{n // 12 + 1},{'abc'[n % 3]}\n" for n in range(60))
-    (meta / "esc50.csv").write_text("filename,fold,category\n" + rows)
+    vectors = np.eye(8)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8))
+    rows = [
+        EmbeddingRow(f"audio/{number}.wav", 0, 1, vector)
+        for number, vector in enumerate(vectors.astype(np.float32))
+    ]
+    rows[7] = EmbeddingRow(rows[7].source, 0, 0, error="audio is silent")
+    metadata = TableMetadata("m", "f", 8, "mean", 0.0, "fp32", None, None, "0")
+    with Path("esc50.parquet").open("wb") as file:
+        write_table(file, metadata, rows)
+    folder = tmp_path / "ESC-50-master" / "meta"
+    folder.mkdir(parents=True)
+    lines = [f"{number}.wav,{number // 12 + 1},{'abc'[number % 3]}\n" for number in range(60)]
+    (folder / "esc50.csv").write_text("filename,fold,category\n" + "".join(lines))
     exec(PYTHON[2], {})
     assert capsys.readouterr().out == "100.00% ± 0.00% over 5 folds, 59 clips\n"

@@ -13,81 +13,80 @@ import pytest
 
 from clap_ds.inference import vectors
 from clap_ds.inference.audio_windows import EmbeddingRow
-from clap_ds.inference.vectors import About, nearest, read_table, write_table
+from clap_ds.inference.vectors import TableMetadata, nearest, read_table, write_table
 from clap_ds.utils.errors import UserError
 
-ABOUT = About("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
+METADATA = TableMetadata("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
 
 
-def rows(number: int) -> list[EmbeddingRow]:
+def make_rows(num_rows: int) -> list[EmbeddingRow]:
     """Return unit vectors, some of them equal, with every fifth missing."""
-    found = np.random.default_rng(0).standard_normal((100, 4)).astype(np.float32)[:number]
-    found[70:80] = found[: len(found[70:80])]
-    found /= np.linalg.norm(found, axis=1, keepdims=True)
-    of_each = [
-        EmbeddingRow(f"sounds/ä\n{n}.wav", n, n + 10, vector) for n, vector in enumerate(found)
-    ]
-    return [
-        EmbeddingRow(row.source, 0, 0, error="silent") if n % 5 == 3 else row
-        for n, row in enumerate(of_each)
-    ]
+    units = np.random.default_rng(0).standard_normal((100, 4)).astype(np.float32)
+    units[70:80] = units[:10]
+    units /= np.linalg.norm(units, axis=1, keepdims=True)
+    rows = []
+    for number, vector in enumerate(units[:num_rows]):
+        name = f"sounds/ä\n{number}.wav"
+        if number % 5 == 3:
+            rows.append(EmbeddingRow(name, 0, 0, error="silent"))
+        else:
+            rows.append(EmbeddingRow(name, number, number + 10, vector))
+    return rows
 
 
-def write(path: Path, number: int) -> Path:
+def write_rows(path: Path, num_rows: int) -> Path:
+    rows = make_rows(num_rows)
     with path.open("wb") as file:
-        assert write_table(file, ABOUT, rows(number)) == (
-            number,
-            [(r.source, r.error) for r in rows(number) if r.error],
-        )
+        skipped = [(row.source, row.error) for row in rows if row.error]
+        assert write_table(file, METADATA, rows) == (num_rows, skipped)
     return path
 
 
-def test_a_table_is_read_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_readable_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "ROWS", 8)
-    path = write(tmp_path / "vectors.parquet", 27)
-    about, batches = read_table(path)
-    assert about == ABOUT
+    path = write_rows(tmp_path / "vectors.parquet", 27)
+    metadata, batches = read_table(path)
+    assert metadata == METADATA
     assert max(len(batch) for batch in batches) <= 8
-    assert json.loads(pyarrow.parquet.read_schema(path).metadata[b"clap_ds"]) == asdict(ABOUT)
-    for (_, found), row in zip(pandas.read_parquet(path).iterrows(), rows(27), strict=True):
-        assert (*found[:4],) == (row.source, row.start_s, row.end_s, row.error)
-        np.testing.assert_array_equal(
-            found["vector"], [np.nan] * 4 if row.vector is None else row.vector
-        )
+    assert json.loads(pyarrow.parquet.read_schema(path).metadata[b"clap_ds"]) == asdict(METADATA)
+    rows = make_rows(27)
+    for (_, cells), row in zip(pandas.read_parquet(path).iterrows(), rows, strict=True):
+        assert (*cells[:4],) == (row.source, row.start_s, row.end_s, row.error)
+        vector = np.full(4, np.nan) if row.vector is None else row.vector
+        np.testing.assert_array_equal(cells["vector"], vector)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), foreign := tmp_path / "foreign.parquet")
+def test_foreign_files_are_rejected_by_name(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), foreign)
     for path in (foreign, tmp_path / "v.npz"):
         with pytest.raises((ValueError, UserError), match=re.escape(f"{path}: ")):
             read_table(path)
 
 
 @pytest.mark.parametrize("column", ["start_s", "vector"])
-def test_columns_of_other_types_and_empty_cells_are_refused(tmp_path: Path, column: str) -> None:
-    table = pyarrow.parquet.read_table(write(tmp_path / "vectors.parquet", 9))
+def test_foreign_column_types_and_empty_cells_are_rejected(tmp_path: Path, column: str) -> None:
+    table = pyarrow.parquet.read_table(write_rows(tmp_path / "vectors.parquet", 9))
     index = table.schema.get_field_index(column)
     for values in (pyarrow.array(["x"] * 9), pyarrow.nulls(9, table.schema.field(column).type)):
         changed = table.set_column(index, column, values)
-        pyarrow.parquet.write_table(changed, tmp_path / "theirs.parquet")
+        pyarrow.parquet.write_table(changed, tmp_path / "foreign.parquet")
         with pytest.raises(ValueError, match=r"columns|empty cells"):
-            nearest(read_table(tmp_path / "theirs.parquet")[1], np.ones(4, np.float32), 3)
+            nearest(read_table(tmp_path / "foreign.parquet")[1], np.ones(4, np.float32), 3)
 
 
-def test_the_nearest_are_those_of_all_rows_sorted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows_in_memory", [1, 7, 100])
+def test_nearest_rows_equal_a_sort_of_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_memory: int
 ) -> None:
+    monkeypatch.setattr(vectors, "ROWS", rows_in_memory)
+    path = write_rows(tmp_path / "vectors.parquet", 100)
     query = np.array([0.5, -0.5, 0.5, 0.5], np.float32)
-    path = write(tmp_path / "vectors.parquet", 100)
-    scored = [(row, float(row.vector @ query)) for row in rows(100) if row.vector is not None]
-    expected = sorted(scored, key=lambda pair: -round(pair[1], 5))  # stable
-    for size in (1, 7, 100):
-        monkeypatch.setattr(vectors, "ROWS", size)
-        for top in (1, 10, 1000):
-            found = nearest(read_table(path)[1], query, top)
-            assert [(each["file"], each["start_s"]) for each in found] == [
-                (r.source, r.start_s) for r, _ in expected[:top]
-            ]
-            np.testing.assert_allclose(
-                [each["score"] for each in found], [s for _, s in expected[:top]], atol=4e-7
-            )
+    rows = [row for row in make_rows(100) if row.vector is not None]
+    scores = np.array([row.vector @ query for row in rows])
+    # Equal vectors have equal rounded scores, and stay in order.
+    order = np.argsort(-scores.round(5), kind="stable")
+    for top in (1, 10, 1000):
+        best = nearest(read_table(path)[1], query, top)
+        assert [row["file"] for row in best] == [rows[number].source for number in order[:top]]
+        np.testing.assert_allclose([row["score"] for row in best], scores[order[:top]], atol=4e-7)

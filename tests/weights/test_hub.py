@@ -51,7 +51,7 @@ def test_places_are_asked_in_turn(
         return "found"
 
     try:
-        found = load_by_name("some/name", load, field="field", what="tokenizer")
+        found = load_by_name("some/name", load, field="field", kind="tokenizer")
     except ValueError as error:
         found = str(error)
         assert found.startswith("field: no tokenizer 'some/name'; tried: no such folder in ")

@@ -1,0 +1,114 @@
+"""Test windows of files of any length: equal to the whole file's, in constant memory, all formats,
+unusable files."""
+
+import contextlib
+import itertools
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from clap_ds.config.model import load_preset
+from clap_ds.data.decoding import resample, resampling_ratio
+from clap_ds.inference import audio_windows
+from clap_ds.inference.audio_windows import Pooling, Window, read_windows
+from clap_ds.inference.model import Clap
+from tests.inference.conftest import noise, write_sound
+
+AUDIO = load_preset("micro").audio
+
+
+def windows_of(path: str, overlap: float = 0.0) -> list[Window]:
+    return [*read_windows([path], AUDIO, "none", overlap, num_workers=0, ahead=1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "overlap"),
+    [("a.wav", 44100, 0), ("a.flac", 8000, 0.5), ("a.mp3", 44100, 0.5), ("a.ogg", 48000, 0)],
+)
+def test_windows_equal_parts_of_the_whole_file(
+    tmp_path: Path, name: str, rate: int, overlap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Shorter than a window, and no multiple of the filters' period.
+    monkeypatch.setattr(audio_windows, "_BLOCK", 7001)
+    path = write_sound(tmp_path / name, noise(4.3, rate, 2), rate)
+    samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
+    whole = torch.from_numpy(samples.mean(axis=1))
+    if rate != 48000:
+        whole = resample(whole, resampling_ratio(rate, 48000))
+    hop = round(48000 * (1 - overlap))
+    last_start = len(whole) - 48000
+    starts = sorted({*range(0, last_start + 1, hop), last_start})
+    *windows, (_, end) = windows_of(path, overlap)
+    assert end is None
+    times = [(row.start_s, row.end_s) for row, _ in windows]
+    assert times == [(start / 48000, start / 48000 + 1) for start in starts]
+    for start, (_, waveform) in zip(starts, windows, strict=True):
+        # Sums of about 140 products of samples up to 1, in another order.
+        torch.testing.assert_close(waveform, whole[start : start + 48000], rtol=0, atol=2e-6)
+
+
+def test_memory_is_constant_for_long_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 18 minutes: 210 MB, or 420 resampled.
+    block = audio_windows._BLOCK
+    blocks = itertools.repeat(np.full((block, 2), 0.25, np.float32), 200)
+    endless = SimpleNamespace(
+        read=lambda *_, **__: next(blocks, []), frames=200 * block, samplerate=24000
+    )
+    monkeypatch.setattr(audio_windows, "open_audio", lambda _: contextlib.nullcontext(endless))
+    path = write_sound(tmp_path / "a.wav", noise(0.1))
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stream = read_windows([path], AUDIO, "none", 0.0, num_workers=0, ahead=1)
+    num_windows = sum(1 for _ in stream)
+    assert num_windows == 2 * 200 * block // 48000 + 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 100_000
+
+
+def test_mean_pooling_normalizes_the_sum_of_windows(clap: Clap, tmp_path: Path) -> None:
+    long = write_sound(tmp_path / "long.wav", noise(3.5))
+    short = write_sound(tmp_path / "short.wav", noise(0.7))
+    rows = list(clap.iter_windows([long, short], overlap=0.25))
+    assert [row.source for row in rows] == [long] * 5 + [short]
+    assert [row.start_s for row in rows] == [0, 0.75, 1.5, 2.25, 2.5, 0]
+    total = np.sum([row.vector for row in rows[:5]], axis=0)
+    long_row, short_row = clap.iter_windows([long, short], pooling="mean", overlap=0.25)
+    assert (long_row.start_s, long_row.end_s) == (0, 3.5)
+    assert (short_row.start_s, short_row.end_s) == (0, 0.7)
+    # Roundings of numbers below 1.
+    np.testing.assert_allclose(long_row.vector, total / np.linalg.norm(total), atol=3e-7)
+    assert np.array_equal(short_row.vector, rows[5].vector)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "num_workers", "num_rows"),
+    [("none", 2, {"a.wav": 2, "late.wav": 4, "silent.wav": 3, "cut.flac": 2}), ("mean", 0, {})],
+)
+def test_unusable_files_are_rows_in_their_place(
+    clap: Clap, tmp_path: Path, pooling: Pooling, num_workers: int, num_rows: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(audio_windows, "_BLOCK", 7001)
+    # Silent windows before and after one with sound.
+    late = noise(4)
+    late[:, :72000] = late[:, 90000:] = 0
+    write_sound(tmp_path / "a.wav", noise(1.5))
+    write_sound(tmp_path / "late.wav", late)
+    write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
+    content = Path(write_sound(tmp_path / "cut.flac", noise(4))).read_bytes()
+    (tmp_path / "cut.flac").write_bytes(content[: len(content) // 3])
+    (tmp_path / "text.wav").write_text("no sound")
+    (tmp_path / "folder.wav").mkdir()
+    unusable = ("gone.wav", "folder.wav", "silent.wav", "cut.flac", "text.wav")
+    names = ["a.wav", unusable[0], "late.wav", *unusable[1:]]
+    sources = [tmp_path / name for name in names]
+    rows = list(clap.iter_windows(sources, pooling=pooling, num_workers=num_workers, batch_size=2))
+    errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
+    assert errors.keys() == {*unusable}
+    assert "No such file" in errors["gone.wav"]
+    assert "silent" in errors["silent.wav"]
+    expected = list(itertools.chain(*([name] * num_rows.get(name, 1) for name in names)))
+    assert [Path(row.source).name for row in rows] == expected
