@@ -115,8 +115,10 @@ def outcome_of(
     state = summary.get("state")
     if code == 0 and state == "completed" and stopped is None:
         return AttemptOutcome("completed", "", 0)
+    # Errors of ranks are consequences of a lost host.
     if down:
         return lost(down, code)
+    # Shells report the end by signal N as 128 + N.
     if state == "timeout" or signal.SIGUSR1 in (stopped, code - 128):
         return _timed_out(summary)
     if stopped is not None:
@@ -146,6 +148,7 @@ def _with_cause(
 ) -> AttemptOutcome:
     """Return the outcome of a failure with a known root cause."""
     message = cause.message
+    # Such as slurmstepd's `execve(): …: No such file or directory`, which names no task.
     if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
         message = f"{message} ({launcher.remark})"
     if cause.kind == USER:

@@ -140,6 +140,7 @@ class Jobs:
     def slurm_name(self, job: Job) -> str:
         """Return the name under which SLURM knows a job, or the array of all jobs. No other
         folder's jobs have it."""
+        # The digest tells apart folders of the same name.
         suffix = "" if self.array or len(self.jobs) == 1 else f"-{job.name}"
         digest = hashlib.sha256(f"{self.folder.resolve()}{suffix}".encode()).hexdigest()
         return clean_name(f"clap-{self.folder.name}{suffix}")[:100] + f"-{digest[:8]}"
@@ -192,6 +193,7 @@ class Jobs:
     def check_scripts(self, jobs: list[Job], options: Sequence[str]) -> None:
         """Check the script of each number of nodes with more options of sbatch, and print what may
         keep jobs waiting."""
+        # Scripts of equally many nodes differ only in names.
         scripts = {job.nodes: self.script(job) for job in jobs}
         notes: dict[str, None] = {}
         for path in scripts.values():
@@ -203,6 +205,7 @@ class Jobs:
         """Submit jobs with more options of sbatch, and yield each after SLURM accepted it."""
         for submission in self._split_into_submissions(jobs):
             for job in submission:
+                # A former submission's outcome would be taken for that of the new one.
                 job.slurm_id = None
                 job_file(self.folder / job.folder, ATTEMPTS).unlink(missing_ok=True)
             # If this process is killed now, `statuses` finds the jobs by their names.
@@ -238,26 +241,33 @@ class Jobs:
     def _record_ids(self, queue: dict[str, slurm.QueuedJob]) -> None:
         """Record ids of jobs that were submitted by hand, or by a process that was killed before it
         could do so."""
-        for task, job in enumerate(self.jobs):
-            name = self.slurm_name(job)
-            suffix = f"_{task}" if self.array else ""
-            numbers = [
-                number
-                for number, queued in queue.items()
-                if queued.name == name and number.endswith(suffix)
-            ]
-            candidates = [
-                number for number in numbers if queue[number].state not in slurm.TERMINAL_STATES
-            ]
-            if job.slurm_id is None and not candidates:
-                candidates = numbers
-            if candidates and job.slurm_id not in candidates:
-                job.slurm_id = max(candidates, key=lambda number: int(number.partition("_")[0]))
+        for job in self.jobs:
+            slurm_id = self._find_slurm_id(job, queue)
+            if slurm_id != job.slurm_id:
+                job.slurm_id = slurm_id
                 self.save()
-                print(
-                    f"{job.name}: recorded job {job.slurm_id},"
-                    " which SLURM has under this job's name"
-                )
+                print(f"{job.name}: recorded job {slurm_id}, which SLURM has under this job's name")
+
+    def _find_slurm_id(self, job: Job, queue: dict[str, slurm.QueuedJob]) -> str | None:
+        """Return the id of the newest job that SLURM has under a job's name. If all of them have
+        ended, the recorded id counts."""
+        name = self.slurm_name(job)
+        suffix = f"_{self.jobs.index(job)}" if self.array else ""
+        ended = []
+        under_way = []
+        for number, queued in queue.items():
+            if queued.name != name or not number.endswith(suffix):
+                continue
+            if queued.state in slurm.TERMINAL_STATES:
+                ended.append(number)
+            else:
+                under_way.append(number)
+        if job.slurm_id is None and not under_way:
+            under_way = ended
+        if not under_way or job.slurm_id in under_way:
+            return job.slurm_id
+        # An array's task is `JOB_TASK`.
+        return max(under_way, key=lambda number: int(number.partition("_")[0]))
 
 
 def read_status(
@@ -272,6 +282,7 @@ def read_status(
     error = str(record.get("error") or "")
     if slurm_id is None:
         return JobStatus("not_submitted", "")
+    # `scontrol hold` leaves a job PENDING, a requeue with hold gives REQUEUE_HOLD.
     is_held = slurm_state == "PENDING" and "held" in slurm_reason.lower()
     if is_held or "HOLD" in slurm_state:
         return JobStatus("held", f"to release it: scontrol release {slurm_id}", True)

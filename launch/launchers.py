@@ -38,30 +38,49 @@ def launch_command(
         slots: ranks by host, equally many on each.
         step: name of the SLURM step.
     """
-    first_host, ranks_per_host = next(iter(slots.items()))
-    port = str(free_port())
     if profile.launcher == "torchrun":
-        srun = _srun_options(profile, slots, step, tasks_per_host=1, ranks_per_task=ranks_per_host)
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={len(slots)}",
-            f"--nproc_per_node={ranks_per_host}",
-            # The other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
-            "--rdzv_backend=static",
-            f"--master_addr={first_host}",
-            f"--master_port={port}",
-            f"--signals-to-handle={FORWARDED_SIGNALS}",
-        ]
-        agent = [*SET_NODE_RANK, *profile.wrapper, python, "-u", *torchrun]
-        return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *agent, *words]
+        return _torchrun_command(profile, python, slots, words, step)
+    return _deepspeed_command(profile, python, slots, hostfile, words, step)
+
+
+def _torchrun_command(
+    profile: ClusterProfile, python: str, slots: Mapping[str, int], words: Sequence[str], step: str
+) -> list[str]:
+    """Return one srun, whose task on each host is a torchrun."""
+    first_host, ranks_per_host = next(iter(slots.items()))
+    srun = _srun_options(profile, slots, step, tasks_per_host=1, ranks_per_task=ranks_per_host)
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(slots)}",
+        f"--nproc_per_node={ranks_per_host}",
+        # The other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
+        "--rdzv_backend=static",
+        f"--master_addr={first_host}",
+        f"--master_port={free_port()}",
+        f"--signals-to-handle={FORWARDED_SIGNALS}",
+    ]
+    agent = [*SET_NODE_RANK, *profile.wrapper, python, "-u", *torchrun]
+    return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *agent, *words]
+
+
+def _deepspeed_command(
+    profile: ClusterProfile,
+    python: str,
+    slots: Mapping[str, int],
+    hostfile: Path,
+    words: Sequence[str],
+    step: str,
+) -> list[str]:
+    """Return DeepSpeed's launcher, which runs one srun with a task for each rank."""
+    first_host, ranks_per_host = next(iter(slots.items()))
     srun = _srun_options(profile, slots, step, tasks_per_host=ranks_per_host, ranks_per_task=1)
-    options = ["--hostfile", str(hostfile), "--launcher", "slurm"]
+    launcher = [python, "-m", "deepspeed.launcher.runner"]
+    launcher += ["--hostfile", str(hostfile), "--launcher", "slurm"]
     # Without `--force_multi` it would start a single host's ranks here and not by srun.
-    options += ["--force_multi", "--no_ssh_check", "--quiet"]
-    options += ["--master_addr", first_host, "--master_port", port]
-    options += [f"--launcher_args={shlex.join(srun)}"]
-    return [python, "-m", "deepspeed.launcher.runner", *options, *words]
+    launcher += ["--force_multi", "--no_ssh_check", "--quiet"]
+    launcher += ["--master_addr", first_host, "--master_port", str(free_port())]
+    return [*launcher, f"--launcher_args={shlex.join(srun)}", *words]
 
 
 def _srun_options(
@@ -74,10 +93,12 @@ def _srun_options(
 ) -> list[str]:
     options = [
         "--kill-on-bad-exit=1",
+        # The guard of jobs with spare nodes is another step on these CPUs.
         "--overlap",
         f"--nodes={len(slots)}",
         f"--nodelist={','.join(slots)}",
         f"--ntasks-per-node={tasks_per_host}",
+        # By which the supervisor finds the step to signal it.
         f"--job-name={step}",
     ]
     if profile.cpus_per_task:

@@ -42,6 +42,7 @@ REPORTS = "rank-*.json"
 def start_ranks(slots: dict[str, int], profile: ClusterProfile, folder: Path) -> int:
     """Run the ranks, which write their reports to the folder, and return the launcher's exit
     code."""
+    # A job's script exports them.
     os.environ.update(profile.environment)
     prepare_attempt(folder, slots)
     script = str(PACKAGE / "throughput_bench" / "preflight_rank.py")
@@ -60,6 +61,7 @@ def start_ranks(slots: dict[str, int], profile: ClusterProfile, folder: Path) ->
         try:
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(REPORT_LIMIT_S)
+            # Without a host's report, the others would wait for it in the rendezvous.
             all_report = len([*folder.glob(REPORTS)]) == sum(slots.values())
             return launcher.wait() if all_report else 1
         finally:
@@ -93,6 +95,7 @@ def evaluate(slots: Mapping[str, int], code: int, folder: Path) -> tuple[list[st
         revision = versions.get("commit") or versions.get("code")
         torch = versions.get("torch")
         lines.append(f"{host}  GPUs {versions['GPUs']}, torch {torch}, code {revision}")
+    # If no host reported, SLURM's reason below is that of all.
     if hosts:
         silent = [host for host in slots if host not in hosts]
         problems += [(host, "unreachable, or starts no rank") for host in silent]

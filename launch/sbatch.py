@@ -128,11 +128,13 @@ def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
     """Check a script with more options of sbatch, and yield what may keep its job waiting.
     UserError if it can't start."""
     yield from slurm.check_script(path, *options)
+    # sbatch accepts a time limit above the partition's, and the job waits forever.
     lines = re.findall("^#SBATCH (.*)", read_bytes(path).decode(), re.MULTILINE)
     limits = parse_limits([*lines, shlex.join(options)])
     if "time" not in limits:
         return
     partitions = slurm.list_partitions(limits.get("partition"))
+    # SLURM takes the one of several partitions that allows the job.
     longest = max(
         (partition.limit for partition in partitions), key=slurm.parse_minutes, default=None
     )
@@ -140,6 +142,7 @@ def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
         return
     name = limits.get("partition", "(default)")
     problem = f"time limit {limits['time']}: partition {name} allows at most {longest}"
+    # A QOS may override the partition's limit; --time-min lets SLURM lower the job's.
     has_qos = "qos" in limits or "SBATCH_QOS" in os.environ
     if not has_qos and "--time-min" not in " ".join(lines):
         raise UserError(f"{problem}; pass --time, or --qos if a QOS allows more")
@@ -150,6 +153,7 @@ def build_request(arguments: argparse.Namespace, max_nodes: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they
     conflict."""
     _check_training_options(arguments)
+    # As in sbatch, the command's options come before the profile's.
     profile = load_profile(arguments.cluster)
     profile_limits = parse_limits(profile.sbatch)
     options = get_limits(arguments)
@@ -157,23 +161,26 @@ def build_request(arguments: argparse.Namespace, max_nodes: int) -> Request:
     partitions = slurm.list_partitions(partition)
     sinfo_gpus = max((candidate.gpus for candidate in partitions), default=0)
     gpus = arguments.gpus_per_node or profile.gpus_per_node or sinfo_gpus
-    if partition and not gpus and not partitions:
-        raise UserError(f"no partition {partition}{slurm.nearest_partition(partition)}")
     if not gpus:
+        if partition and not partitions:
+            raise UserError(f"no partition {partition}{slurm.nearest_partition(partition)}")
         raise UserError(
             "no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node"
         )
-    total_nodes = max_nodes + arguments.spare_nodes
-    if partitions and total_nodes > max(candidate.nodes for candidate in partitions):
+    # Without an answer of sinfo, sbatch checks the request.
+    if partitions:
+        num_nodes = max_nodes + arguments.spare_nodes
         available = max(candidate.nodes for candidate in partitions)
-        raise UserError(
-            f"--nodes: the job needs {total_nodes} nodes, but the partition has {available}"
-            f" ({partition or 'the default'})"
-        )
+        if num_nodes > available:
+            raise UserError(
+                f"--nodes: the job needs {num_nodes} nodes, but the partition has {available}"
+                f" ({partition or 'the default'})"
+            )
     time = options.pop("time", profile_limits.get("time"))
     if arguments.train and time is None:
         limits = [candidate.limit for candidate in partitions if candidate.limit]
         time = min([TRAINING_TIME, *limits], key=slurm.parse_seconds)
+    # A later submission of the script wouldn't depend on the same jobs.
     submission_options = []
     if "dependency" in options:
         submission_options.append(f"--dependency={options.pop('dependency')}")

@@ -88,6 +88,7 @@ class RunningJob:
             write_atomically(hostfile, format_hostfile(slots_from_slurm(os.environ, slots)))
         self.slots = read_hostfile(hostfile)
         self.num_hosts = len(self.slots) - spare_nodes
+        # A requeued job doesn't wait for as many nodes as at first.
         self.requeue_changes = ""
         if slots and spare_nodes:
             self.requeue_changes = slurm.without_spares(self.num_hosts, slots)
@@ -98,6 +99,7 @@ class RunningJob:
         path = job_file(self.folder, ATTEMPTS)
         if path.exists():
             earlier = read_object(path)
+            # Else another job has run in this folder.
             if earlier.get("job") == self.job:
                 self.attempts = earlier["attempts"]
         self.stop_signal: signal.Signals | None = None
@@ -187,6 +189,7 @@ class RunningJob:
         copying.start()
         code = self._wait(launcher, copying, step)
         outcome = self._determine_outcome(code)
+        # Ranks notice a lost host before SLURM does.
         if outcome.is_unclear:
             silent = slurm.find_silent_nodes([*hosts])
             if silent:
@@ -215,6 +218,7 @@ class RunningJob:
                 with suppress(ProcessLookupError):
                     os.killpg(launcher.pid, signal.SIGKILL)
             time.sleep(POLL_INTERVAL_S)
+        # As in a shell: Popen's code is the negative number of a fatal signal.
         code = launcher.returncode
         return code if code >= 0 else 128 - code
 
@@ -256,6 +260,7 @@ class RunningJob:
             outcome = replace(outcome, at_fault=[], error=error)
         self.attempts[-1]["finished"] = _now()
         self.record_expected(outcome)
+        # Ranks that were killed could not record how their run ended.
         run = run_directory_of(self._attempt_folder())
         if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
             run.update_summary(state=outcome.state, error=outcome.error or None, finished=_now())

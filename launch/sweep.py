@@ -41,6 +41,7 @@ def plan_jobs(arguments: argparse.Namespace, output_dir: Path) -> list[Job]:
     combinations = itertools.product(*varied.values())
     configs = [find_config(path).resolve() for path in arguments.config]
     changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": str(output_dir)}
+    # The file's micro-batch stays, and the accumulation follows from the number of ranks.
     if arguments.global_batch:
         changes |= {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None}
     jobs: dict[str, Job] = {}

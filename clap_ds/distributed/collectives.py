@@ -59,6 +59,7 @@ def _pad(content: Tensor) -> Tensor:
     """Pad this rank's JSON with spaces to the longest of all ranks. A collective."""
     if world_size() == 1:
         return content
+    # Collectives of gloo need equal sizes on all ranks. JSON ignores trailing spaces.
     size = torch.tensor(len(content))
     dist.all_reduce(size, dist.ReduceOp.MAX, group=hosts())
     if size > MAX_BYTES:

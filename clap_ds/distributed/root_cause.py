@@ -260,8 +260,9 @@ def _find_least_progress(files: list[ProgressFile]) -> list[ProgressFile]:
     recorded = [file for file in files if file.collectives]
     groups = set[str]().union(*(file.collectives for file in recorded))
     # The device's groups come first: hosts may be ahead of it.
-    by_device = lambda group: (not group.startswith("nccl"), group)  # noqa: E731
-    for group in sorted(groups, key=by_device):
+    on_device = sorted(group for group in groups if group.startswith("nccl"))
+    on_host = sorted(group for group in groups if group not in on_device)
+    for group in [*on_device, *on_host]:
         if not any(file.waits_in(group) for file in recorded):
             continue
         fewest = min(file.started_in(group) for file in recorded)
@@ -269,15 +270,16 @@ def _find_least_progress(files: list[ProgressFile]) -> list[ProgressFile]:
         if len(behind) == len(recorded):
             # All are alike, so a rank that recorded nothing is behind: it holds Python's lock. On a
             # GPU all hosts may hold it, launching behind a full queue.
-            is_on_cpu = group.startswith("gloo")
-            behind = [file for file in files if not file.collectives] if is_on_cpu else []
-        if any(file.waits_in(group) for file in behind):
-            return []
-        return behind
+            if group in on_device:
+                return []
+            behind = [file for file in files if not file.collectives]
+        is_waiting = any(file.waits_in(group) for file in behind)
+        return [] if is_waiting else behind
     # If a single rank could record its progress, and its device completed all that it got, then its
     # host makes no progress.
-    has_device = any(group.startswith("nccl") for group in groups)
-    return recorded if has_device and len(recorded) == 1 else []
+    if on_device and len(recorded) == 1:
+        return recorded
+    return []
 
 
 # --- torch's Flight Recorder
