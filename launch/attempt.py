@@ -1,15 +1,12 @@
 """Determine how an attempt, one run of the launcher, ended.
 
-Read from a launcher's output where ranks ended or never started, for ranks that could not write
-an error file.
-
-The lines are those of srun's `_task_finish`, `_node_fail_handler` and `_fail_step_tasks`. With
-torchrun, tasks are its agents.
+Ranks report in error files. Of ranks that could not write one, the launcher's output says how they
+ended or why they never started. Its lines are those of srun's `_task_finish`, `_node_fail_handler`
+and `_fail_step_tasks`. With torchrun, tasks are its agents.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -39,17 +36,24 @@ from clap_ds.run_records.schema import State
 from clap_ds.utils.errors import USER_ERROR
 from clap_ds.utils.files import read_bytes
 
+UNCLEAR_KINDS = (STOPPED, "", LINK, LOST_PEER, STALL, UNREACHABLE)
+"""Kinds and faults of failures that a host may have caused without a rank naming it."""
+
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended. `at_fault` are the suspects if a host and not the program may have
-    caused the failure."""
+    """How an attempt ended.
+
+    Attributes:
+        at_fault: suspects, if a host and not the program may have caused the failure.
+        kind: fault or kind of the root cause, if any.
+    """
 
     state: State
     error: str
     exit_code: int
     at_fault: list[str] = field(default_factory=list)
-    kind: str = ""  # fault or kind of the root cause, if any
+    kind: str = ""
 
     @property
     def is_a_hosts(self) -> bool:
@@ -60,33 +64,32 @@ class AttemptOutcome:
     def is_unclear(self) -> bool:
         """Whether no rank reported a cause other than an unresponsive peer, or a stop that may be
         its host's."""
-        kinds = (
-            (STOPPED, "", LINK, LOST_PEER, STALL, UNREACHABLE)
-            if self.state == "failed"
-            else (STOPPED,)
-        )
-        return not self.at_fault and self.kind in kinds
+        if self.at_fault:
+            return False
+        return self.kind == STOPPED or (self.state == "failed" and self.kind in UNCLEAR_KINDS)
 
 
 def run_directory_of(folder: Path) -> RunDirectory | None:
     """Return the run directory of an attempt's folder, or None if rank 0 has not created one."""
     path = folder / "run_directory"
-    return RunDirectory(Path(read_bytes(path).decode().strip())) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return RunDirectory(Path(read_bytes(path).decode().strip()))
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return the summary of an attempt's run; empty if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        if run := run_directory_of(folder):
+    with suppress(OSError, ValueError):
+        run = run_directory_of(folder)
+        if run is not None:
             return {**run.summary()}
     return {}
 
 
 def lost(hosts: dict[str, str], code: int) -> AttemptOutcome:
     """Return the outcome of losing hosts, given why each is considered lost."""
-    return AttemptOutcome(
-        "failed", f"lost {'; '.join(map(': '.join, hosts.items()))}", code or 1, [*hosts]
-    )
+    reasons = "; ".join(f"{host}: {reason}" for host, reason in hosts.items())
+    return AttemptOutcome("failed", f"lost {reasons}", code or 1, [*hosts])
 
 
 def outcome_of(
@@ -101,7 +104,7 @@ def outcome_of(
 
     Args:
         code: the launcher's exit code; DeepSpeed's may be 0 if its srun was killed or lost all
-          hosts.
+            hosts.
         hosts: host of each rank.
         stopped: the signal that this job received.
         down: hosts that SLURM considers down, with their SLURM states.
@@ -112,74 +115,83 @@ def outcome_of(
     state = summary.get("state")
     if code == 0 and state == "completed" and stopped is None:
         return AttemptOutcome("completed", "", 0)
+    # Errors of ranks are consequences of a lost host.
     if down:
         return lost(down, code)
+    # Shells report the end by signal N as 128 + N.
     if state == "timeout" or signal.SIGUSR1 in (stopped, code - 128):
         return _timed_out(summary)
     if stopped is not None:
         return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
-    expected_hosts = (
-        () if state == "completed" else hosts
-    )  # ranks of a completed run end without files
-    cause = find_root_cause(run.path if run else None, folder, expected_hosts, launcher.first)
+    # Ranks of a completed run end without files, so none is missing.
+    hosts_with_files = () if state == "completed" else hosts
+    cause = find_root_cause(run.path if run else None, folder, hosts_with_files, launcher.first)
     if cause is None or (cause.kind == STOPPED and state == "failed"):
         return _without_cause(code, summary, launcher)
     if cause.kind == STOPPED:
-        return AttemptOutcome(
-            "terminated", cause.message, code or 128 + signal.SIGTERM, kind=STOPPED
-        )
+        exit_code = code or 128 + signal.SIGTERM
+        return AttemptOutcome("terminated", cause.message, exit_code, kind=STOPPED)
     return _with_cause(cause, code, state, launcher)
 
 
 def _timed_out(summary: Mapping[str, Any]) -> AttemptOutcome:
     """Return the outcome of a time limit. It is a success if the last checkpoint was saved."""
-    last_checkpoint = (summary.get("checkpoints") or [{}])[-1]
-    if summary.get("state") == "failed" or not last_checkpoint.get("saved"):
+    checkpoints = summary.get("checkpoints") or [{}]
+    if summary.get("state") == "failed" or not checkpoints[-1].get("saved"):
         return AttemptOutcome("timeout", "stopped before the time limit", 128 + signal.SIGUSR1)
-    return AttemptOutcome(
-        "timeout", f"stopped before the time limit, and saved at step {summary.get('step')}", 0
-    )
+    message = f"stopped before the time limit, and saved at step {summary.get('step')}"
+    return AttemptOutcome("timeout", message, 0)
 
 
 def _with_cause(
     cause: RankError, code: int, state: str | None, launcher: LauncherErrors
 ) -> AttemptOutcome:
+    """Return the outcome of a failure with a known root cause."""
     message = cause.message
+    # Such as slurmstepd's `execve(): …: No such file or directory`, which names no task.
     if cause.kind == KILLED and cause.fault == IMPORT and launcher.remark:
         message = f"{message} ({launcher.remark})"
     if cause.kind == USER:
-        code = USER_ERROR
-    elif cause.kind not in (SIGNAL, KILLED):
-        code = 1  # srun's is the highest of all ranks, including those it killed
-    ended: State = "out_of_memory" if "out_of_memory" in (cause.kind, state) else "failed"
-    return AttemptOutcome(ended, message, code or 1, cause.hosts, cause.fault or cause.kind)
+        exit_code = USER_ERROR
+    elif cause.kind in (SIGNAL, KILLED):
+        exit_code = code or 1
+    else:
+        # srun's code is the highest of all ranks, including those that it killed.
+        exit_code = 1
+    end_state: State = "out_of_memory" if "out_of_memory" in (cause.kind, state) else "failed"
+    kind = cause.fault or cause.kind
+    return AttemptOutcome(end_state, message, exit_code, cause.hosts, kind)
 
 
 def _without_cause(
     code: int, summary: Mapping[str, Any], launcher: LauncherErrors
 ) -> AttemptOutcome:
+    """Return the outcome of an attempt of which no rank has a cause."""
     state = summary.get("state")
     error = summary.get("error")
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
-    printed = launcher.first.message if launcher.first else launcher.remark
-    unexplained = (
-        f"the launcher exited with code {code}, and no rank reported an error (killed, out of memory?);"
-        f" see the launcher's output above{': ' if printed else ''}{printed}"
-    )
-    ended: State = "out_of_memory" if state == "out_of_memory" else "failed"
-    return AttemptOutcome(ended, error or unexplained, code or 1)
+    if not error:
+        error = (
+            f"the launcher exited with code {code}, and no rank reported an error"
+            " (killed, out of memory?); see the launcher's output above"
+        )
+        printed = launcher.first.message if launcher.first else launcher.remark
+        if printed:
+            error = f"{error}: {printed}"
+    end_state: State = "out_of_memory" if state == "out_of_memory" else "failed"
+    return AttemptOutcome(end_state, error, code or 1)
 
 
-MOST_BYTES = 1000  # of a line
+MAX_LINE_BYTES = 1000
 # With `srun --label`, lines begin with their task.
 _TASK = re.compile(r"(?:\d+: )?srun: error: ((?P<hosts>\S+): tasks? \d\S*: (?P<end>.+))")
 _NODE = re.compile(
-    r"(?:\d+: )?srun: error: (?P<end>(?:Node failure|Task launch for .+ failed) on (?:node )?(?P<hosts>[^\s:]+).*)"
+    r"(?:\d+: )?srun: error: "
+    r"(?P<end>(?:Node failure|Task launch for .+ failed) on (?:node )?(?P<hosts>[^\s:]+).*)"
 )
-_REMARK = re.compile(
-    r"(?:\d+: )?(?:srun|slurmstepd\S*): error: (?!.*CANCELLED)(.+)"
-)  # steps that a task's end cancels
+# Not steps that a task's end cancels.
+_REMARK = re.compile(r"(?:\d+: )?(?:srun|slurmstepd\S*): error: (?!.*CANCELLED)(.+)")
 _STOPS = "Terminated|Interrupt|Hangup|User defined signal 1|Exited with exit code (129|130|138|143)"
 _ENDS = (
     (_STOPS, STOPPED, PROGRAM),
@@ -189,7 +201,8 @@ _ENDS = (
 )
 """Kind and fault of the ends of a task: by signals that ask it to stop, by itself, by losing its
 host, by other signals."""
-AGENT_FAILED = "Exited with exit code 1"  # of torchrun, also if another host's agent fails
+AGENT_FAILED = "Exited with exit code 1"
+"""How torchrun's agents end, also if another host's agent fails."""
 
 
 class LauncherErrors:
@@ -204,16 +217,16 @@ class LauncherErrors:
         self.first: RankError | None = None
         self.remark = ""
         self._hosts = hosts
-        self._end = ""  # of the first task
+        self._first_end = ""
         self._line = b""
 
     def read(self, output: bytes) -> None:
         """Read the next part of the output."""
         *lines, self._line = (self._line + output).split(b"\n")
-        self._line = self._line[:MOST_BYTES]
+        self._line = self._line[:MAX_LINE_BYTES]
         for line in lines:
             with suppress(ValueError):  # a malformed list of hosts
-                self._read_line(line[:MOST_BYTES].decode(errors="replace"))
+                self._read_line(line[:MAX_LINE_BYTES].decode(errors="replace"))
 
     def _read_line(self, line: str) -> None:
         match = _TASK.match(line) or _NODE.match(line)
@@ -224,15 +237,17 @@ class LauncherErrors:
             return
         end = match["end"]
         hosts = [host for host in expand(match["hosts"]) if host in self._hosts]
-        if self.first is not None:
-            if (
-                self.first.fault == IMPORT and end == self._end != AGENT_FAILED
-            ):  # all hosts may lack the program
-                self.first.hosts[:] = dict.fromkeys([*self.first.hosts, *hosts])
-        elif hosts:
-            self._end = end
-            kind, fault = next(
-                (kind, fault) for pattern, kind, fault in _ENDS if re.match(pattern, end)
-            )
-            message = f"lost {hosts[0]}: {end}" if fault == HOST else match[1]
-            self.first = RankError(0.0, 0, hosts[0], kind, message, hosts=hosts, fault=fault)
+        if self.first is None:
+            if hosts:
+                message = f"lost {hosts[0]}: {end}" if match.re is _NODE else match[1]
+                self._set_first(end, hosts, message)
+        elif self.first.fault == IMPORT and end == self._first_end != AGENT_FAILED:
+            # All hosts may lack the program.
+            self.first.hosts[:] = dict.fromkeys([*self.first.hosts, *hosts])
+
+    def _set_first(self, end: str, hosts: list[str], message: str) -> None:
+        self._first_end = end
+        for pattern, kind, fault in _ENDS:
+            if re.match(pattern, end):
+                self.first = RankError(0.0, 0, hosts[0], kind, message, hosts=hosts, fault=fault)
+                return

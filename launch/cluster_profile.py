@@ -41,62 +41,59 @@ def job_file(folder: Path, name: str) -> Path:
     """Return the path of one of these files, by its former name if only that exists."""
     path = folder / name
     former = folder / _FORMER[name]
-    return former if former.exists() and not path.exists() else path
+    if former.exists() and not path.exists():
+        return former
+    return path
 
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """One cluster. Null means the cluster's default."""
+    """One cluster. Null means the cluster's default. docs/clusters.md has a table of the fields."""
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = None  # ranks per node; null uses what `sinfo` shows
-    cpus_per_task: int | None = None  # CPUs and OMP_NUM_THREADS of each rank
-    sbatch: list[str] = field(default_factory=list)  # more options, such as `--exclusive`
-    setup: list[str] = field(
-        default_factory=list
-    )  # shell lines at the start of a job, such as `module load CUDA/13`
+    # Ranks per node. Null: as many as `sinfo` shows GPUs.
+    gpus_per_node: int | None = None
+    # CPUs and OMP_NUM_THREADS of each rank.
+    cpus_per_task: int | None = None
+    # More options of sbatch, such as `--exclusive`.
+    sbatch: list[str] = field(default_factory=list)
+    # Shell lines at the start of a job, such as `module load CUDA/13`.
+    setup: list[str] = field(default_factory=list)
+    # Interpreter of the ranks. Null: `.venv/bin/python` of the checkout or `python3`; without a
+    # checkout, this Python.
     python: str | None = None
-    """Interpreter of the ranks. Null: `.venv/bin/python` of the checkout or `python3`; without a
-    checkout, this Python."""
-    wrapper: list[str] = field(
-        default_factory=list
-    )  # command prefix of every rank, such as `apptainer exec …`
-    srun: list[str] = field(
-        default_factory=list
-    )  # options of the step that starts ranks: `--cpu-bind=cores`
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # variables of every rank, such as NCCL settings
-    launcher: str | None = None  # one of `LAUNCHERS`; null means slurm
-    # folder of runs and jobs, shared by all nodes; relative to the checkout or working folder
+    # Command prefix of every rank, such as `apptainer exec …`.
+    wrapper: list[str] = field(default_factory=list)
+    # Options of the step that starts the ranks, such as `--cpu-bind=cores`.
+    srun: list[str] = field(default_factory=list)
+    # Variables of every rank, such as NCCL settings.
+    environment: dict[str, str] = field(default_factory=dict)
+    # One of `LAUNCHERS`; null means slurm.
+    launcher: str | None = None
+    # Folder of runs and jobs, shared by all nodes; relative to the checkout or working folder.
     run_root: str = "runs"
+    # Time limits of a benchmark by maximum number of nodes. The last one also applies to more.
     walltimes: dict[str, str] = field(
         default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"}
     )
-    """Time limits of a benchmark by maximum number of nodes. The last one also applies to more
-    nodes."""
-    requeues: int = 2  # maximum number of requeues after losing a host
+    # Maximum number of requeues after losing a host.
+    requeues: int = 2
 
     def walltime(self, num_nodes: int) -> str:
         """Return the time limit of a benchmark on this number of nodes."""
         bounds = sorted(self.walltimes, key=int)
-        return self.walltimes[
-            next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])
-        ]
+        large_enough = (bound for bound in bounds if num_nodes <= int(bound))
+        return self.walltimes[next(large_enough, bounds[-1])]
 
     def container(self) -> str | None:
         """Return the word that puts the ranks into a container, if any."""
-        return next(
-            (
-                word
-                for word in (*self.wrapper, *self.srun)
-                if word in self.wrapper or "container" in word
-            ),
-            None,
-        )
+        if self.wrapper:
+            return self.wrapper[0]
+        return next((option for option in self.srun if "container" in option), None)
 
     def interpreter(self) -> str:
+        """Return the ranks' Python."""
         if self.python:
             return os.path.expandvars(self.python)
         if CHECKOUT is None:
@@ -106,10 +103,10 @@ class ClusterProfile:
 
     def setup_lines(self) -> list[str]:
         """Return the shell lines that set up a job's environment."""
-        return [
-            *self.setup,
-            *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()),
+        exports = [
+            f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()
         ]
+        return [*self.setup, *exports]
 
     def root(self) -> Path:
         """Return `run_root` as an absolute path."""
@@ -119,49 +116,55 @@ class ClusterProfile:
 T = TypeVar("T")
 
 
-def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
+def build_checked(record_type: type[T], content: dict[str, Any], path: Path) -> T:
     """Build a dataclass from the JSON of a file. UserError has a line for each field that doesn't
     exist or has another type."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(record_type)
     problems = []
     for name, value in content.items():
         if name not in hints:
             problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
-        elif not _fits(value, hints[name]):
-            problems.append(
-                f"{name}: expected {inspect.formatannotation(hints[name])}, found {json.dumps(value)}"
-            )
-    _reject(where, problems)
-    return kind(**content)
+        elif not _has_type(value, hints[name]):
+            expected = inspect.formatannotation(hints[name])
+            problems.append(f"{name}: expected {expected}, found {json.dumps(value)}")
+    _reject(path, problems)
+    return record_type(**content)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    of = get_origin(hint) or hint
-    inner = get_args(hint)
-    if of is UnionType:
-        return any(_fits(value, each) for each in inner)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return hint is Any or (
-        type(value) is of and value != "" and all(_fits(part, inner[-1]) for part in parts)
-    )
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether a value of a JSON has an annotated type. Empty text has none."""
+    if hint is Any:
+        return True
+    if isinstance(hint, UnionType):
+        return any(_has_type(value, option) for option in get_args(hint))
+    if type(value) is not (get_origin(hint) or hint) or value == "":
+        return False
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        part_hint = get_args(hint)[-1]
+        return all(_has_type(part, part_hint) for part in value)
+    return True
 
 
-def _reject(where: Path, problems: Iterable[str]) -> None:
-    if lines := [f"{where}: {problem}" for problem in problems]:
+def _reject(path: Path, problems: Iterable[str]) -> None:
+    lines = [f"{path}: {problem}" for problem in problems]
+    if lines:
         raise UserError("\n".join(lines))
 
 
 def load_profile(name: str) -> ClusterProfile:
     """Read a profile by its name under `launch/clusters/` or by path. UserError has a line for each
     wrong field."""
-    path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
+    is_path = name.endswith(".json") or "/" in name
+    path = Path(name) if is_path else FOLDER / f"{name}.json"
     if not path.exists():
-        known = sorted(file.stem for file in FOLDER.glob("*.json"))
+        packaged = sorted(file.stem for file in FOLDER.glob("*.json"))
         command = shlex.join(["cp", str(FOLDER / "generic.json"), str(path)])
-        hint = f"{did_you_mean(name, known)}; make one with `{command}`"
+        hint = f"{did_you_mean(name, packaged)}; make one with `{command}`"
         raise UserError(f"--cluster {name}: {path}: no such file{hint}")
-    profile = typed(ClusterProfile, read_object(path), path)
-    _reject(path, _wrong_values(profile))
+    profile = build_checked(ClusterProfile, read_object(path), path)
+    _reject(path, _find_wrong_values(profile))
     return profile
 
 
@@ -171,42 +174,57 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", default="generic", metavar="NAME", help=cluster_help)
 
 
-def _wrong_values(profile: ClusterProfile) -> Iterator[str]:
+def _find_wrong_values(profile: ClusterProfile) -> Iterator[str]:
+    container = profile.container()
     if profile.launcher and profile.launcher not in LAUNCHERS:
         yield f"launcher: {profile.launcher!r}{did_you_mean(profile.launcher, LAUNCHERS)}"
-    if profile.container() and profile.launcher != "torchrun":
-        yield f"{profile.container()} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
-    for bound, limit in (profile.walltimes or {"": ""}).items():
+    if container and profile.launcher != "torchrun":
+        yield (
+            f"{container} needs launcher torchrun:"
+            " DeepSpeed's launcher starts no rank in a container"
+        )
+    if not profile.walltimes:
+        yield "walltimes: expected at least one time limit"
+    for bound, limit in profile.walltimes.items():
         try:
-            int(bound), slurm.seconds_of(limit)
+            int(bound)
+            slurm.parse_seconds(limit)
         except (ValueError, UserError) as error:
             yield f"walltimes.{bound}: {error}"
 
 
 def check_environment(profile: ClusterProfile, options: Iterable[str] = ()) -> str:
-    """Run the profile's shell lines, and `clap_ds.check_runs` with its Python and these options, as
-    a job does. UserError has a line for each problem. Return the versions and notes, or why Python
-    wasn't run."""
+    """Check the ranks' Python and the runs as a job would: run the profile's shell lines, then
+    `clap_ds.check_runs` with these options.
+
+    Returns:
+        The versions and notes, or why Python wasn't run.
+
+    Raises:
+        UserError: has a line for each problem.
+    """
     python = shlex.join([*profile.wrapper, profile.interpreter()])
-    if profile.container() and not (profile.wrapper and shutil.which(profile.wrapper[0])):
-        return f"{python}: not checked: it is in a container that is not available here"
+    if profile.container():
+        is_startable_here = profile.wrapper and shutil.which(profile.wrapper[0])
+        if not is_startable_here:
+            return f"{python}: not checked: it is in a container that is not available here"
     check = f"{python} -m clap_ds.check_runs {shlex.join(options)}"
-    command = ["bash", "-c", "\n".join(["set -euo pipefail", *profile.setup_lines(), check])]
     done = subprocess.run(
-        command,
+        ["bash", "-c", "\n".join(["set -euo pipefail", *profile.setup_lines(), check])],
         capture_output=True,
         text=True,
         env=environment(),
         stdin=subprocess.DEVNULL,
         cwd=work_folder(),
     )
-    answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
-    if done.returncode or not answer:
-        said = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
-        failed = "" if answer else f"setup or {python} failed with exit code {done.returncode}: "
-        raise UserError(failed + "\n".join(said))
-    versions = json.loads(answer[1])
-    shown = f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
-    return "\n".join(
-        [shown, *dict.fromkeys(re.findall(r"^note: clap\..*", done.stdout, re.MULTILINE))]
-    )
+    report = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
+    if done.returncode or not report:
+        problems = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+        if not report:
+            failure = f"setup or {python} failed with exit code {done.returncode}: "
+            raise UserError(failure + "\n".join(problems))
+        raise UserError("\n".join(problems))
+    versions = json.loads(report[1])
+    torch_versions = f"torch {versions['torch']}, deepspeed {versions['deepspeed']}"
+    notes = dict.fromkeys(re.findall(r"^note: clap\..*", done.stdout, re.MULTILINE))
+    return "\n".join([f"{python}: Python {versions['python']}, {torch_versions}", *notes])

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from clap_ds.launch.cluster_profile import ClusterProfile
 
 LAUNCHERS = ("slurm", "torchrun")
+# torchrun reads PET_NODE_RANK. Only a shell that srun starts on a host knows the host's number.
+SET_NODE_RANK = ("sh", "-c", 'PET_NODE_RANK=$SLURM_NODEID exec "$@"', "sh")
+FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def launch_command(
@@ -32,66 +35,75 @@ def launch_command(
 
     Args:
         python: interpreter of DeepSpeed's launcher and of the ranks.
+        slots: ranks by host, equally many on each.
         step: name of the SLURM step.
     """
-    (first, ranks), port = next(iter(slots.items())), str(free_port())
-    by_torchrun = profile.launcher == "torchrun"
-    tasks, cores = (
-        (1, (profile.cpus_per_task or 0) * ranks) if by_torchrun else (ranks, profile.cpus_per_task)
-    )
-    srun = [
+    if profile.launcher == "torchrun":
+        return _torchrun_command(profile, python, slots, words, step)
+    return _deepspeed_command(profile, python, slots, hostfile, words, step)
+
+
+def _torchrun_command(
+    profile: ClusterProfile, python: str, slots: Mapping[str, int], words: Sequence[str], step: str
+) -> list[str]:
+    """Return one srun, whose task on each host is a torchrun."""
+    first_host, ranks_per_host = next(iter(slots.items()))
+    srun = _srun_options(profile, slots, step, tasks_per_host=1, ranks_per_task=ranks_per_host)
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(slots)}",
+        f"--nproc_per_node={ranks_per_host}",
+        # The other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
+        "--rdzv_backend=static",
+        f"--master_addr={first_host}",
+        f"--master_port={free_port()}",
+        f"--signals-to-handle={FORWARDED_SIGNALS}",
+    ]
+    agent = [*SET_NODE_RANK, *profile.wrapper, python, "-u", *torchrun]
+    return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *agent, *words]
+
+
+def _deepspeed_command(
+    profile: ClusterProfile,
+    python: str,
+    slots: Mapping[str, int],
+    hostfile: Path,
+    words: Sequence[str],
+    step: str,
+) -> list[str]:
+    """Return DeepSpeed's launcher, which runs one srun with a task for each rank."""
+    first_host, ranks_per_host = next(iter(slots.items()))
+    srun = _srun_options(profile, slots, step, tasks_per_host=ranks_per_host, ranks_per_task=1)
+    launcher = [python, "-m", "deepspeed.launcher.runner"]
+    launcher += ["--hostfile", str(hostfile), "--launcher", "slurm"]
+    # Without `--force_multi` it would start a single host's ranks here and not by srun.
+    launcher += ["--force_multi", "--no_ssh_check", "--quiet"]
+    launcher += ["--master_addr", first_host, "--master_port", str(free_port())]
+    return [*launcher, f"--launcher_args={shlex.join(srun)}", *words]
+
+
+def _srun_options(
+    profile: ClusterProfile,
+    slots: Mapping[str, int],
+    step: str,
+    *,
+    tasks_per_host: int,
+    ranks_per_task: int,
+) -> list[str]:
+    options = [
         "--kill-on-bad-exit=1",
+        # The guard of jobs with spare nodes is another step on these CPUs.
         "--overlap",
         f"--nodes={len(slots)}",
         f"--nodelist={','.join(slots)}",
-    ]
-    srun += [
-        f"--ntasks-per-node={tasks}",
+        f"--ntasks-per-node={tasks_per_host}",
+        # By which the supervisor finds the step to signal it.
         f"--job-name={step}",
-        *([f"--cpus-per-task={cores}"] if cores else []),
     ]
-    srun += profile.srun
-    if by_torchrun:
-        # torchrun's other rendezvous, c10d, runs what it unpickles from a port that anyone may
-        # reach.
-        number_host = ["sh", "-c", 'PET_NODE_RANK=$SLURM_NODEID exec "$@"', "sh"]
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={len(slots)}",
-            f"--nproc_per_node={ranks}",
-        ]
-        torchrun += ["--rdzv_backend=static", f"--master_addr={first}", f"--master_port={port}"]
-        torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-        return [
-            "srun",
-            f"--ntasks={len(slots)}",
-            *srun,
-            "--export=ALL",
-            *number_host,
-            *profile.wrapper,
-            python,
-            "-u",
-            *torchrun,
-            *words,
-        ]
-    options = [
-        "--hostfile",
-        str(hostfile),
-        "--launcher",
-        "slurm",
-        "--force_multi",
-        "--no_ssh_check",
-        "--quiet",
-    ]
-    options += [
-        "--master_addr",
-        first,
-        "--master_port",
-        port,
-        f"--launcher_args={shlex.join(srun)}",
-    ]
-    return [python, "-m", "deepspeed.launcher.runner", *options, *words]
+    if profile.cpus_per_task:
+        options.append(f"--cpus-per-task={profile.cpus_per_task * ranks_per_task}")
+    return [*options, *profile.srun]
 
 
 def prepare_attempt(folder: Path, slots: Mapping[str, int]) -> None:
@@ -102,5 +114,7 @@ def prepare_attempt(folder: Path, slots: Mapping[str, int]) -> None:
 
 def environment() -> dict[str, str]:
     """Return this process's environment with this package on PYTHONPATH."""
-    python_path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}
+    paths = [str(PACKAGE.parent)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

@@ -19,6 +19,9 @@ from clap_ds.utils.files import read_bytes
 from clap_ds.utils.paths import CHECKOUT, PACKAGE, work_folder
 
 TRAINING_TIME = "1-00:00:00"
+# Before the time limit, SLURM signals the ranks. Training has to save.
+BENCHMARK_WARNING_S = 60
+TRAINING_WARNING_S = 300
 _OPTIONS = {
     "-t --time TIME": "set SLURM's time limit (default: the cluster profile's; for training a day)",
     "-x --exclude HOSTS": "avoid these hosts, in SLURM's notation",
@@ -47,57 +50,49 @@ GUARD = f"""\
 
 @dataclass(frozen=True)
 class Request:
-    """What jobs request of their cluster, beyond its profile."""
+    """What jobs request of their cluster, beyond its profile.
+
+    Attributes:
+        gpus: ranks per node.
+        gres: SLURM's name of a node's GPUs. None if SLURM manages none.
+        train_options: checkpoint options of `clap_ds/train.py`.
+        options: further options of sbatch, instead of the profile's.
+        submission_options: options of the first submission only, which aren't in the script.
+    """
 
     profile: ClusterProfile
     gpus: int
-    gres: str | None  # None if SLURM manages no GPUs
+    gres: str | None
     train: bool = False
     time: str | None = None
     spare_nodes: int = 0
     auto_requeue: bool = False
-    train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
-    options: dict[str, str] = field(
-        default_factory=dict
-    )  # more options of sbatch, instead of the profile's
-    once: list[str] = field(
-        default_factory=list
-    )  # options that aren't in the script, which may be submitted again
+    train_options: list[str] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+    submission_options: list[str] = field(default_factory=list)
 
     def time_limit(self, nodes: int) -> str:
         return self.time or self.profile.walltime(nodes)
 
     def warning_s(self, nodes: int) -> int:
-        """Return how many seconds before the time limit the run is signaled: at most half of it;
-        training has to save."""
-        return min(300 if self.train else 60, slurm.minutes_of(self.time_limit(nodes)) * 30)
+        """Return how many seconds before the time limit the run is signaled: at most half of it."""
+        half_limit_s = slurm.parse_minutes(self.time_limit(nodes)) * 30
+        return min(TRAINING_WARNING_S if self.train else BENCHMARK_WARNING_S, half_limit_s)
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `request_of` reads."""
+    """Add the options that `build_request` reads."""
     add = parser.add_argument
     add_cluster(parser)
     add("--train", action="store_true", help="train instead of running the benchmark")
     ranks_help = "set ranks per node (default: the cluster profile's, or what `sinfo` shows)"
     add("--gpus_per_node", type=whole_number(), metavar="N", help=ranks_help)
-    add(
-        "--spare_nodes",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="allocate N more nodes as hot spares",
-    )
-    add(
-        "--auto_requeue",
-        action="store_true",
-        help="requeue training after each time limit until it is complete",
-    )
-    add(
-        "train_options",
-        nargs="*",
-        metavar="-- OPTION",
-        help="options for clap_ds/train.py, such as --restart",
-    )
+    spare_help = "allocate N more nodes as hot spares"
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help=spare_help)
+    requeue_help = "requeue training after each time limit until it is complete"
+    add("--auto_requeue", action="store_true", help=requeue_help)
+    train_help = "options for clap_ds/train.py, such as --restart"
+    add("train_options", nargs="*", metavar="-- OPTION", help=train_help)
     add_limits(parser)
 
 
@@ -108,133 +103,166 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, type=one_line, metavar=metavar, help=text)
 
 
-def options_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the values of sbatch's options that were given, by name."""
+def get_limits(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the values of the options of `add_limits` that the user typed, by name."""
     names = [usage.split()[-2].removeprefix("--") for usage in _OPTIONS]
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def parse_options(lines: Sequence[str]) -> dict[str, str]:
+def parse_limits(lines: Sequence[str]) -> dict[str, str]:
     """Return values of these options in lines of options of sbatch; the last of each counts."""
     parser = CommandParser("sbatch", add_help=False)  # sbatch takes abbreviations, too
     add_limits(parser)
-    try:
-        words = [word for line in lines for word in shlex.split(line, comments=True)]
-    except ValueError as error:
-        raise UserError(f"options of sbatch: {' '.join(lines)}: {error}") from None
-    return options_of(parser.parse_known_args(words)[0])
+    words = []
+    for line in lines:
+        try:
+            words += shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"options of sbatch: {line}: {error}") from None
+    arguments, _ = parser.parse_known_args(words)
+    return get_limits(arguments)
 
 
 def check_script(path: Path, options: Sequence[str]) -> Iterator[str]:
     """Check a script with more options of sbatch, and yield what may keep its job waiting.
     UserError if it can't start."""
-    lines = re.findall("^#SBATCH (.*)", read_bytes(path).decode(), re.MULTILINE)
     yield from slurm.check_script(path, *options)
-    asked = parse_options([*lines, shlex.join(options)])
-    time = asked.get("time")
-    limits = [partition.limit for partition in slurm.partitions(asked.get("partition"))]
-    longest = max(limits, key=slurm.minutes_of, default=None)
-    if time and slurm.minutes_of(time) > slurm.minutes_of(longest):
-        problem = f"time limit {time}: partition {asked.get('partition', '(default)')} allows at most {longest}"
-        if not ("qos" in asked or "SBATCH_QOS" in os.environ or "--time-min" in " ".join(lines)):
-            raise UserError(f"{problem}; pass --time, or --qos if a QOS allows more")
-        yield f"{problem}; unless --qos or --time-min allows it, the job never starts"
+    # sbatch accepts a time limit above the partition's, and the job waits forever.
+    lines = re.findall("^#SBATCH (.*)", read_bytes(path).decode(), re.MULTILINE)
+    limits = parse_limits([*lines, shlex.join(options)])
+    if "time" not in limits:
+        return
+    partitions = slurm.list_partitions(limits.get("partition"))
+    # SLURM takes the one of several partitions that allows the job.
+    longest = max(
+        (partition.limit for partition in partitions), key=slurm.parse_minutes, default=None
+    )
+    if slurm.parse_minutes(limits["time"]) <= slurm.parse_minutes(longest):
+        return
+    name = limits.get("partition", "(default)")
+    problem = f"time limit {limits['time']}: partition {name} allows at most {longest}"
+    # A QOS may override the partition's limit; --time-min lets SLURM lower the job's.
+    has_qos = "qos" in limits or "SBATCH_QOS" in os.environ
+    if not has_qos and "--time-min" not in " ".join(lines):
+        raise UserError(f"{problem}; pass --time, or --qos if a QOS allows more")
+    yield f"{problem}; unless --qos or --time-min allows it, the job never starts"
 
 
-def request_of(arguments: argparse.Namespace, most: int) -> Request:
+def build_request(arguments: argparse.Namespace, max_nodes: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they
     conflict."""
+    _check_training_options(arguments)
+    # As in sbatch, the command's options come before the profile's.
     profile = load_profile(arguments.cluster)
-    listed = parse_options(profile.sbatch)
-    options = options_of(arguments)
-    partition = options.get("partition") or profile.partition or listed.get("partition")
-    partitions = slurm.partitions(partition)
-    shown = max((each.gpus for each in partitions), default=0)
-    gpus = arguments.gpus_per_node or profile.gpus_per_node or shown
-    if partition and not (gpus or partitions):
-        raise UserError(f"no partition {partition}{slurm.nearest_partition(partition)}")
+    profile_limits = parse_limits(profile.sbatch)
+    options = get_limits(arguments)
+    partition = options.get("partition") or profile.partition or profile_limits.get("partition")
+    partitions = slurm.list_partitions(partition)
+    sinfo_gpus = max((candidate.gpus for candidate in partitions), default=0)
+    gpus = arguments.gpus_per_node or profile.gpus_per_node or sinfo_gpus
     if not gpus:
+        if partition and not partitions:
+            raise UserError(f"no partition {partition}{slurm.nearest_partition(partition)}")
         raise UserError(
             "no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus_per_node"
         )
-    there = max((each.nodes for each in partitions), default=0)
-    wanted = most + arguments.spare_nodes
-    if partitions and wanted > there:
-        raise UserError(
-            f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({partition or 'the default'})"
-        )
+    # Without an answer of sinfo, sbatch checks the request.
+    if partitions:
+        num_nodes = max_nodes + arguments.spare_nodes
+        available = max(candidate.nodes for candidate in partitions)
+        if num_nodes > available:
+            raise UserError(
+                f"--nodes: the job needs {num_nodes} nodes, but the partition has {available}"
+                f" ({partition or 'the default'})"
+            )
+    time = options.pop("time", profile_limits.get("time"))
+    if arguments.train and time is None:
+        limits = [candidate.limit for candidate in partitions if candidate.limit]
+        time = min([TRAINING_TIME, *limits], key=slurm.parse_seconds)
+    # A later submission of the script wouldn't depend on the same jobs.
+    submission_options = []
+    if "dependency" in options:
+        submission_options.append(f"--dependency={options.pop('dependency')}")
+    return Request(
+        profile,
+        gpus,
+        gres=f"gpu:{gpus}" if sinfo_gpus or not partitions else None,
+        train=arguments.train,
+        time=time,
+        spare_nodes=arguments.spare_nodes,
+        auto_requeue=arguments.auto_requeue,
+        train_options=arguments.train_options,
+        options=options,
+        submission_options=submission_options,
+    )
+
+
+def _check_training_options(arguments: argparse.Namespace) -> None:
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
     parser = CommandParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
     parser.parse_args(arguments.train_options)
-    time = options.pop("time", listed.get("time"))
-    if arguments.train and time is None:
-        time = min(
-            [TRAINING_TIME, *(each.limit for each in partitions if each.limit)],
-            key=slurm.seconds_of,
-        )
-    gres = f"gpu:{gpus}" if shown or not partitions else None
-    dependency = options.pop("dependency", None)
-    return Request(
-        profile, gpus, gres, arguments.train, time, arguments.spare_nodes, arguments.auto_requeue,
-        arguments.train_options, options, [f"--dependency={dependency}"] if dependency else [],
-    )  # fmt: skip
 
 
-def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[Path]) -> str:
+def format_script(
+    request: Request, nodes: int, name: str, log: str, folders: Sequence[Path]
+) -> str:
     """Return the batch script of a job or, with several folders, of an array of jobs.
 
     Args:
+        nodes: without spare ones.
         log: its path in SLURM's notation.
         folders: of each job, with its `run.json` and `cluster.json`.
     """
     profile = request.profile
-    python = shlex.quote(sys.executable if profile.container() else profile.interpreter())
+    sbatch_options = _sbatch_options(request, nodes, name, log)
+    if len(folders) > 1:
+        sbatch_options.append(f"--array=0-{len(folders) - 1}")
+    header = "\n".join(f"#SBATCH {option}" for option in sbatch_options)
+    setup = "\n".join([f"cd {shlex.quote(str(work_folder()))}", *profile.setup_lines()])
     threads = profile.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
-    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / (
-        "train.py" if request.train else "bench.py"
-    )
-    words = [
-        shlex.quote(str(command)),
-        '--deepspeed_config "$folder/run.json"',
-        shlex.join(request.train_options),
-    ]
+    python_path = shlex.quote(str(PACKAGE.parent))
+    # A supervisor runs outside of the ranks' container.
+    python = shlex.quote(sys.executable if profile.container() else profile.interpreter())
     options = f"--slots={request.gpus}"
-    guard = []
-    if request.spare_nodes:  # after lost hosts, SLURM may start the job again without them
+    guard = ""
+    if request.spare_nodes:
+        # After lost hosts, SLURM may start the job again without spare nodes.
         options += f" --spare_nodes=$((SLURM_JOB_NUM_NODES - {nodes}))"
-        guard = [f"without_spares={slurm.without_spares(nodes, request.gpus)!r}", GUARD]
+        guard = f"without_spares={slurm.without_spares(nodes, request.gpus)!r}\n{GUARD}\n"
     if request.auto_requeue:
         options += " --auto_requeue"
-    lines = [
-        "#!/bin/bash",
-        *_header(request, nodes, name, log),
-        *[f"#SBATCH --array=0-{len(folders) - 1}"] * (len(folders) > 1),
-        "",
-        "set -euo pipefail",
-        f"cd {shlex.quote(str(work_folder()))}",
-        *profile.setup_lines(),
-        f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
-        f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        f"folders=({shlex.join(map(str, folders))})",
-        "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}",
-        "",
-        *guard,
-        f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" \\\n    {options} -- {" ".join(words).strip()}',
-    ]
-    return "\n".join(lines) + "\n"
+    package = Path("clap_ds") if CHECKOUT else PACKAGE
+    program = shlex.quote(str(package / ("train.py" if request.train else "bench.py")))
+    command = f'{program} --deepspeed_config "$folder/run.json" {shlex.join(request.train_options)}'
+    return f"""\
+#!/bin/bash
+{header}
+
+set -euo pipefail
+{setup}
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}
+export PYTHONPATH={python_path}${{PYTHONPATH:+:$PYTHONPATH}}
+folders=({shlex.join(map(str, folders))})
+folder=${{folders[${{SLURM_ARRAY_TASK_ID:-0}}]}}
+
+{guard}exec {python} -m clap_ds.launch.supervisor --folder "$folder" \\
+    {options} -- {command.strip()}
+"""
 
 
-def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
+def _sbatch_options(request: Request, nodes: int, name: str, log: str) -> list[str]:
+    """Return the script's options of sbatch. UserError if one isn't printable."""
     profile = request.profile
-    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in profile.sbatch)
-    options = {
+    profile_has_gpus = any(re.match("--(gres|gpus)", option) for option in profile.sbatch)
+    values = {
         "job-name": name,
         "output": log,
         "nodes": nodes + request.spare_nodes,
         "ntasks-per-node": request.gpus,
-        "gres": None if asks_for_gpus else request.gres,
+        "gres": None if profile_has_gpus else request.gres,
         "cpus-per-task": profile.cpus_per_task,
         "time": request.time_limit(nodes),
         "account": profile.account,
@@ -243,22 +271,21 @@ def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
         "open-mode": "append",
         **request.options,
     }
-    flags = [
-        *profile.sbatch,
-        "--wait-all-nodes=1",
-        "--requeue",
-        *(["--no-kill"] if request.spare_nodes else []),
-    ]
-    flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
-    for flag in flags:
-        if not flag.isprintable():  # a line end would begin a line of the shell
-            raise UserError(
-                f"{printable(flag)}: expected printable characters only in options of sbatch"
-            )
-    return [f"#SBATCH {flag}" for flag in flags]
+    options = [*profile.sbatch, "--wait-all-nodes=1", "--requeue"]
+    if request.spare_nodes:
+        options.append("--no-kill")
+    options += [f"--{key}={_quote(value)}" for key, value in values.items() if value is not None]
+    for option in options:
+        # A line end would begin a line of the shell.
+        if not option.isprintable():
+            expectation = "expected printable characters only in options of sbatch"
+            raise UserError(f"{printable(option)}: {expectation}")
+    return options
 
 
-def _quoted(value: object) -> str:
+def _quote(value: object) -> str:
     """Quote a value for an #SBATCH line."""
     text = str(value)
-    return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text
+    if not re.search(r"[\s'\"#]", text):
+        return text
+    return '"' + text.replace('"', '\\"') + '"'

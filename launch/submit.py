@@ -8,7 +8,6 @@ Examples:
 
 import argparse
 import contextlib
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,51 +26,60 @@ from clap_ds.config.arguments import (
     whole_number,
     with_assignments,
 )
-from clap_ds.launch.jobs import Job, Jobs, stamp
-from clap_ds.launch.sbatch import add_request, request_of
-from clap_ds.utils.errors import UserError, exit_code_of
+from clap_ds.launch.jobs import Job, Jobs, clean_name, utc_timestamp
+from clap_ds.launch.sbatch import Request, add_request, build_request
+from clap_ds.utils.errors import UserError, count_of, exit_code_of
 from clap_ds.utils.paths import find_config
 
 
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
-    request = request_of(arguments, arguments.nodes)
-    profile = request.profile
+    request = build_request(arguments, arguments.nodes)
     config = find_config(arguments.config).resolve()
     content = with_assignments(read_config(config), arguments.set)
     run_name = arguments.job_name or find_field(content, "clap.output.run_name") or config.stem
-    output_dir = find_field(content, "clap.output.dir") or profile.run_root
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(run_name))
+    output_dir = find_field(content, "clap.output.dir") or request.profile.run_root
+    name = clean_name(str(run_name))
     changes = {**dict(map(parse_assignment, arguments.set)), "clap.output.dir": output_dir}
     job = Job(name, arguments.nodes, str(config), changes)
-    jobs = Jobs(profile.root() / "jobs" / f"{name}-{stamp()}", [job])
+    jobs = Jobs(request.profile.root() / "jobs" / f"{name}-{utc_timestamp()}", [job])
     try:
+        # `--parsable` prints nothing else to standard output.
         with contextlib.redirect_stdout(sys.stderr if arguments.parsable else sys.stdout):
             jobs.prepare(request)
     except UserError as error:
         # Problems of the job's copy, which no longer exists, are those of the configuration or of
         # --set.
-        copy = f"{jobs.folder / 'run.json'}: "
-        lines = [
-            locate(line.removeprefix(copy), config, arguments.set)
-            if line.startswith(copy)
-            else line
-            for line in str(error).splitlines()
-        ]
+        copy_prefix = f"{jobs.folder / 'run.json'}: "
+        lines = str(error).splitlines()
+        for index, line in enumerate(lines):
+            if line.startswith(copy_prefix):
+                lines[index] = locate(line.removeprefix(copy_prefix), config, arguments.set)
         raise UserError("\n".join(lines)) from None
-    (job,) = jobs.submit([job], *request.once)
+    for _ in jobs.submit([job], *request.submission_options):
+        pass
     if arguments.parsable:
-        return print(job.slurm_id)
-    log = shlex.quote(str(jobs.log(job)))
-    nodes = job.nodes + request.spare_nodes
-    spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
-    size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"
-    print(
-        f"submitted job {job.slurm_id}: {size}, {request.time_limit(job.nodes)}\nfolder: {jobs.folder}"
-    )
-    print(
-        f"log: {jobs.log(job)}\n\n    tail -F {log}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}"
-    )
+        print(job.slurm_id)
+    else:
+        print_submission(jobs, job, request)
+
+
+def print_submission(jobs: Jobs, job: Job, request: Request) -> None:
+    """Print the job's size, its folder and log, and how to follow it."""
+    nodes = count_of(job.nodes + request.spare_nodes, "node")
+    if request.spare_nodes:
+        nodes += f", {request.spare_nodes} of them spare"
+    ranks = count_of(request.gpus, "rank")
+    limit = request.time_limit(job.nodes)
+    log = jobs.log(job)
+    print(f"""\
+submitted job {job.slurm_id}: {nodes}, {ranks} per node, {limit}
+folder: {jobs.folder}
+log: {log}
+
+    tail -F {shlex.quote(str(log))}
+    squeue -j {job.slurm_id}
+    scancel {job.slurm_id}""")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

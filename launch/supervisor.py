@@ -10,7 +10,6 @@ host. `attempts.json` in the folder and the run directory record the outcome.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,12 @@ from typing import IO, Any
 
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.distributed.error_file import IMPORT, KILLED, SIGNAL
-from clap_ds.distributed.hostfile import format_hostfile, read_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import (
+    format_hostfile,
+    list_rank_hosts,
+    read_hostfile,
+    slots_from_slurm,
+)
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import (
     AttemptOutcome,
@@ -45,17 +50,26 @@ from clap_ds.utils.errors import exit_code_of, printable
 from clap_ds.utils.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.utils.redaction import redacted_all
 
-STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SOFTWARE_FAULTS = (KILLED, SIGNAL, IMPORT)
 """Kinds of failures that aren't a host's if they recur on another host."""
-SAVE_S = 300.0  # grace period for ranks to save after a signal
-# grace period for the launcher to exit after its run: it would wait for an unreachable host
-LINGER_S = 45.0
-LOOK_S = 0.5
+SAVE_LIMIT_S = 300.0  # for ranks to save after a signal
+# For the launcher to exit after its run: it would wait for an unreachable host.
+EXIT_LIMIT_S = 45.0
+POLL_INTERVAL_S = 0.5
 
 
 class RunningJob:
-    """One start of a job."""
+    """One start of a job.
+
+    Attributes:
+        slots: ranks by allocated host.
+        num_hosts: hosts of an attempt; others are spare.
+        start: how often SLURM has requeued the job.
+        attempts: records of all attempts, those of earlier starts included.
+        stop_signal: the first signal that asked the job to stop.
+        launcher_errors: of the last attempt, if this process started it.
+    """
 
     def __init__(
         self,
@@ -69,200 +83,236 @@ class RunningJob:
         self.folder = folder.resolve()
         self.command = [*command]
         self.auto_requeue = auto_requeue
+        hostfile = self.folder / "hostfile"
         if slots is not None:
-            write_atomically(
-                self.folder / "hostfile", format_hostfile(slots_from_slurm(os.environ, slots))
-            )
-        self.slots = read_hostfile(self.folder / "hostfile")
-        self.wanted = len(self.slots) - spare_nodes
-        self.changes = slurm.without_spares(self.wanted, slots) if slots and spare_nodes else ""
+            write_atomically(hostfile, format_hostfile(slots_from_slurm(os.environ, slots)))
+        self.slots = read_hostfile(hostfile)
+        self.num_hosts = len(self.slots) - spare_nodes
+        # A requeued job doesn't wait for as many nodes as at first.
+        self.requeue_changes = ""
+        if slots and spare_nodes:
+            self.requeue_changes = slurm.without_spares(self.num_hosts, slots)
         self.profile = ClusterProfile(**read_object(job_file(self.folder, PROFILE)))
         self.job = os.environ["SLURM_JOB_ID"]
         self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.attempts: list[dict[str, Any]] = []
         path = job_file(self.folder, ATTEMPTS)
-        earlier = read_object(path) if path.exists() else {}
-        self.attempts: list[dict[str, Any]] = (
-            earlier["attempts"] if earlier.get("job") == self.job else []
-        )
-        self.stopped: signal.Signals | None = None
-        self.launcher = LauncherErrors([])  # of the last attempt, if this process started it
+        if path.exists():
+            earlier = read_object(path)
+            # Else another job has run in this folder.
+            if earlier.get("job") == self.job:
+                self.attempts = earlier["attempts"]
+        self.stop_signal: signal.Signals | None = None
+        self.launcher_errors = LauncherErrors([])
         self.record: dict[str, Any] = {
-            "job": self.job, "command": self.command, "hosts": self.slots, "started": _now(), "attempts": self.attempts,
-        }  # fmt: skip
+            "job": self.job,
+            "command": self.command,
+            "hosts": self.slots,
+            "started": _now(),
+            "attempts": self.attempts,
+        }
 
     def run(self) -> int:
         """Run attempts until no other can help, and return the job's exit code."""
-        for number in STOPS:
-            signal.signal(number, self._hear)
-        if (
-            self.attempts and not (last := self.attempts[-1])["finished"]
-        ):  # SLURM ended that start, or its host went down
-            down = slurm.lost_nodes(last["hosts"]) or dict.fromkeys(last["at_fault"], "down")
-            self.note(
-                outcome_of(1, self._folder(), last["hosts"], signal.SIGTERM, down, self.launcher)
-            )
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        if self.attempts and not self.attempts[-1]["finished"]:
+            self._record_interrupted_attempt()
         hosts = self.choose_hosts()
         while True:
-            outcome = self._attempt(hosts)
-            hosts = self.choose_hosts() if outcome.is_a_hosts and not self.stopped else {}
+            outcome = self._run_attempt(hosts)
+            if not outcome.is_a_hosts or self.stop_signal:
+                return self._finish(outcome)
+            hosts = self.choose_hosts()
             if not hosts:
                 return self._finish(outcome)
-            _say(f"error: {outcome.error}\nrestarting without {', '.join(outcome.at_fault)}")
+            _report(f"error: {outcome.error}\nrestarting without {', '.join(outcome.at_fault)}")
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = self.stopped or signal.Signals(number)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stop_signal = self.stop_signal or signal.Signals(number)
+
+    def _record_interrupted_attempt(self) -> None:
+        """Record the last attempt of an earlier start, which SLURM ended, or whose supervisor's
+        host went down."""
+        last = self.attempts[-1]
+        down = slurm.find_lost_nodes(last["hosts"]) or dict.fromkeys(last["at_fault"], "down")
+        folder = self._attempt_folder()
+        self.record_outcome(
+            outcome_of(1, folder, last["hosts"], signal.SIGTERM, down, self.launcher_errors)
+        )
 
     def excluded(self) -> list[str]:
         """Return the hosts that are blamed for failed attempts."""
-        return list(
-            dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"])
-        )
+        hosts: dict[str, None] = {}
+        for attempt in self.attempts:
+            hosts |= dict.fromkeys(attempt["at_fault"])
+        return [*hosts]
 
     def choose_hosts(self) -> dict[str, int]:
         """Return the hosts of the next attempt; empty if too few are left."""
         excluded = self.excluded()
-        good = [name for name in self.slots if name not in excluded]
-        if len(good) < self.wanted and not any(
-            attempt["start"] == self.start for attempt in self.attempts
-        ):
-            good = [*self.slots]  # SLURM allocated an excluded host again
-        return (
-            {name: self.slots[name] for name in good[: self.wanted]}
-            if len(good) >= self.wanted
-            else {}
-        )
+        hosts = [host for host in self.slots if host not in excluded]
+        is_new_start = all(attempt["start"] != self.start for attempt in self.attempts)
+        if len(hosts) < self.num_hosts and is_new_start:
+            hosts = [*self.slots]  # SLURM allocated an excluded host again
+        if len(hosts) < self.num_hosts:
+            return {}
+        return {host: self.slots[host] for host in hosts[: self.num_hosts]}
 
-    def _folder(self) -> Path:
+    def _attempt_folder(self) -> Path:
         """Return the folder of the last attempt."""
         return self.folder / "attempts" / str(len(self.attempts) - 1)
 
-    def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
+    def _run_attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
         """Run the launcher until it exits, and return the outcome."""
-        self.begin(hosts)
-        folder = self._folder()
+        self.begin_attempt(hosts)
+        folder = self._attempt_folder()
         step = f"{self.job}.{len(self.attempts)}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
-        with own_folder(folder) as there:
-            prepare_attempt(there, hosts)
+        with own_folder(folder) as private_folder:
+            prepare_attempt(private_folder, hosts)
         words = [*self.command, "--job_folder", str(folder)]
+        # This process runs outside of the ranks' container, whose Python is another one.
         python = self.profile.interpreter() if self.profile.container() else sys.executable
-        command = launch_command(self.profile, python, hosts, folder / "hostfile", words, step)
-        # A new session: signals to this process group must not kill the launcher, whose ranks would
-        # keep running.
-        child = subprocess.Popen(
-            command,
+        launcher = subprocess.Popen(
+            launch_command(self.profile, python, hosts, folder / "hostfile", words, step),
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            # Signals to this process group must not kill the launcher, whose ranks would keep
+            # running.
             start_new_session=True,
         )
-        self.launcher = LauncherErrors(hosts)
-        copying = threading.Thread(
-            target=copy, args=(child.stdout, sys.stdout.fileno(), self.launcher), daemon=True
-        )
+        self.launcher_errors = LauncherErrors(hosts)
+        copy_arguments = (launcher.stdout, sys.stdout.fileno(), self.launcher_errors)
+        copying = threading.Thread(target=copy_output, args=copy_arguments, daemon=True)
         copying.start()
-        code = self._wait(child, copying, step)
-        outcome = self._outcome(code)
-        if outcome.is_unclear and (silent := slurm.silent_nodes([*hosts])):
-            outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
-        return self.note(outcome)
+        code = self._wait(launcher, copying, step)
+        outcome = self._determine_outcome(code)
+        # Ranks notice a lost host before SLURM does.
+        if outcome.is_unclear:
+            silent = slurm.find_silent_nodes([*hosts])
+            if silent:
+                outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
+        return self.record_outcome(outcome)
 
-    def _wait(self, child: subprocess.Popen[bytes], copying: threading.Thread, step: str) -> int:
+    def _wait(self, launcher: subprocess.Popen[bytes], copying: threading.Thread, step: str) -> int:
         """Wait until the launcher and its children, which share its output, have exited, and return
-        its exit code."""
-        told = over = None
-        while child.poll() is None or copying.is_alive():
-            now_s = time.monotonic()
-            number = self.stopped
-            if number is not None and told is None:
-                told = now_s
-                slurm.signal_step(self.job, step, number)
-                self.expect(
-                    self._outcome(128 + number)
-                )  # SLURM may not wait until the ranks have ended
-            over = over or (
-                now_s if summary_of(self._folder()).get("state") not in (None, "running") else None
-            )
-            if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
+        its exit code. Kill them if they exit too late after a signal or the run's end."""
+        kill_at = float("inf")
+        is_signaled = False
+        has_run_ended = False
+        while launcher.poll() is None or copying.is_alive():
+            if self.stop_signal is not None and not is_signaled:
+                is_signaled = True
+                kill_at = min(kill_at, time.monotonic() + SAVE_LIMIT_S)
+                slurm.signal_step(self.job, step, self.stop_signal)
+                # SLURM may not wait until the ranks have ended.
+                self.record_expected(self._determine_outcome(128 + self.stop_signal))
+            state = summary_of(self._attempt_folder()).get("state")
+            if state not in (None, "running") and not has_run_ended:
+                has_run_ended = True
+                kill_at = min(kill_at, time.monotonic() + EXIT_LIMIT_S)
+            if time.monotonic() > kill_at:
                 slurm.signal_step(self.job, step, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-            time.sleep(LOOK_S)
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+                with suppress(ProcessLookupError):
+                    os.killpg(launcher.pid, signal.SIGKILL)
+            time.sleep(POLL_INTERVAL_S)
+        # As in a shell: Popen's code is the negative number of a fatal signal.
+        code = launcher.returncode
+        return code if code >= 0 else 128 - code
 
-    def _outcome(self, code: int) -> AttemptOutcome:
+    def _determine_outcome(self, code: int) -> AttemptOutcome:
         hosts = self.attempts[-1]["hosts"]
-        down = slurm.lost_nodes(hosts) if self.stopped != signal.SIGUSR1 else {}
-        hosts_of_ranks = [host for host in hosts for _ in range(self.slots.get(host, 1))]
-        return outcome_of(code, self._folder(), hosts_of_ranks, self.stopped, down, self.launcher)
+        # At the time limit, what the ranks have saved counts.
+        down = {} if self.stop_signal == signal.SIGUSR1 else slurm.find_lost_nodes(hosts)
+        host_of_rank = list_rank_hosts({host: self.slots.get(host, 1) for host in hosts})
+        folder = self._attempt_folder()
+        return outcome_of(code, folder, host_of_rank, self.stop_signal, down, self.launcher_errors)
 
-    def begin(self, hosts: dict[str, int]) -> None:
+    def begin_attempt(self, hosts: dict[str, int]) -> None:
         """Record an attempt as running."""
-        self.attempts.append({
-            "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": "", "at_fault": [],
-            "start": self.start, "requeued": False, "saved": False,
-        })  # fmt: skip
-        self._record(state="running", error=None)
+        attempt = {
+            "hosts": [*hosts],
+            "started": _now(),
+            "finished": None,
+            "state": "running",
+            "error": "",
+            "at_fault": [],
+            "start": self.start,
+            "requeued": False,
+            "saved": False,
+        }
+        self.attempts.append(attempt)
+        self._write_record(state="running", error=None)
 
-    def note(self, outcome: AttemptOutcome) -> AttemptOutcome:
+    def record_outcome(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Record the outcome of the last attempt, and return it without hosts if it isn't their
         fault."""
-        before = [
-            host for each in self.attempts[:-1] for host in each["at_fault"]
-            if each.get("kind") == outcome.kind in FOLLOW_THE_PROGRAM and host not in outcome.at_fault
-        ]  # fmt: skip
-        if before and outcome.at_fault:
-            message = f"{outcome.error}; as before on {', '.join(before)}: not a host's fault"
-            outcome = replace(outcome, at_fault=[], error=message)
+        earlier_hosts = []
+        if outcome.kind in SOFTWARE_FAULTS and outcome.at_fault:
+            for attempt in self.attempts[:-1]:
+                if attempt.get("kind") == outcome.kind:
+                    earlier_hosts += attempt["at_fault"]
+        repeats = [host for host in earlier_hosts if host not in outcome.at_fault]
+        if repeats:
+            error = f"{outcome.error}; as before on {', '.join(repeats)}: not a host's fault"
+            outcome = replace(outcome, at_fault=[], error=error)
         self.attempts[-1]["finished"] = _now()
-        self.expect(outcome)
-        run = run_directory_of(self._folder())
+        self.record_expected(outcome)
+        # Ranks that were killed could not record how their run ended.
+        run = run_directory_of(self._attempt_folder())
         if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
             run.update_summary(state=outcome.state, error=outcome.error or None, finished=_now())
         return outcome
 
-    def expect(self, outcome: AttemptOutcome) -> None:
-        """Record an outcome of the last attempt."""
-        saved = any(
-            each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or []
-        )
+    def record_expected(self, outcome: AttemptOutcome) -> None:
+        """Record an outcome of the last attempt, which may still run."""
+        checkpoints = summary_of(self._attempt_folder()).get("checkpoints") or []
+        saved = any(checkpoint.get("saved") for checkpoint in checkpoints)
         self.attempts[-1].update(asdict(outcome), saved=saved)
-        self._record(error=outcome.error)
+        self._write_record(error=outcome.error)
 
     def _finish(self, outcome: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit
         code."""
-        self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
-        run = run_directory_of(self._folder())
-        self._record(
-            **asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None
-        )
+        requeues = self.should_requeue(outcome)
+        self.attempts[-1]["requeued"] = requeues
+        run = run_directory_of(self._attempt_folder())
+        run_path = str(run.path) if run else None
+        self._write_record(**asdict(outcome), finished=_now(), run_directory=run_path)
         if outcome.error:
-            _say(f"{'error: ' if outcome.exit_code else ''}{outcome.error}")
-        if again:
-            for number in STOPS:
+            _report(f"error: {outcome.error}" if outcome.exit_code else outcome.error)
+        if requeues:
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
-            without = self.excluded()
-            _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
-            if problem := slurm.requeue(self.start, without, self.changes):
-                _say(f"warning: {problem}")
+            excluded = self.excluded()
+            hint = f" without {', '.join(excluded)}" if excluded else ""
+            _report(f"requeueing this job{hint}")
+            problem = slurm.requeue(self.start, excluded, self.requeue_changes)
+            if problem:
+                _report(f"warning: {problem}")
         return outcome.exit_code
 
-    def asks_for_another_start(self, outcome: AttemptOutcome) -> bool:
-        if self.stopped in (signal.SIGTERM, signal.SIGINT):
+    def should_requeue(self, outcome: AttemptOutcome) -> bool:
+        """Return whether another start of the job may succeed, and is allowed."""
+        if self.stop_signal in (signal.SIGTERM, signal.SIGINT):
             return False
         if self.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
             return True
-        since = max(
-            (index for index, attempt in enumerate(self.attempts) if attempt["saved"]), default=0
-        )
-        done = sum(attempt["requeued"] for attempt in self.attempts[since:])
-        return outcome.is_a_hosts and done < self.profile.requeues
+        # A checkpoint starts the count anew, as the job makes progress.
+        num_requeues = 0
+        for attempt in self.attempts:
+            if attempt["saved"]:
+                num_requeues = 0
+            num_requeues += attempt["requeued"]
+        return outcome.is_a_hosts and num_requeues < self.profile.requeues
 
-    def _record(self, **fields: object) -> None:
+    def _write_record(self, **fields: object) -> None:
         """Merge fields into `attempts.json`."""
         self.record.update(fields)
-        with warn_on_disk_full(path := self.folder / ATTEMPTS):
+        path = self.folder / ATTEMPTS
+        with warn_on_disk_full(path):
             write_object(path, redacted_all(self.record))
 
 
@@ -277,16 +327,16 @@ def supervise(folder: Path, **options: Any) -> int:
         lock.release()
 
 
-def copy(source: IO[bytes], log: int, errors: LauncherErrors) -> None:
+def copy_output(source: IO[bytes], log: int, errors: LauncherErrors) -> None:
     """Copy the launcher's output to the log. If the disk is full, some is lost; srun would never
     write to the log again."""
-    while text := os.read(source.fileno(), 2**16):
-        errors.read(text)
-        with contextlib.suppress(OSError):
-            os.write(log, text)
+    while output := os.read(source.fileno(), 2**16):
+        errors.read(output)
+        with suppress(OSError):
+            os.write(log, output)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(printable(text, "\n"), file=sys.stderr, flush=True)
 
 
@@ -303,20 +353,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--folder", type=Path, required=True, metavar="FOLDER", help=folder_help)
     slots_help = "write the hostfile, with N ranks per host (default: read it)"
     add("--slots", type=whole_number(), metavar="N", help=slots_help)
-    add(
-        "--spare_nodes",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="keep N hosts as hot spares",
-    )
+    spare_help = "keep N hosts as hot spares"
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help=spare_help)
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
-    add(
-        "command",
-        nargs="+",
-        metavar="SCRIPT …",
-        help="after --: script that the ranks run, with its arguments",
-    )
+    command_help = "after --: script that the ranks run, with its arguments"
+    add("command", nargs="+", metavar="SCRIPT …", help=command_help)
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: supervise(**vars(arguments)))
 

@@ -73,14 +73,14 @@ class Command:
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self._folder = tempfile.TemporaryDirectory()
-        self._stdout, self._stderr = files = [
-            Path(self._folder.name) / name for name in ("stdout", "stderr")
-        ]
-        for file in files:
-            file.touch()
+        self._stdout = Path(self._folder.name) / "stdout"
+        self._stderr = Path(self._folder.name) / "stderr"
+        self._stdout.touch()
+        self._stderr.touch()
         environment = dict(os.environ if env is None else env)
-        taken_on = (self.args, environment, str(cwd), files, dict(constants or {}))
-        self._process = warm_context().Process(target=_become, args=taken_on)
+        outputs = [self._stdout, self._stderr]
+        process_arguments = (self.args, environment, str(cwd), outputs, dict(constants or {}))
+        self._process = warm_context().Process(target=_become, args=process_arguments)
         self._process.start()
         _started.append(self)
 
@@ -91,10 +91,10 @@ class Command:
         """Return its exit code, or the negative number of a fatal signal. Raises
         subprocess.TimeoutExpired."""
         self._process.join(timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(
-                self.args, timeout, self.stdout.encode(), self.stderr.encode()
-            )
+        code = self.poll()
+        if code is None:
+            output = (self.stdout.encode(), self.stderr.encode())
+            raise subprocess.TimeoutExpired(self.args, timeout, *output)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -125,11 +125,19 @@ def ranks(
     constants: Constants = None,
 ) -> list[Command]:
     """Start a command on every rank, like a launcher, but don't end the others when one ends."""
-    size = str(world_size)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **address} for rank in range(world_size)]
-    envs = [{**env, **place, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} for place in places]
-    return [Command(arguments, env=each, cwd=cwd, constants=constants) for each in envs]
+    port = str(free_port())
+    commands = []
+    for rank in range(world_size):
+        launcher = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        commands.append(Command(arguments, env={**env, **launcher}, cwd=cwd, constants=constants))
+    return commands
 
 
 def run(
@@ -175,14 +183,18 @@ def _become(
         module, _, constant = name.rpartition(".")
         assert hasattr(sys.modules[module], constant), name
         setattr(sys.modules[module], constant, value)
-    how, *rest = sys.argv = arguments
-    sys.path[0] = cwd if how in ("-c", "-m") else str(Path(how).resolve().parent)
-    if how == "-c":
-        sys.argv = [how, *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
-    elif how == "-m":
-        sys.argv = rest
-        sys.modules.pop(rest[0], None)  # already imported elsewhere
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    program = arguments[0]
+    if program == "-c":
+        sys.path[0] = cwd
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif program == "-m":
+        sys.path[0] = cwd
+        sys.argv = arguments[1:]
+        module_name = arguments[1]
+        sys.modules.pop(module_name, None)  # already imported elsewhere
+        runpy.run_module(module_name, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(how, run_name="__main__")
+        sys.path[0] = str(Path(program).resolve().parent)
+        sys.argv = arguments
+        runpy.run_path(program, run_name="__main__")

@@ -28,12 +28,11 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, port, gpu, grouped), daemon=True
-            )
+            pool_end, rank_end = context.Pipe()
+            arguments = (rank_end, rank, world_size, port, gpu, grouped)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            self._pipes.append(ours)
+            self._pipes.append(pool_end)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -41,13 +40,16 @@ class RankPool:
         traceback."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = []
+        results = []
+        tracebacks = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(TIMEOUT_S), f"rank {rank} didn't respond within {TIMEOUT_S} s"
-            answers.append(pipe.recv())
-        for rank, (failed, result) in enumerate(answers):
-            assert not failed, f"rank {rank}:\n{result}"
-        return [result for _, result in answers]
+            result, traceback_text = pipe.recv()
+            results.append(result)
+            if traceback_text:
+                tracebacks.append(f"rank {rank}:\n{traceback_text}")
+        assert not tracebacks, "\n".join(tracebacks)
+        return results
 
     def close(self) -> None:
         for process in self._processes:
@@ -58,12 +60,18 @@ class RankPool:
 def _serve(
     pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, grouped: bool
 ) -> None:
+    """Run the functions that arrive, and send each result or traceback. A rank's main function."""
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+    launcher = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in launcher.items()})
     if grouped:
         from clap_ds.distributed import init
 
@@ -71,9 +79,9 @@ def _serve(
     while True:
         function, arguments = pipe.recv()
         try:
-            pipe.send((False, function(*arguments)))
+            pipe.send((function(*arguments), ""))
         except BaseException:
-            pipe.send((True, traceback.format_exc()))
+            pipe.send((None, traceback.format_exc()))
 
 
 def in_group_of(world_size: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:

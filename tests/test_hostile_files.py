@@ -30,7 +30,7 @@ from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
 from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries, read_paths
 from clap_ds.data.shard_manifest import describe_contents, list_items, read_manifest
 from clap_ds.distributed import error_file
-from clap_ds.distributed.watchdog import Watch
+from clap_ds.distributed.watchdog import Watchdog
 from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.inference.vectors import read_table
 from clap_ds.launch import slurm_hostfile
@@ -167,7 +167,7 @@ WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
     "writer.json": lambda run: FolderLock(run).acquire(),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
-    "stacks": lambda run: Watch().start(run),
+    "stacks": lambda run: Watchdog().start(run),
     "tensorboard": lambda run: Scalars(_engine(), run),
     ".probe": lambda folder: try_target(str(folder)),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),

@@ -30,7 +30,7 @@ from clap_ds.utils.redaction import redacted
 LENGTH = 100_000
 LIMIT_S = 0.5
 COMPUTED = {
-    "analysis/log_formats.py", "launch/attempt.py", "launch/preflight.py",
+    "analysis/log_formats.py", "launch/attempt.py",
     "data/build_shards/caption_lists.py", "utils/errors.py",
 }  # fmt: skip
 """Modules with patterns from tables (log formats are tried, too), of hosts' names, of this

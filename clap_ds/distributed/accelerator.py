@@ -32,7 +32,9 @@ def choose_accelerator() -> str:
 
     if torch.cuda.is_available():
         return "cuda"
-    if (gpu := find_gpu()) and (problem := find_cuda_problem()):
+    gpu = find_gpu()
+    problem = find_cuda_problem() if gpu else ""
+    if problem:
         raise UserError(
             f"torch {torch.__version__} can't use this machine's GPU, {gpu}: {problem}"
             " See “GPUs and drivers” in docs/clusters.md, or set DS_ACCELERATOR=cpu to run on CPUs"
@@ -48,17 +50,19 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
 
     if choose_accelerator() == "cpu":
         return torch.device("cpu")
-    number = local_rank
-    there = torch.cuda.device_count()
-    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):  # `--gpus-per-task`
-        number, os.environ["LOCAL_RANK"] = 0, "0"  # read by DeepSpeed's engine
-    if number >= there:
+    num_gpus = torch.cuda.device_count()
+    has_own_gpu = num_gpus == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if has_own_gpu:  # srun --gpus-per-task
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"  # read by DeepSpeed's engine
+    if local_rank >= num_gpus:
+        host = os.uname().nodename
         raise UserError(
-            f"rank {rank} needs GPU {number} of {os.uname().nodename}, which has {there} visible GPUs"
+            f"rank {rank} needs GPU {local_rank} of {host}, which has {num_gpus} visible GPUs"
         )
     set_up_cuda()
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def set_up_cuda() -> None:
@@ -73,7 +77,7 @@ def set_up_cuda() -> None:
     # bits.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    # Reduces fragmentation as caption lengths change.
+    # Reduces fragmentation as caption lengths change. A user's own settings stay.
     if not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
@@ -112,12 +116,12 @@ def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> l
     """Return nvidia-smi's lines for a query, by default one per GPU; empty if it fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        shown = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=True
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in shown.splitlines() if line.count(",") >= query.count(",")]
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    # Messages of the driver have fewer columns.
+    return [line for line in lines if line.count(",") >= query.count(",")]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from clap_ds.utils.errors import CollectiveUserError
 
-MOST_BYTES = 64 * 2**20
-"""Limit for a value: a peer's claim of its size is memory allocated here."""
+# Limit for a value. A peer's claim of its size is memory allocated here.
+MAX_BYTES = 64 * 2**20
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -36,18 +36,19 @@ def world_size() -> int:
 
 def hosts() -> dist.ProcessGroup:
     """Return the gloo group of all ranks."""
-    return _hosts_of(dist.group.WORLD)
+    return _new_gloo_group(dist.group.WORLD)
 
 
+# The argument makes the cache forget the group of an earlier world.
 @lru_cache(1)
-def _hosts_of(world: object) -> Any:
+def _new_gloo_group(world: object) -> Any:
     return dist.new_group(backend="gloo")
 
 
 def _encode(value: Any) -> Tensor:
-    return torch.frombuffer(
-        bytearray(json.dumps(value, default=os.fspath).encode()), dtype=torch.uint8
-    )
+    """Return a value's JSON as uint8 [bytes]."""
+    content = json.dumps(value, default=os.fspath).encode()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _decode(content: Tensor) -> Any:
@@ -58,10 +59,11 @@ def _pad(content: Tensor) -> Tensor:
     """Pad this rank's JSON with spaces to the longest of all ranks. A collective."""
     if world_size() == 1:
         return content
+    # Collectives of gloo need equal sizes on all ranks. JSON ignores trailing spaces.
     size = torch.tensor(len(content))
     dist.all_reduce(size, dist.ReduceOp.MAX, group=hosts())
-    if size > MOST_BYTES:
-        raise RuntimeError(f"expected at most {MOST_BYTES:,} bytes from a rank, not {int(size):,}")
+    if size > MAX_BYTES:
+        raise RuntimeError(f"expected at most {MAX_BYTES:,} bytes from a rank, not {int(size):,}")
     padded = torch.full((int(size),), ord(" "), dtype=torch.uint8)
     padded[: len(content)] = content
     return padded
@@ -72,9 +74,12 @@ def gather_tensor(tensor: Tensor) -> list[Tensor]:
     own one elsewhere."""
     if world_size() == 1:
         return [tensor]
-    by_rank = [torch.empty_like(tensor) for _ in range(world_size())] if rank() == 0 else None
+    if rank() != 0:
+        dist.gather(tensor, group=hosts())
+        return [tensor]
+    by_rank = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.gather(tensor, by_rank, group=hosts())
-    return by_rank or [tensor]
+    return by_rank
 
 
 def gather(value: T) -> list[T]:
@@ -84,14 +89,16 @@ def gather(value: T) -> list[T]:
 
 def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
     """Return, on every rank, the result of `reduce` on rank 0 for all ranks' values."""
-    everyone = gather(value)
-    return run_on_rank0(lambda: reduce(everyone))
+    values = gather(value)
+    return run_on_rank0(lambda: reduce(values))
 
 
-def _first_problem(problems: list[str | None]) -> str | None:
-    if not all(problems):  # name the rank
-        problems = [text and f"rank {number}: {text}" for number, text in enumerate(problems)]
-    return next(filter(None, problems), None)
+def _merge_problems(problems: list[str | None]) -> str | None:
+    """Return the first rank's problem, with its rank unless all ranks have one."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return problem if all(problems) else f"rank {rank}: {problem}"
+    return None
 
 
 @contextmanager
@@ -103,23 +110,24 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except ValueError as error:
         problem = str(error)
-    if said := reduce_on_rank0(problem, _first_problem):
-        raise CollectiveUserError(said)
+    merged = reduce_on_rank0(problem, _merge_problems)
+    if merged is not None:
+        raise CollectiveUserError(merged)
 
 
 def run_on_rank0(task: Callable[[], T]) -> T:
     """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it
     raises that or OSError."""
-    answer = _encode(None)
+    content = _encode(None)
     if rank() == 0:
         try:
-            answer = _encode({"result": task()})
+            content = _encode({"result": task()})
         except (ValueError, OSError) as error:
-            answer = _encode({"problem": str(error)})
-    answer = _pad(answer)
+            content = _encode({"problem": str(error)})
+    content = _pad(content)
     if world_size() > 1:
-        dist.broadcast(answer, src=0, group=hosts())
-    outcome = _decode(answer)
+        dist.broadcast(content, src=0, group=hosts())
+    outcome = _decode(content)
     if "problem" in outcome:
         raise ValueError(outcome["problem"])
     return outcome["result"]

@@ -20,6 +20,8 @@ from clap_ds.utils.errors import CollectiveUserError
 from clap_ds.utils.files import own_folder, read_json, write_atomically
 from clap_ds.utils.redaction import redacted_all
 
+# Kinds of error. Ranks can't record that they were killed. `KILLED` is also the fault of an error if
+# a data worker was killed.
 USER = "user"
 ERROR = "error"
 OUT_OF_MEMORY = "out_of_memory"
@@ -29,34 +31,30 @@ UNREACHABLE = "unreachable"
 STALL = "stall"
 SIGNAL = "signal"
 KILLED = "killed"
-"""Kinds of error that ranks can't record themselves. `KILLED` is also the fault of an error if a
-data worker was killed."""
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """Consequences of other failures; these never replace an error file."""
 ERRORS = "errors"  # folder of error files in the run directory or the job's
 
+# Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a
+# connection, of which either host may be broken; of what all ranks share, such as settings.
 PROGRAM = ""
 HOST = "host"
 IMPORT = "import"
 LINK = "link"
 ALL_RANKS = "all_ranks"
-"""Whose fault an error may be: the program's; a host's; a host's without Python or a package; of a
-connection, of which either host may be broken; of what all ranks share, such as settings."""
+# Of disks and mounts.
 _HOST_ERRNOS = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.EREMOTEIO,
-    errno.ENOTCONN,
-    errno.ESHUTDOWN,
-)  # of disks and mounts
+    errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN,
+)  # fmt: skip
+# CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue,
+# MemoryAllocation, InvalidConfiguration, InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources,
+# Assert, MisalignedAddress, InvalidAddressSpace.
 _CALL_CODES = (1, 2, 9, 98, 700, 701, 710, 716, 717)
-"""CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue,
-MemoryAllocation, InvalidConfiguration, InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources,
-Assert, MisalignedAddress, InvalidAddressSpace."""
+# The same in texts of cuBLAS and NCCL, which have no codes.
 _CALL = re.compile(
     "illegal memory access|misaligned address|device-side assert|out of memory|ncclInvalid"
 )
-"""The same in texts of cuBLAS and NCCL, which have no codes."""
+# Messages of gloo, torch's store and NCCL if another process ended or doesn't respond.
 _LOST_CONNECTION = re.compile(
     r"gloo/|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout"
@@ -65,8 +63,14 @@ _LOST_CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class RankError:
-    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault. `fault` tells whose
-    an ERROR may be."""
+    """Why and when a rank ended.
+
+    Attributes:
+        at: seconds since the epoch.
+        code: exit code.
+        ranks: those that are missing or at fault; so are `hosts`.
+        fault: whose an ERROR may be.
+    """
 
     at: float
     rank: int
@@ -81,36 +85,49 @@ class RankError:
 
 
 class ThisRank:
-    """This process's rank, and where it records why it ends: nowhere until it is placed."""
+    """This process's rank, and where it records why it ends: nowhere until it is placed.
+
+    Attributes:
+        started: set with the first step.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.rank = 0
         self.host = ""
-        self.started = threading.Event()  # with the first step
+        self.started = threading.Event()
 
     def place(self, folder: Path, rank: int, host: str) -> None:
+        """Set the run directory or job's folder, and this process's rank and host."""
         self.folder = folder / ERRORS
         self.rank = rank
         self.host = host
 
     def write(
-        self, kind: str, message: str, code: int, *,
-        ranks: Sequence[int] = (), hosts: Sequence[str] = (), fault: str = PROGRAM,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        message: str,
+        code: int,
+        *,
+        ranks: Sequence[int] = (),
+        hosts: Sequence[str] = (),
+        fault: str = PROGRAM,
+    ) -> None:
         """Write why this rank ends, with the current exception's stack; ignore failures to
         write."""
-        name = f"rank{self.rank}.json"
-        line = "; ".join(message.strip().splitlines())
-        if self.folder is None or (kind in CONSEQUENCES and (self.folder / name).exists()):
+        if self.folder is None:
             return
-        # A signal may have interrupted an import.
+        name = f"rank{self.rank}.json"
+        if kind in CONSEQUENCES and (self.folder / name).exists():
+            return
+        line = "; ".join(message.strip().splitlines())
+        # A signal may have interrupted an import, which a stack would need.
         stack = "" if kind == STOPPED else traceback.format_exc()
         error = RankError(
             time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts], fault
         )
-        with suppress(OSError), own_folder(self.folder) as there:
-            write_atomically(there / name, json.dumps(redacted_all(asdict(error))) + "\n")
+        with suppress(OSError), own_folder(self.folder) as folder:
+            write_atomically(folder / name, json.dumps(redacted_all(asdict(error))) + "\n")
 
 
 this_rank = ThisRank()  # a process is one rank
@@ -130,25 +147,27 @@ def read_errors(folder: Path) -> list[RankError]:
 def fault_of(error: BaseException) -> str:
     """Return whose fault an exception may be: its attribute `fault` or, for those of libraries, by
     type and error code."""
-    text = str(error)
     if hasattr(error, "fault"):
         return str(error.fault)
     if isinstance(error, CollectiveUserError):
         return ALL_RANKS
     if isinstance(error, ImportError):
         return IMPORT
+    text = str(error)
     if isinstance(error, OSError):
         # torch raises a data worker's error again without its number. Clients of remote files use
         # EIO with texts of their own.
-        is_hosts = any(f"[Errno {number}] {os.strerror(number)}" in text for number in _HOST_ERRNOS)
-        return HOST if is_hosts else PROGRAM
+        host_texts = [f"[Errno {number}] {os.strerror(number)}" for number in _HOST_ERRNOS]
+        return HOST if any(host_text in text for host_text in host_texts) else PROGRAM
     if isinstance(error, RuntimeError):
         is_programs = getattr(error, "error_code", None) in _CALL_CODES or _CALL.search(text)
         if "NCCL error" in text and not is_programs:
             return LINK
         if "CUDA error" in text and not is_programs:
             return HOST
-    return fault_of(error.__cause__) if error.__cause__ else PROGRAM
+    if error.__cause__ is not None:
+        return fault_of(error.__cause__)
+    return PROGRAM
 
 
 def is_connection_lost(error: BaseException) -> bool:

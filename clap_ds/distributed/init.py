@@ -26,12 +26,33 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.arguments import add_config, make_parser
-from clap_ds.distributed import error_file, root_cause, watchdog
+from clap_ds.distributed import watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
-from clap_ds.distributed.error_file import fault_of, is_connection_lost, write_error_file
-from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
-from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
+from clap_ds.distributed.error_file import (
+    ERROR,
+    LOST_PEER,
+    STOPPED,
+    USER,
+    fault_of,
+    is_connection_lost,
+    set_error_dir,
+    write_error_file,
+)
+from clap_ds.distributed.hostfile import (
+    derive_port,
+    expand,
+    free_port,
+    list_rank_hosts,
+    parse_tasks,
+    this_host,
+)
+from clap_ds.distributed.rendezvous import (
+    UnreachableError,
+    exit_unreachable,
+    join_process_group,
+)
+from clap_ds.distributed.root_cause import prepare_flight_recorder
 from clap_ds.utils.errors import (
     INTERRUPTED,
     USER_ERROR,
@@ -58,21 +79,32 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SI
 RANK_VARIABLES = (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK",
 )  # fmt: skip
+RUN_VARIABLES = (
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
 CORE_LIMITS = resource.getrlimit(resource.RLIMIT_CORE)  # with which this process was started
+# SLURM's lowest number of batch shells and interactive steps, whose SLURM_NTASKS is the job's.
 SPECIAL_STEPS = 2**32 - 16
-"""SLURM's lowest number of batch shells and interactive steps, whose SLURM_NTASKS is the job's."""
+# Of glibc's mallopt.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and the job's size."""
+    """This process's rank and the job's size.
+
+    Attributes:
+        hosts: of each rank, if srun started them.
+        job_folder: of a job's attempt, `F/attempts/K`, for the ranks' error files.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    hosts: tuple[str, ...] = ()  # per rank, if srun started them
-    job_folder: Path | None = None  # of a job's attempt, `F/attempts/K`, for the ranks' error files
+    hosts: tuple[str, ...] = ()
+    job_folder: Path | None = None
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -81,34 +113,35 @@ class Ranks:
         try:
             hosts = _adopt_slurm_step()
         except KeyError as error:
-            raise UserError(
-                f"{error.args[0]} isn't set, but SLURM_STEP_NUM_TASKS is: {LAUNCHERS}"
-            ) from None
-        words = sys.argv  # read here as commands may fail before parsing
-        folder = (
-            Path(words[words.index("--job_folder") + 1]).resolve()
-            if "--job_folder" in words[:-1]
-            else None
-        )
+            problem = f"{error.args[0]} isn't set, but SLURM_STEP_NUM_TASKS is"
+            raise UserError(f"{problem}: {LAUNCHERS}") from None
+        job_folder = None
+        # Read here, as commands may fail before they parse their options.
+        if "--job_folder" in sys.argv[:-1]:
+            job_folder = Path(sys.argv[sys.argv.index("--job_folder") + 1]).resolve()
         if not os.environ.get("RANK"):
+            sizes = ["WORLD_SIZE", *MPI_SIZES]
             step = os.environ.get("SLURM_STEP_ID", "")
-            is_srun = step.isdecimal() and int(step) < SPECIAL_STEPS
-            _reject_other_launchers(
-                "WORLD_SIZE", *MPI_SIZES, *(["SLURM_NTASKS"] if is_srun else [])
-            )
-            return cls(0, 1, 0, 1, job_folder=folder)
+            if step.isdecimal() and int(step) < SPECIAL_STEPS:
+                sizes.append("SLURM_NTASKS")
+            _reject_other_launchers(*sizes)
+            return cls(0, 1, 0, 1, job_folder=job_folder)
         world_size = _read_number("WORLD_SIZE")
         rank = _read_number("RANK", world_size - 1)
-        local_size = next(filter(os.environ.get, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")), None)
-        local_world_size = _read_number(local_size) if local_size else 1
-        local_rank = _read_number("LOCAL_RANK", local_world_size - 1 if local_size else None)
+        local_world_size = 1
+        max_local_rank = None
+        for variable in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # of torchrun and DeepSpeed
+            if os.environ.get(variable):
+                local_world_size = _read_number(variable)
+                max_local_rank = local_world_size - 1
+                break
+        local_rank = _read_number("LOCAL_RANK", max_local_rank)
         if world_size > 1:
             _read_number("MASTER_PORT", 65535)
             if not os.environ.get("MASTER_ADDR"):
-                raise UserError(
-                    f"MASTER_ADDR isn't set, but RANK is: expected rank 0's host; {LAUNCHERS}"
-                )
-        return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
+                problem = "MASTER_ADDR isn't set, but RANK is: expected rank 0's host"
+                raise UserError(f"{problem}; {LAUNCHERS}")
+        return cls(rank, world_size, local_rank, local_world_size, hosts, job_folder)
 
     @property
     def is_main_process(self) -> bool:
@@ -122,8 +155,8 @@ class Ranks:
     @property
     def run(self) -> str:
         """An identifier equal on all ranks and unique to the run."""
-        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        return " ".join([str(self.job_folder), *(os.environ.get(name, "") for name in ids)])
+        ids = [os.environ.get(name, "") for name in RUN_VARIABLES]
+        return " ".join([str(self.job_folder), *ids])
 
 
 def _read_number(name: str, largest: int | None = None) -> int:
@@ -154,32 +187,31 @@ def _reject_other_launchers(*size_variables: str, num_ranks: int = 1) -> None:
 def _adopt_slurm_step() -> tuple[str, ...]:
     """Set launcher variables from this process's srun step if RANK isn't set, and return every
     rank's host."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
-    if os.environ.get("RANK") or not tasks:
+    variables = os.environ
+    if variables.get("RANK") or not variables.get("SLURM_STEP_NUM_TASKS"):
         return ()
     # A step of mpirun's daemons, or a shell in a step, passes its variables to all of mpirun's
     # ranks.
     num_tasks = _read_number("SLURM_STEP_NUM_TASKS")
     _reject_other_launchers(*MPI_SIZES, num_ranks=num_tasks)
-    counts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])
-    hosts = expand(os.environ["SLURM_STEP_NODELIST"])
-    os.environ.update(
-        RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"]
-    )
-    os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
-    if num_tasks > 1:  # single ranks need no rendezvous, and an interactive step may hold several
-        os.environ.setdefault("MASTER_ADDR", hosts[0])
-        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        os.environ.setdefault("MASTER_PORT", str(port_of(step)))
-    return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
+    counts = parse_tasks(variables["SLURM_STEP_TASKS_PER_NODE"])
+    hosts = expand(variables["SLURM_STEP_NODELIST"])
+    variables["RANK"] = variables["SLURM_PROCID"]
+    variables["WORLD_SIZE"] = str(num_tasks)
+    variables["LOCAL_RANK"] = variables["SLURM_LOCALID"]
+    variables["LOCAL_WORLD_SIZE"] = str(counts[int(variables["SLURM_NODEID"])])
+    # Single ranks need no rendezvous, and an interactive step may hold several.
+    if num_tasks > 1:
+        step = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
+        variables.setdefault("MASTER_ADDR", hosts[0])
+        variables.setdefault("MASTER_PORT", str(derive_port(step)))
+    return tuple(list_rank_hosts(dict(zip(hosts, counts, strict=True))))
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that launchers and jobs pass."""
+    """Add the options that jobs and the deepspeed launcher pass."""
     parser.add_argument("--job_folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # added by the deepspeed launcher
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 def run_arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -198,21 +230,16 @@ def initialize(
 ) -> torch.device:
     """Choose this rank's device and join the process group. Raises UserError if there is none, the
     port is in use, or hosts have different software and that isn't allowed."""
-    # One rank of each host reads files and asks git, while it imports torch.
-    software = ThreadPoolExecutor(1).submit(
-        lambda: describe_software() if ranks.local_rank == 0 else None
-    )
+    software = None
+    if ranks.local_rank == 0:
+        # One rank of each host reads files and asks git, while it imports torch.
+        software = ThreadPoolExecutor(1).submit(describe_software)
     device = choose_device(ranks.rank, ranks.local_rank)
 
     import deepspeed
     import torch
 
-    # A job's script may have set an address for other steps.
-    if ranks.world_size == 1 and not all(
-        map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    ):
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    _complete_address(ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         # Oversubscribed cores slow the optimizer on CPUs by up to 80 times.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
@@ -223,17 +250,32 @@ def initialize(
     # ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"
-    root_cause.prepare()
+    prepare_flight_recorder()
     if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
-        bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        meet(ranks, backend, bound, software.result(), allow_mixed_code=allow_mixed_code)
+        binds_device = backend == "nccl" and ranks.world_size > 1
+        join_process_group(
+            ranks,
+            backend,
+            device if binds_device else None,
+            software.result() if software else None,
+            allow_mixed_code=allow_mixed_code,
+        )
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of
     # its own.
     deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
     return device
+
+
+def _complete_address(ranks: Ranks) -> None:
+    """Set what DeepSpeed reads, if a single rank was started without a launcher."""
+    # A job's script may have set an address for other steps, but no rank.
+    has_address = all(map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT")))
+    if ranks.world_size == 1 and not has_address:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 def announce_accelerator(ranks: Ranks) -> None:
@@ -250,83 +292,82 @@ def prepare_debugging(settings: DebugSettings) -> None:
     if settings.enabled:
         resource.setrlimit(resource.RLIMIT_CORE, CORE_LIMITS)
         faulthandler.enable(all_threads=True)
-        verbose = {
-            "NCCL_DEBUG": "INFO",
-            "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV",
-            "TORCH_DISTRIBUTED_DEBUG": "INFO",
-        }
-        os.environ.update({**verbose, **os.environ})
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
+        os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV")
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training
     step."""
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    mallopt(-4, 0)  # M_MMAP_MAX
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_MMAP_MAX, 0)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def _on_signal(number: int, frame: FrameType | None) -> NoReturn:
     """Record a signal and exit. Imports and raises nothing, as the signal may have interrupted an
     import, even of torch."""
     signal.signal(number, signal.SIG_IGN)
     with suppress(Exception):
-        write_error_file(
-            error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number
-        )
+        write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
     exit_now(128 + number)
 
 
-def _say(problem: str) -> None:
+def _report(problem: str) -> None:
     print("error:", printable(problem, "\n"), file=sys.stderr, flush=True)
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function and record what ends it.
     User errors exit with code 2 and one message, printed by rank 0 if it can."""
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, CORE_LIMITS[1])
-    )  # hundreds of ranks would fill a home directory
+    # Core files of hundreds of ranks would fill a home directory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, CORE_LIMITS[1]))
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
-            error_file.set_error_dir(ranks.job_folder, ranks.rank, ranks.host)
+            set_error_dir(ranks.job_folder, ranks.rank, ranks.host)
+            # Until a run exists and records its end.
             for number in watchdog.SIGNALS:
-                signal.signal(number, _end)  # until a run exists and records its end
+                signal.signal(number, _on_signal)
         main(ranks)
     except UnreachableError as error:
-        give_up(error)
+        exit_unreachable(error)
     except UserError as error:
-        write_error_file(error_file.USER, str(error), USER_ERROR, fault=fault_of(error))
-        rank = next(filter(None, map(os.environ.get, RANK_VARIABLES)), "0")
-        if rank == "0":
-            _say(str(error))
-        else:
-            time.sleep(
-                RANK_0_SPEAKS_S
-            )  # launchers end a job when its first process exits: let rank 0 report first
-            if not isinstance(error, CollectiveUserError):
-                _say(f"{socket.gethostname()}: rank {rank}: {error}")
+        write_error_file(USER, str(error), USER_ERROR, fault=fault_of(error))
+        _report_user_error(error)
         leave(USER_ERROR)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except Exception as error:
-        kind = error_file.LOST_PEER if is_connection_lost(error) else error_file.ERROR
+        kind = LOST_PEER if is_connection_lost(error) else ERROR
         write_error_file(kind, f"{type(error).__name__}: {error}", FAILED, fault=fault_of(error))
-        if hint := how_to_install(error):
-            _say(f"{error}{hint}")
+        hint = how_to_install(error)
+        if hint:
+            _report(f"{error}{hint}")
         else:
             traceback.print_exc()
         leave(FAILED)
     leave(0)
 
 
+def _report_user_error(error: UserError) -> None:
+    """Print an error, on another rank than 0 only if rank 0 may not have it."""
+    rank = next(filter(None, map(os.environ.get, RANK_VARIABLES)), "0")
+    if rank == "0":
+        _report(str(error))
+        return
+    # Launchers end a job when its first process exits: let rank 0 report first.
+    time.sleep(RANK_0_SPEAKS_S)
+    if not isinstance(error, CollectiveUserError):
+        _report(f"{socket.gethostname()}: rank {rank}: {error}")
+
+
 def leave(code: int) -> NoReturn:
     """Flush output and exit at once, even if torch's or a loader's threads still run."""
     watchdog.stop()
-    dist = (
-        sys.modules.get("torch.distributed") if code == 0 else None
-    )  # after an error it may be half imported
+    # After an error, torch may be half imported.
+    dist = sys.modules.get("torch.distributed") if code == 0 else None
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
     exit_now(code)

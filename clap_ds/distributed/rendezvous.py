@@ -35,20 +35,26 @@ if TYPE_CHECKING:
 
     from clap_ds.distributed.init import Ranks
 
+# For all ranks to connect, and for one that no longer responds: some import from disk what others
+# have cached.
 START_LIMIT_S = 300.0
-"""For all ranks to connect, and for one that no longer responds: some import from disk what others
-have cached."""
+# Other ranks wait longer than rank 0, which names those that are missing.
+JOIN_LIMIT_FACTOR = 1.2
 RESOLVE_LIMIT_S = 20.0  # for a host to resolve rank 0's name
-TELL_S = 1.0  # for other ranks to read the store, which ends with rank 0
-SAY_S = 10.0  # between reports of missing ranks
-BEAT_S = 1.0  # between a rank's signs of life
+READ_GRACE_S = 1.0  # for other ranks to read the store, which ends with rank 0
+REPORT_INTERVAL_S = 10.0
+HEARTBEAT_INTERVAL_S = 1.0
 KEY_FILE = "rendezvous_key"  # in the folder of a job's attempt
 SIGNATURE_DIGITS = 64
 
 
 class UnreachableError(RuntimeError):
-    """A rank or host, named in the message, is unreachable; `hosts` are those of the missing ranks.
-    `fault` is LINK on a rank that can't reach another one, of which either may be broken."""
+    """A rank or host, named in the message, is unreachable.
+
+    Attributes:
+        hosts: those of the missing ranks.
+        fault: LINK on a rank that can't reach another one, of which either may be broken.
+    """
 
     def __init__(self, message: str, hosts: Sequence[str] = (), fault: str = PROGRAM) -> None:
         super().__init__(message)
@@ -56,46 +62,55 @@ class UnreachableError(RuntimeError):
         self.fault = fault
 
 
-def give_up(error: UnreachableError) -> NoReturn:
+def exit_unreachable(error: UnreachableError) -> NoReturn:
     """Record and print the error, and exit at once."""
     write_error_file(UNREACHABLE, str(error), 1, hosts=error.hosts, fault=error.fault)
     print("error:", printable(str(error)), file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _send_beats(store: Store, rank: int) -> None:
-    """Give signs of life until the first step."""
+def _send_heartbeats(store: Store, rank: int) -> None:
+    """Give signs of life until the first step. The main function of a thread of other ranks."""
     with suppress(RuntimeError):  # rank 0 is gone
         for beat in itertools.count():
             store.set(f"beat/{rank}", str(beat))
-            if this_rank.started.wait(BEAT_S):
+            if this_rank.started.wait(HEARTBEAT_INTERVAL_S):
                 return
 
 
-def _call_roll(store: Store, ranks: Ranks, joined: threading.Event) -> None:
-    """Report ranks that haven't connected or don't respond, until the first step."""
-    began = said = time.monotonic()
-    heard = dict.fromkeys(range(1, ranks.world_size), began)
-    beats = dict[int, bytes]()
-    while not this_rank.started.wait(BEAT_S):
+def _report_missing_ranks(store: Store, ranks: Ranks, joined: threading.Event) -> None:
+    """Report ranks that haven't connected or don't respond, until the first step. Exit if one
+    doesn't connect in time. The main function of rank 0's thread."""
+    # torch's barrier of the elastic store names missing ranks only once its time is over.
+    began = time.monotonic()
+    reported_at = began
+    heard_at = dict.fromkeys(range(1, ranks.world_size), began)
+    beats: dict[int, bytes] = {}
+    while not this_rank.started.wait(HEARTBEAT_INTERVAL_S):
         now = time.monotonic()
-        for rank in heard:
-            if store.check([key := f"beat/{rank}"]) and beats.get(rank) != (beat := store.get(key)):
-                beats[rank], heard[rank] = beat, now
-        missing = [rank for rank, at in heard.items() if rank not in beats or now - at > SAY_S]
-        hosts = list(dict.fromkeys(ranks.hosts[rank] for rank in missing)) if ranks.hosts else []
-        who = f"rank{'s' * (len(missing) > 1)} {some(missing)}" + f" ({some(hosts)})" * bool(hosts)
-        if missing and now - said >= SAY_S:
-            said = now
-            size = ranks.world_size
-            there = f"{size - len(missing)} of {size} ranks after {now - began:.0f} s"
-            print(f"{there}, missing: {who}", file=sys.stderr, flush=True)
-        if (
-            missing
-            and not joined.is_set()
-            and now - min(heard[rank] for rank in missing) >= START_LIMIT_S
-        ):
-            give_up(UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", hosts))
+        missing = []
+        for rank in heard_at:
+            beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else None
+            if beat is not None and beat != beats.get(rank):
+                beats[rank] = beat
+                heard_at[rank] = now
+            if beat is None or now - heard_at[rank] > REPORT_INTERVAL_S:
+                missing.append(rank)
+        if not missing:
+            continue
+        hosts = [*dict.fromkeys(ranks.hosts[rank] for rank in missing)] if ranks.hosts else []
+        names = f"rank{'s' if len(missing) > 1 else ''} {some(missing)}"
+        if hosts:
+            names = f"{names} ({some(hosts)})"
+        if now - reported_at >= REPORT_INTERVAL_S:
+            reported_at = now
+            num_present = ranks.world_size - len(missing)
+            progress = f"{num_present} of {ranks.world_size} ranks after {now - began:.0f} s"
+            print(f"{progress}, missing: {names}", file=sys.stderr, flush=True)
+        silent_s = now - min(heard_at[rank] for rank in missing)
+        if silent_s >= START_LIMIT_S and not joined.is_set():
+            message = f"{names} didn't connect within {START_LIMIT_S:.0f} s"
+            exit_unreachable(UnreachableError(message, hosts))
 
 
 def create_key(folder: Path) -> None:
@@ -135,7 +150,7 @@ class SignedStore:
         return values
 
 
-def meet(
+def join_process_group(
     ranks: Ranks,
     backend: str,
     device: torch.device | None,
@@ -149,73 +164,96 @@ def meet(
     Args:
         device: this rank's GPU, which makes NCCL connect now instead of in the first collective.
         software: of one rank of each host, `describe_software`. It must be the same unless
-          `allow_mixed_code`.
+            `allow_mixed_code`.
 
     Raises:
         UnreachableError: if this rank can't connect.
         CollectiveUserError: on rank 0, if the address is another host's or the port is in use; on
-          all, if software differs.
+            all, if software differs.
     """
     import torch.distributed as dist
 
-    rank = ranks.rank
-    world_size = ranks.world_size
     joined = threading.Event()
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    limit = timedelta(
-        seconds=1.2 * START_LIMIT_S
-    )  # longer than rank 0's, which names who is missing
-    what = f"rank 0 at {address}:{port}"
-
-    def connect() -> tuple[Store, str]:
-        """Return the store, and how hosts' software differs, once all ranks have connected."""
-        _resolve(ranks.host, address, port)
-        _choose_interface(ranks)
-        listens = (
-            rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        )  # else torchrun does
-        if listens:
-            _check_address(address, port)
-        tcp = dist.TCPStore(address, port, world_size, listens, limit, wait_for_workers=False)
-        own = dist.PrefixStore(ranks.run, tcp.clone())  # type: ignore[attr-defined]
-        task = partial(_send_beats, own, rank) if rank else partial(_call_roll, own, ranks, joined)
-        threading.Thread(target=task, daemon=True, name="clap.roll_call").start()
-        store = dist.PrefixStore(ranks.run, tcp)
-        signed = SignedStore(store, ranks.job_folder)
-        signed.set(f"rank {rank}", [ranks.host, software])
-        if rank == 0:
-            everywhere = signed.get_all([f"rank {number}" for number in range(world_size)])
-            signed.set("differences", describe_differences(everywhere))
-        (differences,) = signed.get_all(["differences"])
-        return store, differences
-
+    limit = timedelta(seconds=JOIN_LIMIT_FACTOR * START_LIMIT_S)
+    peer = f"rank 0 at {address}:{port}"
+    connect = partial(_connect, ranks, address, port, limit, software, joined)
     try:
         # In a thread, since signal handlers don't run while the main thread is inside the store.
         store, differences = ThreadPoolExecutor(1).submit(connect).result()
         if differences:
-            problem = f"the hosts of this run have different software: {differences}"
-            if not allow_mixed_code:
-                if rank == 0:
-                    time.sleep(TELL_S)
-                raise CollectiveUserError(
-                    f"{problem}. Install the same, or set clap.debug.allow_mixed_code=true"
-                )
-            if rank == 0:
-                print(f"warning: {problem}", file=sys.stderr, flush=True)
-        what = "a peer"
+            _reject_differences(differences, ranks, allow_mixed_code=allow_mixed_code)
+        peer = "a peer"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=limit,
+            device_id=device,
         )
         joined.set()
     except UnreachableError:
         raise
     except (OSError, RuntimeError) as error:
-        message = f"{socket.gethostname()}: rank {rank} can't reach {what}: {first_line(error)}"
+        this_end = f"{socket.gethostname()}: rank {ranks.rank}"
+        message = f"{this_end} can't reach {peer}: {first_line(error)}"
         raise UnreachableError(message, fault=LINK) from None
 
 
-def _resolve(host: str, address: str, port: int) -> None:
+def _connect(
+    ranks: Ranks,
+    address: str,
+    port: int,
+    limit: timedelta,
+    software: Versions | None,
+    joined: threading.Event,
+) -> tuple[Store, str]:
+    """Return the store, and how hosts' software differs, once all ranks have connected."""
+    import torch.distributed as dist
+
+    _wait_until_resolved(ranks.host, address, port)
+    _choose_interface(ranks)
+    # Under torchrun, its agent listens.
+    listens = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if listens:
+        _check_address(address, port)
+    tcp_store = dist.TCPStore(
+        address, port, ranks.world_size, listens, limit, wait_for_workers=False
+    )
+    # A connection of its own: on one, requests wait for each other.
+    thread_store = dist.PrefixStore(ranks.run, tcp_store.clone())  # type: ignore[attr-defined]
+    if ranks.rank == 0:
+        task = partial(_report_missing_ranks, thread_store, ranks, joined)
+    else:
+        task = partial(_send_heartbeats, thread_store, ranks.rank)
+    threading.Thread(target=task, daemon=True, name="clap.rendezvous").start()
+    store = dist.PrefixStore(ranks.run, tcp_store)
+    signed_store = SignedStore(store, ranks.job_folder)
+    signed_store.set(f"rank {ranks.rank}", [ranks.host, software])
+    if ranks.rank == 0:
+        by_rank = signed_store.get_all([f"rank {rank}" for rank in range(ranks.world_size)])
+        signed_store.set("differences", describe_differences(by_rank))
+    (differences,) = signed_store.get_all(["differences"])
+    return store, differences
+
+
+def _reject_differences(differences: str, ranks: Ranks, *, allow_mixed_code: bool) -> None:
+    """Raise CollectiveUserError as hosts' software differs, or let rank 0 warn if that is
+    allowed."""
+    problem = f"the hosts of this run have different software: {differences}"
+    if allow_mixed_code:
+        if ranks.rank == 0:
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
+        return
+    if ranks.rank == 0:
+        time.sleep(READ_GRACE_S)
+    remedy = "Install the same, or set clap.debug.allow_mixed_code=true"
+    raise CollectiveUserError(f"{problem}. {remedy}")
+
+
+def _wait_until_resolved(host: str, address: str, port: int) -> None:
     """Wait until this host can resolve an address. Raises UnreachableError, which torch would after
     minutes."""
     began = time.monotonic()
@@ -225,10 +263,9 @@ def _resolve(host: str, address: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() - began >= RESOLVE_LIMIT_S:
-                raise UnreachableError(
-                    f"{host} can't resolve {address}: {error.strerror}", [host]
-                ) from None
-        time.sleep(BEAT_S)
+                message = f"{host} can't resolve {address}: {error.strerror}"
+                raise UnreachableError(message, [host]) from None
+        time.sleep(HEARTBEAT_INTERVAL_S)
 
 
 def _choose_interface(ranks: Ranks) -> None:
@@ -236,17 +273,17 @@ def _choose_interface(ranks: Ranks) -> None:
     reach, but 127.0.1.1 or none."""
     import psutil  # not at the top: a supervisor outside of the ranks' container may lack it
 
-    others = [host for host in ranks.hosts if host != ranks.host]
     with suppress(OSError):
-        if socket.gethostbyname(socket.gethostname()).partition(".")[0] != "127":
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
             return
-    if not others:
+    other_host = next((host for host in ranks.hosts if host != ranks.host), None)
+    if other_host is None:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((others[0], 1))  # sends nothing
+        probe.connect((other_host, 1))  # sends nothing
         own_address = probe.getsockname()[0]
-        for interface, addresses in psutil.net_if_addrs().items():
-            if own_address in {entry.address for entry in addresses}:
+        for interface, entries in psutil.net_if_addrs().items():
+            if own_address in [entry.address for entry in entries]:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -256,10 +293,16 @@ def _check_address(address: str, port: int) -> None:
     try:
         socket.create_server((address, port), family=family).close()
     except OSError as error:
-        problems = {
-            errno.EADDRINUSE: f"rendezvous port {port} of {address} is already in use:"
-            " pass a free one to the launcher with --master_port, or submit the job again",
-            errno.EADDRNOTAVAIL: f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another"
-            " host's: for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi",
-        }
-        raise CollectiveUserError(problems.get(error.errno or 0, str(error))) from None
+        problem = str(error)
+        if error.errno == errno.EADDRINUSE:
+            problem = (
+                f"rendezvous port {port} of {address} is already in use:"
+                " pass a free one to the launcher with --master_port, or submit the job again"
+            )
+        elif error.errno == errno.EADDRNOTAVAIL:
+            problem = (
+                f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is"
+                " another host's: for a hostfile with one host, deepspeed starts ranks locally"
+                " unless you pass --force_multi"
+            )
+        raise CollectiveUserError(problem) from None

@@ -22,27 +22,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from clap_ds.distributed import root_cause
 from clap_ds.distributed.error_file import STALL, STOPPED, this_rank, write_error_file
-from clap_ds.distributed.root_cause import STACKS, find_root_cause, read_progress
+from clap_ds.distributed.root_cause import (
+    DUMP,
+    STACKS,
+    Progress,
+    find_root_cause,
+    read_own_progress,
+    read_progress,
+)
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 from clap_ds.utils.errors import printable
 from clap_ds.utils.files import open_own, own_folder
 
-LEAST_S = 60.0
-PAUSES = 5.0
-"""A rank hangs if it makes no step for `LEAST_S` seconds and `PAUSES` times its longest gap between
-steps so far."""
-UNTIMED_S = 600.0  # limit before a step has been timed
-DOING_S = 1800.0  # limit while starting, saving, evaluating, compiling …
-# between checks, and updates of the progress file
-LOOK_S = 1.0
-PUBLISH_S = 10.0
-GRACE_S = 8.0  # for the other ranks to write their stacks
-SPEAK_S = 20.0  # for recording the cause
+# A rank hangs if it makes no step for this many seconds, and for this many times its longest gap
+# between steps so far.
+MIN_STEP_TIMEOUT_S = 60.0
+STEP_TIMEOUT_FACTOR = 5.0
+FIRST_STEP_TIMEOUT_S = 600.0  # before a step has been timed
+ACTIVITY_TIMEOUT_S = 1800.0  # while starting, saving, evaluating, compiling …
+POLL_INTERVAL_S = 1.0
+HEARTBEAT_INTERVAL_S = 10.0  # between updates of the progress file
+STACKS_GRACE_S = 8.0  # for the other ranks to write their stacks
+RECORD_LIMIT_S = 20.0  # for recording the cause
 HEADER_BYTES = 800
+MAX_GROUPS = 8  # process groups in the header
 STARTING = "starting"
 STEPPING = "stepping"
 ENDING = "ending"
@@ -51,17 +57,30 @@ if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under `nohup`
     SIGNALS += (signal.SIGHUP,)
 
 
-class Watch:
+class Deadline(NamedTuple):
+    """The last sign of life, by the monotonic clock, and the limit until the next."""
+
+    since: float
+    limit_s: float
+
+    @property
+    def at(self) -> float:
+        return self.since + self.limit_s
+
+
+class Watchdog:
     """Watches this process's rank once started; until then its methods do nothing.
 
     Attributes:
-        armed: time of the last sign of life, and the limit until the next.
+        deadline: when the rank counts as hung. A thread reads it while the main thread replaces it.
+        activity: the task of the main thread.
         phase: what the main thread does within a step.
     """
 
     def __init__(self) -> None:
         self._run: Path | None = None
-        self.activity = self.phase = ""
+        self.activity = ""
+        self.phase = ""
 
     def start(self, run_directory: Path) -> None:
         """Start watching, if the run directory is accessible."""
@@ -70,51 +89,50 @@ class Watch:
             with own_folder(self._path.parent) as folder:
                 self._file = open_own(folder / self._path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         except OSError as error:
-            print(
-                f"warning: no hang detection for rank {this_rank.rank}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _report(f"warning: no hang detection for rank {this_rank.rank}: {error}")
             return
         import torch
 
         self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
-        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(root_cause.DUMP))
-        self._steps = 0
-        self._longest_s = 0.0
-        self._last_step = 0.0  # 0: another task precedes the next step
-        self._queued: deque[tuple[int, Any]] = (
-            deque()
-        )  # steps that the device hasn't completed, and events after them
-        self._others_busy = 0.0  # when another rank was last busy
-        self.armed = (time.monotonic(), math.inf)
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(DUMP))
+        self._num_steps = 0
+        self._longest_step_s = 0.0
+        # 0: another task precedes the next step.
+        self._last_step_at = 0.0
+        # Steps that the device hasn't completed, and events after them.
+        self._queued: deque[tuple[int, Any]] = deque()
+        self._last_busy_peer_at = 0.0
+        self.deadline = Deadline(time.monotonic(), math.inf)
         self._run = run_directory
         self.begin(STARTING)
         faulthandler.enable(self._file)
-        self._signalled, sender = os.pipe()
+        # Python writes each signal's number to the pipe, even while the main thread is in a library.
+        self._signal_pipe, sender = os.pipe()
         os.set_blocking(sender, False)
-        self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(
-            target=self._attend, args=[run_directory], daemon=True, name="clap.watch"
+            target=self._monitor, args=[run_directory], daemon=True, name="clap.watchdog"
         ).start()
 
     def begin(self, activity: str) -> None:
         """Record a sign of life, and the task that starts now."""
         if self._run is None:
             return
-        changed = activity != self.activity
+        has_changed = activity != self.activity
         self.activity = activity
         self.phase = ""
-        self._last_step = 0.0
-        self._arm()
-        if changed:
-            self._note()
-        if changed and self._cuda is not None and activity != ENDING:
+        self._last_step_at = 0.0
+        self._extend_deadline()
+        if not has_changed:
+            return
+        self._write_header()
+        if self._cuda is not None and activity != ENDING:
             from torch.distributed.distributed_c10d import _set_pg_timeout
 
             # If all hosts hold Python's lock in launches, NCCL's own watchdog ends the run and
             # dumps its progress.
-            _set_pg_timeout(timedelta(seconds=UNTIMED_S if activity == STEPPING else DOING_S))
+            limit_s = FIRST_STEP_TIMEOUT_S if activity == STEPPING else ACTIVITY_TIMEOUT_S
+            _set_pg_timeout(timedelta(seconds=limit_s))
 
     def step(self, number: int) -> None:
         """Record that the main thread has made training step `number`. On a GPU the device
@@ -133,13 +151,14 @@ class Watch:
             self._queued.append((number, event))
 
     def _complete(self, number: int) -> None:
-        self._steps = number
-        if self.activity == STEPPING:
-            now = time.monotonic()
-            before = self._last_step
-            self._longest_s = max(self._longest_s, now - (before or now))
-            self._last_step = now
-            self._arm()
+        self._num_steps = number
+        if self.activity != STEPPING:
+            return
+        now = time.monotonic()
+        if self._last_step_at:
+            self._longest_step_s = max(self._longest_step_s, now - self._last_step_at)
+        self._last_step_at = now
+        self._extend_deadline()
 
     def alive(self) -> None:
         """Record that the current task, not a step, makes progress."""
@@ -147,15 +166,15 @@ class Watch:
             self.begin(self.activity)
 
     @contextmanager
-    def during(self, activity: str) -> Iterator[None]:
+    def section(self, activity: str) -> Iterator[None]:
         """Mark this rank as doing `activity`, which may take long, while the body runs."""
-        before = self.activity
+        outer_activity = self.activity
         self.begin(activity)
         try:
             yield
         finally:
             if self.activity == activity:
-                self.begin(before)
+                self.begin(outer_activity)
 
     def ending(self) -> None:
         """Lift the time limit from here on."""
@@ -167,82 +186,100 @@ class Watch:
         if self._run is not None and os.fstat(self._file).st_size <= HEADER_BYTES:
             with suppress(OSError), own_folder(self._path.parent) as folder:
                 (folder / self._path.name).unlink()
-        self.forget()
+        self.disable()
 
-    def forget(self) -> None:
+    def disable(self) -> None:
         """Stop watching, also in a forked process: its crashes and signals aren't the rank's."""
         if self._run is not None:
             self._run = None
             faulthandler.disable()
             with suppress(ValueError):  # not the main thread
-                signal.set_wakeup_fd(self._wakeup_fd)
+                signal.set_wakeup_fd(self._previous_wakeup_fd)
 
-    def _arm(self) -> None:
+    def _extend_deadline(self) -> None:
         now = time.monotonic()
-        limit = DOING_S
-        if self.activity == ENDING:  # keep written stacks: they may show why
-            self.armed = now, math.inf
-            return faulthandler.cancel_dump_traceback_later()
+        if self.activity == ENDING:
+            # Stacks that were written stay: they may show why the run ends.
+            self.deadline = Deadline(now, math.inf)
+            faulthandler.cancel_dump_traceback_later()
+            return
+        limit_s = ACTIVITY_TIMEOUT_S
         if self.activity == STEPPING:
-            limit = max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
-        if now > sum(self.armed):  # it has recovered
-            os.ftruncate(self._file, HEADER_BYTES)
-        self.armed = now, limit
+            limit_s = FIRST_STEP_TIMEOUT_S
+            if self._longest_step_s:
+                limit_s = max(MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * self._longest_step_s)
+        if now > self.deadline.at:
+            os.ftruncate(self._file, HEADER_BYTES)  # it has recovered
+        self.deadline = Deadline(now, limit_s)
         os.lseek(self._file, HEADER_BYTES, os.SEEK_SET)
-        faulthandler.dump_traceback_later(limit, file=self._file)
+        faulthandler.dump_traceback_later(limit_s, file=self._file)
 
-    def _note(self, hung_at: float | None = None) -> None:
-        """Write the file's header, of constant length."""
-        progress: root_cause.Progress = {}
-        with suppress(Exception):
-            progress = root_cause.own_progress() if hung_at else {}
-        text = json.dumps({
-            "rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity, "step": self._steps,
-            "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at,
-            "collectives": dict(sorted(progress.items(), reverse=True)[:8]),
-        })  # fmt: skip
-        self._noted = time.monotonic()
+    def _write_header(self, hung_at: float | None = None) -> None:
+        """Write the file's header, of constant length: `root_cause.ProgressFile` has its fields."""
+        progress: Progress = {}
+        if hung_at is not None:
+            with suppress(Exception):
+                progress = read_own_progress()
+        # NCCL's groups sort after gloo's, and tell more.
+        groups = sorted(progress, reverse=True)[:MAX_GROUPS]
+        header = {
+            "rank": this_rank.rank,
+            "host": this_rank.host,
+            "activity": self.phase or self.activity,
+            "step": self._num_steps,
+            "limit_s": min(self.deadline.limit_s, ACTIVITY_TIMEOUT_S),
+            "hung_at": hung_at,
+            "collectives": {group: progress[group] for group in groups},
+        }
+        self._header_written_at = time.monotonic()
         with suppress(OSError):  # a full disk
-            os.pwrite(self._file, f"{text:<{HEADER_BYTES - 1}}\n".encode(), 0)
+            os.pwrite(self._file, f"{json.dumps(header):<{HEADER_BYTES - 1}}\n".encode(), 0)
             os.fsync(self._file)  # for other hosts
 
-    def _attend(self, run: Path) -> None:
+    def _monitor(self, run: Path) -> None:
+        """Report progress, and end the run once this rank hangs. The thread's main function."""
         while self._run == run:
-            self._look(LOOK_S)
-            armed = self.armed
-            if time.monotonic() > sum(armed) + LOOK_S / 2:
-                self._note(time.time())
-                self._look(GRACE_S)
-                while self.armed == armed:
-                    self._leave_together(RunDirectory(run), *armed)
-                    self._look(LOOK_S)
-                self._note()  # it has recovered
-            elif time.monotonic() - self._noted > PUBLISH_S:
-                self._note()
+            self._poll(POLL_INTERVAL_S)
+            deadline = self.deadline
+            # Later than faulthandler, whose stacks come first.
+            if time.monotonic() > deadline.at + POLL_INTERVAL_S / 2:
+                self._write_header(hung_at=time.time())
+                self._poll(STACKS_GRACE_S)
+                while self.deadline == deadline:
+                    self._abort_all(RunDirectory(run), deadline)
+                    self._poll(POLL_INTERVAL_S)
+                self._write_header()  # it has recovered
+            elif time.monotonic() - self._header_written_at > HEARTBEAT_INTERVAL_S:
+                self._write_header()
 
-    def _look(self, for_s: float) -> None:
+    def _poll(self, duration_s: float) -> None:
         """Wait; record signals that arrive meanwhile, and then steps that the device has
         completed."""
-        until = time.monotonic() + for_s
-        while select.select([self._signalled], [], [], max(0.0, until - time.monotonic()))[0]:
-            for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
+        end = time.monotonic() + duration_s
+        while select.select([self._signal_pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            for number in set(os.read(self._signal_pipe, 100)) & set(SIGNALS):
                 write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
         with suppress(RuntimeError):  # the device has failed, as the main thread will find
             while self._queued and self._queued[0][1].query():
-                self._complete(self._queued.popleft()[0])
+                number, _ = self._queued.popleft()
+                self._complete(number)
 
-    def _leave_together(self, run: RunDirectory, since: float, limit_s: float) -> None:
+    def _abort_all(self, run: RunDirectory, deadline: Deadline) -> None:
         """Exit if the run's end is recorded, or if this rank has to record it."""
         files = read_progress(run.path)
         now = time.monotonic()
-        if any(not file.responds and file.limit_s >= DOING_S for file in files):
-            self._others_busy = now  # a rank that was busy gets the whole limit to step
+        # A rank that was busy gets the whole limit to step.
+        if any(not file.responds and file.limit_s >= ACTIVITY_TIMEOUT_S for file in files):
+            self._last_busy_peer_at = now
         is_lowest = not any(file.hung_at and file.rank < this_rank.rank for file in files)
-        limit_s += GRACE_S + (limit_s - LEAST_S) / 4  # other ranks' limits may be longer
-        if is_lowest and (
-            now - max(since, self._others_busy) > limit_s or now - since > DOING_S + GRACE_S
-        ):
-            threading.Timer(SPEAK_S, os._exit, [1]).start()  # the file system may not answer
+        # Other ranks' limits may be longer.
+        margin_s = (deadline.limit_s - MIN_STEP_TIMEOUT_S) / 4
+        limit_s = deadline.limit_s + STACKS_GRACE_S + margin_s
+        waited_s = now - max(deadline.since, self._last_busy_peer_at)
+        is_over = waited_s > limit_s or now - deadline.since > ACTIVITY_TIMEOUT_S + STACKS_GRACE_S
+        if is_lowest and is_over:
+            # The file system may not answer.
+            threading.Timer(RECORD_LIMIT_S, os._exit, [1]).start()
             with suppress(Exception):
                 _record_cause(run)
             os._exit(1)
@@ -252,23 +289,25 @@ class Watch:
 
 
 def _record_cause(run: RunDirectory) -> None:
-    if cause := find_root_cause(run.path, None):
-        if cause.kind == STALL:
-            # Keep this verdict: a stopped rank may write its stacks after the others have exited.
-            write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
-        run.finish("failed", cause.message)
-        print(
-            f"error: {printable(cause.message)}; stacks: {run.path / STACKS}",
-            file=sys.stderr,
-            flush=True,
-        )
+    cause = find_root_cause(run.path, None)
+    if cause is None:
+        return
+    if cause.kind == STALL:
+        # Keep this verdict: a stopped rank may write its stacks after the others have exited.
+        write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
+    run.finish("failed", cause.message)
+    _report(f"error: {printable(cause.message)}; stacks: {run.path / STACKS}")
 
 
-watch = Watch()  # a process is one rank
+def _report(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+watch = Watchdog()  # a process is one rank
 start = watch.start
 step = watch.step
 alive = watch.alive
-activity = watch.during
+activity = watch.section
 ending = watch.ending
 stop = watch.stop
-os.register_at_fork(after_in_child=watch.forget)
+os.register_at_fork(after_in_child=watch.disable)

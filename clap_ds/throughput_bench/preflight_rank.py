@@ -1,8 +1,8 @@
-"""One rank of `launch/preflight.py`: describe this host, then measure with all ranks.
+"""Describe this host and measure an all-reduce: one rank of `launch/preflight.py`.
 
-    preflight_rank.py --job_folder FOLDER MEGABYTES PACKAGE,PACKAGE…
+    preflight_rank.py --job_folder FOLDER PACKAGE…
 
-Writes `rank-N.json` before importing anything that a host may lack, and on rank 0 `measured.json`.
+Writes `rank-0000N.json` before importing anything that a host may lack, and on rank 0 `measured.json`.
 """
 
 from __future__ import annotations
@@ -11,60 +11,66 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from clap_ds.config.arguments import make_parser
 from clap_ds.distributed.accelerator import find_gpu, nvidia_smi
 from clap_ds.distributed.hostfile import this_host
-from clap_ds.distributed.init import Ranks, initialize, run_command
+from clap_ds.distributed.init import Ranks, add_rank_options, initialize, run_command
 from clap_ds.utils.files import write_object
 from clap_ds.utils.paths import describe_software, version
 
-# Of a collective, to find unreachable hosts.
-TIMEOUT_S = 180.0
-# For other ranks to write before this one fails and launchers end them.
-OTHERS_WRITE_S = 10.0
+ALL_REDUCE_BYTES = 308_000_000
+TIMEOUT_S = 180.0  # of a collective, to find unreachable hosts
+# A launcher ends all ranks once one has failed. Until then the slower ranks write their reports.
+REPORT_GRACE_S = 10.0
+
+
+def describe_host(ranks: Ranks, packages: Sequence[str]) -> dict[str, Any]:
+    """Return this rank's report: its host, GPUs by UUID, faults and, from one rank per host, the
+    versions of the software (None: not installed)."""
+    gpu_lines = nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
+    report: dict[str, Any] = {
+        "host": this_host(),
+        "gpus": dict(line.split(", ", 1) for line in gpu_lines),
+        "faults": [],
+    }
+    if not gpu_lines and os.environ.get("DS_ACCELERATOR") != "cpu":
+        evidence = find_gpu()
+        if evidence:
+            report["faults"].append(f"no GPU is visible despite {evidence}")
+    if ranks.local_rank == 0:
+        report["software"] = {
+            **describe_software(),
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        }
+    return report
 
 
 def main(ranks: Ranks) -> None:
-    # The launcher adds options.
-    path, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
-    folder = Path(path)
-    write_object(folder / f"rank-{ranks.rank}.json", _describe_rank(ranks, packages.split(",")))
+    parser = make_parser(__doc__)
+    add_rank_options(parser)
+    parser.add_argument("packages", nargs="+", metavar="PACKAGE", help="report their versions")
+    options = parser.parse_args()
+    report = describe_host(ranks, options.packages)
+    write_object(options.job_folder / f"rank-{ranks.rank:05}.json", report)
     try:
         device = initialize(ranks, collective_timeout_s=TIMEOUT_S, allow_mixed_code=True)
-        # Torch may be what is missing.
-        from clap_ds.throughput_bench.bandwidth import measure
+        # Not at the top: torch may be what this host lacks.
+        from clap_ds.throughput_bench.bandwidth import time_all_reduce
 
-        measured = measure(float(megabytes), ranks, device)
+        measured = time_all_reduce(ALL_REDUCE_BYTES, device)
     except Exception:
-        time.sleep(OTHERS_WRITE_S)
+        time.sleep(REPORT_GRACE_S)
         raise
     if ranks.is_main_process:
-        write_object(folder / "measured.json", measured)
-
-
-def _describe_rank(ranks: Ranks, packages: list[str]) -> dict[str, Any]:
-    """Return this host's name, GPUs and what is wrong with them; local rank 0 also returns the
-    versions of packages, None without one."""
-    gpus = nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
-    description: dict[str, Any] = {
-        "host": this_host(),
-        "gpus": dict(line.split(", ", 1) for line in gpus),
-        "faults": [],
-    }
-    if not gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
-        evidence = find_gpu()
-        if evidence:
-            description["faults"].append(f"no GPU is visible despite {evidence}")
-    if ranks.local_rank == 0:
-        versions = {name: version(name) for name in packages}
-        software = {**describe_software(), "python": platform.python_version(), **versions}
-        description["software"] = software
-    return description
+        write_object(options.job_folder / "measured.json", measured)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ GPUS = 4
 CPUS = 8
 CGROUPS = Path("/sys/fs/cgroup/freezer")
 """If it exists, SLURM tracks a step's processes with the cgroup-v1 freezer, as on most clusters."""
-OVER = {
+TERMINAL_STATES = {
     "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
 """States of jobs that have ended. There are many others, some of them brief (`SIGNALING`)."""
@@ -37,15 +37,14 @@ class SlurmCluster:
     leftovers apart."""
 
     def __init__(self, num_nodes: int) -> None:
-        self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
-        fcntl.flock(
-            self._lock, fcntl.LOCK_EX
-        )  # one cluster per machine: SLURM's cgroups are named after nodes only
+        # One cluster per machine: SLURM's cgroups are named after nodes only.
+        temporary = Path(tempfile.gettempdir())
+        self._lock = (temporary / "clap-slurm.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
-        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            shutil.rmtree(
-                left, ignore_errors=True
-            )  # left by a killed test run, whose hosts are gone
+        # Left by a killed test run, whose hosts are gone.
+        for folder in temporary.glob(f"{_PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
         self._remove_cgroups()
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.folder.chmod(0o755)
@@ -72,12 +71,9 @@ class SlurmCluster:
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
+        inits = [Path(f"/proc/{pid}") for pid in self._init.values()]
         with contextlib.suppress(AssertionError):
-            self.wait_until(
-                lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._init.values()),
-                5,
-                "hosts",
-            )
+            self.wait_until(lambda: not any(map(Path.exists, inits)), 5, "hosts")
         self._remove_cgroups()
         self._holders = {}
         self._init = {}
@@ -101,17 +97,8 @@ class SlurmCluster:
         timeout: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host."""
-        enter = [
-            "nsenter",
-            "-t",
-            str(self._init[host]),
-            "-n",
-            "-u",
-            "-m",
-            "-p",
-            f"--wd={folder or self.folder}",
-            "--",
-        ]
+        enter = f"nsenter -t {self._init[host]} -n -u -m -p".split()
+        enter += [f"--wd={folder or self.folder}", "--"]
         command = [*enter, "env", f"SLURM_CONF={self.folder}/slurm.conf", *arguments]
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
@@ -129,15 +116,13 @@ class SlurmCluster:
 
     def processes(self, pattern: str) -> dict[str, list[str]]:
         """Return matching command lines by node, without nodes that have none."""
-        lines = {
-            host: self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout
-            for host in self._addresses
-        }
-        found = {
-            host: re.findall(f"^.*(?:{pattern}).*$", text, re.MULTILINE)
-            for host, text in lines.items()
-        }
-        return {host: matching for host, matching in found.items() if matching}
+        by_host = {}
+        for host in self._addresses:
+            lines = self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout
+            matching = re.findall(f"^.*(?:{pattern}).*$", lines, re.MULTILINE)
+            if matching:
+                by_host[host] = matching
+        return by_host
 
     def left_behind(self, pattern: str) -> dict[str, list[str]]:
         """Return the `processes` that remain after a grace period for exiting ones."""
@@ -145,7 +130,16 @@ class SlurmCluster:
             self.wait_until(lambda: not self.processes(pattern), 5, "processes to end")
         return self.processes(pattern)
 
-    def cut(self, host: str) -> None:
+    @contextlib.contextmanager
+    def mounted(self, host: str, *arguments: str) -> Iterator[None]:
+        """Let a host see other content at a path, the last of `mount`'s arguments."""
+        self.run(host, "mount", *arguments)
+        try:
+            yield
+        finally:
+            self.run(host, "umount", "--lazy", arguments[-1])
+
+    def disconnect(self, host: str) -> None:
         """Cut a node off the network."""
         self.run("ctl", "ip", "link", "set", f"v-{host}", "down")
 
@@ -162,22 +156,23 @@ class SlurmCluster:
     @contextlib.contextmanager
     def slow_network(self, rate: str) -> Iterator[None]:
         """Limit each node's links, also to itself, to `rate`, in `tc`'s units."""
-        links = [(host, device) for host in self.nodes for device in ("eth0", "lo")]
-        for host, device in links:
-            limit = f"tc qdisc add dev {device} root tbf rate {rate} burst 128kb latency 1s"
-            self.run(host, *limit.split())
+        limit = f"root tbf rate {rate} burst 128kb latency 1s"
         try:
+            for host in self.nodes:
+                for device in ("eth0", "lo"):
+                    self.run(host, *f"tc qdisc add dev {device} {limit}".split())
             yield
         finally:
-            for host, device in links:
-                self.run(host, *f"tc qdisc del dev {device} root".split())
+            for host in self.nodes:
+                for device in ("eth0", "lo"):
+                    self.run(host, *f"tc qdisc del dev {device} root".split(), check=False)
 
     @staticmethod
-    def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> None:
+    def wait_until(condition: Callable[[], Any], timeout_s: float, event: str) -> None:
         """Wait until a condition holds; AssertionError after the time limit."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < timeout, f"waited {timeout:.0f} s for {what}"
+            assert time.monotonic() - began < timeout_s, f"waited {timeout_s:.0f} s for {event}"
             time.sleep(0.2)
 
     def wait_until_idle(self) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, site_file
+from tests.cluster.conftest import write_profile
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.conftest import micro_run
+from tests.conftest import ROOT, micro_run
 
 pytestmark = pytest.mark.end_to_end
 PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -25,13 +25,15 @@ BY_HAND = r"git clone .*|make setup.*"  # already done by the tests
 
 def _commands() -> list[tuple[str, list[str]]]:
     """Return each command with the output that the page shows."""
-    found: list[tuple[str, list[str]]] = []
+    commands: list[tuple[str, list[str]]] = []
     for line in "".join(BLOCKS).splitlines():
         if line.startswith("$ "):
-            found.append((re.split(r"\s{2,}#", line)[0].removeprefix("$ "), []))
+            command = re.split(r"\s{2,}#", line)[0].removeprefix("$ ")
+            commands.append((command, []))
         else:
-            found[-1][1].append(line)
-    return found
+            _, output_lines = commands[-1]
+            output_lines.append(line)
+    return commands
 
 
 def _pattern(line: str) -> str:
@@ -55,31 +57,26 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_line_as_typed(cluster: SlurmCluster, checkout: Path) -> None:
+def test_every_line_prints_what_the_page_shows(cluster: SlurmCluster, checkout: Path) -> None:
     cluster.wait_until_idle()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for command, expected in _commands():
+    environment = ["env", f"PATH={path}", f"PYTHONPATH={checkout}"]
+    for command, expected_lines in _commands():
         if re.fullmatch(BY_HAND, command):
             continue
-        done = cluster.run(
-            "ctl", "env", f"PATH={path}", f"PYTHONPATH={checkout}", "bash", "-c", command.replace("…", "*"),
-            folder=checkout, check=False, timeout=240,
-        )  # fmt: skip
-        shown = done.stdout + done.stderr
-        assert done.returncode == 0, f"$ {command}\n{shown}"
-        lines = iter(shown.splitlines())
-        for line in expected:
-            assert any(re.fullmatch(rf"\s*{_pattern(line)}\s*", each) for each in lines), (
-                f"{line!r} isn't in:\n{shown}"
-            )
+        shell = ["bash", "-c", command.replace("…", "*")]
+        done = cluster.run("ctl", *environment, *shell, folder=checkout, check=False, timeout=240)
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, f"$ {command}\n{output}"
+        lines = iter(output.splitlines())  # in the page's order
+        for expected in expected_lines:
+            pattern = re.compile(rf"\s*{_pattern(expected)}\s*")
+            assert any(map(pattern.fullmatch, lines)), f"{expected!r} isn't in:\n{output}"
         if command.startswith("cp "):
-            shutil.copy(
-                site_file(checkout.parent, run_root="runs"),
-                checkout / "launch" / "clusters" / "mine.json",
-            )
+            profile = checkout / "launch" / "clusters" / "mine.json"
+            shutil.copy(write_profile(checkout.parent, run_root="runs"), profile)
         # The page continues after the jobs have ended.
-        cluster.wait_until(
-            lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), 240, "an empty queue"
-        )
+        is_empty = lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip()  # noqa: E731
+        cluster.wait_until(is_empty, 240, "an empty queue")
     (picture,) = checkout.glob("*.png")
     assert picture.stat().st_size > 10_000

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,39 +11,41 @@ import torch
 from clap_ds.distributed import accelerator
 from clap_ds.distributed.accelerator import choose_accelerator, choose_device
 from clap_ds.utils.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
-    ("has", "expected"),
+    ("variables", "has_device_file", "is_usable", "expected"),
     [
-        ({}, "cpu"),
-        ({"device": True, "works": True}, "cuda"),
-        ({"device": True, "works": True, "DS_ACCELERATOR": "cpu"}, "cpu"),
-        ({"device": True, "CUDA_VISIBLE_DEVICES": ""}, "cpu"),
-        ({"SLURM_GPUS_ON_NODE": "0"}, "cpu"),
-        (
-            {"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""},
-            "SLURM_GPUS_ON_NODE=4",
-        ),
-        ({"device": True}, "nvidia0: the driver is too old"),
+        ({}, False, False, "cpu"),
+        ({}, True, True, "cuda"),
+        ({"DS_ACCELERATOR": "cpu"}, True, True, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, False, "cpu"),
+        ({"SLURM_GPUS_ON_NODE": "0"}, False, False, "cpu"),
+        ({"SLURM_GPUS_ON_NODE": "4"}, False, False, "SLURM_GPUS_ON_NODE=4"),
+        ({}, True, False, "nvidia0: the driver is too old"),
     ],
 )
-def test_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, Any], expected: str
+def test_gpu_that_torch_cannot_use_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    has_device_file: bool,
+    is_usable: bool,
+    expected: str,
 ) -> None:
-    def init() -> None:
+    def fail_to_initialize() -> None:
         raise RuntimeError("the driver is too old.\nsecond line")
 
     for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "SLURM_GPUS_ON_NODE"):
-        monkeypatch.setenv(name, has.get(name, ""))  # restored after the test
-        if name not in has:
-            monkeypatch.delenv(name)
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(accelerator, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: "works" in has)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    if "device" in has:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_usable)
+    monkeypatch.setattr(torch.cuda, "init", fail_to_initialize)
+    if has_device_file:
         (tmp_path / "nvidia0").touch()
     if expected in ("cpu", "cuda"):
         assert choose_accelerator() == expected
@@ -55,21 +56,21 @@ def test_choice(
 
 
 @pytest.mark.parametrize(
-    ("there", "visible", "local_rank", "expected"),
+    ("num_gpus", "visible", "local_rank", "expected"),
     [
         (4, "0,1,2,3", 2, "cuda:2"),
         (1, "2", 2, "cuda:0"),  # `--gpus-per-task`
         (2, "0,1", 2, "2 visible GPUs"),
     ],
 )
-def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
-    monkeypatch: pytest.MonkeyPatch, there: int, visible: str, local_rank: int, expected: str
+def test_rank_takes_the_gpu_of_its_number_or_its_own(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str, local_rank: int, expected: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(accelerator, "set_up_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     if expected.startswith("cuda"):
         assert choose_device(7, local_rank) == torch.device(expected)
@@ -80,20 +81,18 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
 
 
 @pytest.mark.end_to_end
-def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
+def test_make_bench_on_cpus_starts_two_ranks(tmp_path: Path) -> None:
     """Use a `python` that prints the launcher's arguments instead of starting ranks."""
-    launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
-    (tmp_path / "python").write_text(f'#!/bin/sh\n{launcher}\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")
-    }
-    command = ["make", "bench", f"PYTHON={tmp_path / 'python'}"]
-    env |= {"DS_ACCELERATOR": "cpu"}
+    launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "$DS_ACCELERATOR $@"; exit 0; }'
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n{launcher}\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    # Without those of a `make` that runs the tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    env["DS_ACCELERATOR"] = "cpu"
+    command = ["make", "bench", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    started = done.stdout.splitlines()[-1]
-    assert started.startswith(
-        "DS_ACCELERATOR=cpu -m deepspeed.launcher.runner --quiet --master_port "
-    )
-    assert " --num_gpus 2 clap_ds/bench.py" in started
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("cpu -m deepspeed.launcher.runner --quiet --master_port ")
+    assert " --num_gpus 2 clap_ds/bench.py" in line

@@ -11,8 +11,8 @@ from clap_ds.distributed.hostfile import expand, expand_by_slurm, read_hostfile,
 from clap_ds.launch import preflight
 from clap_ds.launch.slurm_hostfile import main
 from tests import needs
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
     "n1": "n1",
     "a[01-03,7],b-ib0,c2[08-11]": "a01 a02 a03 a7 b-ib0 c208 c209 c210 c211",
@@ -43,9 +43,6 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
-
-
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configure SLURM's commands, without which they don't answer."""
@@ -55,31 +52,26 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
 
-def test_expands() -> None:
-    lists = {**LISTS, **SUFFIXES}
-    assert {nodelist: expand(nodelist) for nodelist in lists} == {
-        name: hosts.split() for name, hosts in lists.items()
-    }
+@pytest.mark.parametrize("nodelist", [*LISTS, *SUFFIXES])
+def test_node_list_expands(nodelist: str) -> None:
+    assert expand(nodelist) == {**LISTS, **SUFFIXES}[nodelist].split()
 
 
 @pytest.mark.parametrize("nodelist", [*MALFORMED, "a[1-2]b[1-2]c[1-2]"])
-def test_expand_malformed_is_refused(nodelist: str) -> None:
+def test_malformed_node_list_is_rejected(nodelist: str) -> None:
     with pytest.raises(ValueError, match="expected a node list"):
         expand(nodelist)
 
 
 @pytest.mark.usefixtures("scontrol")
 def test_expand_equals_scontrol() -> None:
-    command = ["scontrol", "show", "hostnames"]
-    shown = {
-        nodelist: subprocess.check_output([*command, nodelist], text=True).split()
-        for nodelist in LISTS
-    }
-    assert shown == {nodelist: expand(nodelist) for nodelist in LISTS}
+    for nodelist in LISTS:
+        command = ["scontrol", "show", "hostnames", nodelist]
+        assert subprocess.check_output(command, text=True).split() == expand(nodelist)
 
 
 @pytest.mark.usefixtures("scontrol")
-def test_expand_by_slurm_adds_what_only_scontrol_reads() -> None:
+def test_expand_by_slurm_adds_lists_that_only_scontrol_reads() -> None:
     assert expand_by_slurm("a[1-2]b[1]c[3]") == ["a1b1c3", "a2b1c3"]
     assert expand_by_slurm("c[1-2].org") == ["c1.org", "c2.org"]  # by either
     for nodelist in MALFORMED:
@@ -87,130 +79,111 @@ def test_expand_by_slurm_adds_what_only_scontrol_reads() -> None:
             expand_by_slurm(nodelist)
 
 
+@pytest.mark.parametrize("script", ["exit 1", "echo n1; exit 1", "echo n1; echo 'error: x'"])
 def test_expand_by_slurm_without_an_answer_is_expand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    for script in ("exit 1", "echo n1; exit 1", "echo n1; echo 'error: x'"):
-        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "scontrol").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        assert expand_by_slurm("n[1-2]") == ["n1", "n2"]
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert expand_by_slurm("n[1-2]") == ["n1", "n2"]
+
+
+STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
 
 
 @pytest.mark.parametrize(
-    ("variables", "wanted", "slots"),
+    ("variables", "expected"),
     [
-        ("GPUS_ON_NODE=4", None, [4, 4]),
-        ("GPUS_PER_NODE=h100:4", None, [4, 4]),
-        ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
-        ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
+        ("GPUS_ON_NODE=4", [4, 4]),
+        ("GPUS_PER_NODE=a100:2,h100:4", [6, 6]),
+        ("GPUS_PER_NODE=gpu:a100:4", [4, 4]),
+        ("GPUS_PER_TASK=4 TASKS_PER_NODE=1(x2) NTASKS=2", [4, 4]),
+        ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", [4, 2]),
+        ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", [4, 4]),
+        ("GPUS_PER_NODE=0 TASKS_PER_NODE=1(x2) NTASKS=2", [1, 1]),
         # With --exclusive, SLURM allocates all GPUs and counts a task per core, which nobody
         # requested.
-        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
-        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
-        ("", None, "pass --slots"),
-        ("GPUS_PER_NODE=a100:2,h100:4", None, [6, 6]),
-        ("GPUS_PER_NODE=gpu:a100:4", None, [4, 4]),
-        ("GPUS_PER_NODE=many", None, "SLURM_GPUS_PER_NODE.*'many'"),
-        ("GPUS_ON_NODE=4,", None, "SLURM_GPUS_ON_NODE.*'4,'"),
-        ("GPUS_PER_NODE=0 TASKS_PER_NODE=1(x2) NTASKS=2", None, [1, 1]),
-        ("GPUS_PER_TASK=4 TASKS_PER_NODE=1(x2) NTASKS=2", None, [4, 4]),
-        ("GPUS_PER_TASK=2 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_ON_NODE=4", None, [2, 1]),
+        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", [4, 4]),
+        ("", "pass --slots"),
+        ("NTASKS=2", "pass --slots"),
+        ("GPUS_ON_NODE=4,", "SLURM_GPUS_ON_NODE.*'4,'"),
         # --gpus=6 may give 4 to this host and 2 to the other. salloc tells only the total.
-        ("GPUS=6 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, "SLURM_GPUS=6"),
-        ("GPUS=8 TASKS_PER_NODE=1(x2) NTASKS=2", None, "SLURM_GPUS=8"),
-        ("GPUS=8 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", None, [4, 4]),
-        ("TASKS_PER_NODE=4,x NTASKS=6", None, "SLURM_TASKS_PER_NODE.*'4,x'"),
-        ("TASKS_PER_NODE=0(x2) NTASKS=6", None, r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
-        (
-            "JOB_NODELIST=n[1-4] TASKS_PER_NODE=4(x2) NTASKS=8",
-            None,
-            r"TASKS_PER_NODE=4\(x2\).* 2 .*NODELIST=n\[1-4\]",
-        ),
-        (
-            "JOB_NODELIST=n[1-4] TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=4",
-            None,
-            r"SLURM_TASKS_PER_NODE=1\(x2\)",
-        ),
-        ("NTASKS=2", None, "pass --slots"),
-        ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", 4, "heterogeneous"),
+        ("GPUS=6 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", "SLURM_GPUS=6"),
+        ("GPUS=8 TASKS_PER_NODE=1(x2) NTASKS=2", "SLURM_GPUS=8"),
+        ("GPUS=8 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", [4, 4]),
+        ("TASKS_PER_NODE=0(x2) NTASKS=6", r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
+        ("TASKS_PER_NODE=4(x3) NTASKS=12", r"TASKS_PER_NODE=4\(x3\) counts 3 .*NODELIST=n\[1-2\]"),
+        ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", "heterogeneous"),
         # srun -N2 -n3 in a job of four hosts, and with fewer GPUs than the job.
-        (
-            f"{STEP} STEP_TASKS_PER_NODE=2,1 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_PER_NODE=4 GPUS_ON_NODE=1",
-            None,
-            [2, 1],
-        ),
-        (
-            f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_PER_NODE=4 GPUS_ON_NODE=1",
-            None,
-            [1, 1],
-        ),
-        (f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2", 3, [3, 3]),
+        (f"{STEP} STEP_TASKS_PER_NODE=2,1 TASKS_PER_NODE=2,1 NTASKS=3 GPUS_PER_NODE=4 GPUS_ON_NODE=1", [2, 1]),
+        (f"{STEP} STEP_TASKS_PER_NODE=1(x2) TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_PER_NODE=4 GPUS_ON_NODE=1", [1, 1]),
         # salloc's shell in an interactive step on the first host.
-        (
-            "STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4",
-            None,
-            [2, 2],
-        ),
+        ("STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", [2, 2]),
     ],
-)
-def test_slots_of_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
-    environment = dict(
-        f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()]
-    )
-    if isinstance(slots, str):
-        with pytest.raises(ValueError, match=slots):
-            slots_from_slurm(environment, wanted)
+)  # fmt: skip
+def test_slots_of_an_allocation_or_step(variables: str, expected: list[int] | str) -> None:
+    pairs = [f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()]]
+    environment = dict(pairs)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            slots_from_slurm(environment)
     else:
-        assert slots_from_slurm(environment, wanted) == {
-            f"n{number}": count for number, count in enumerate(slots, 1)
-        }
+        assert slots_from_slurm(environment) == dict(zip(["n1", "n2"], expected, strict=True))
+        assert slots_from_slurm(environment, 3) == {"n1": 3, "n2": 3}
 
 
-def test_command_writes_what_deepspeed_reads(
+def test_hostfile_of_the_command_is_read_by_deepspeed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "hostfile"
-    assert main(["--nodelist", "n[09-10]", "--slots", "4", "--output", str(output)]) == 0
+    options = ["--slots", "4", "--output", str(output)]
+    assert main(["--nodelist", "n[09-10]", *options]) == 0
     assert output.read_text() == "n09 slots=4\nn10 slots=4\n"
     assert read_hostfile(output) == fetch_hostfile(str(output)) == {"n09": 4, "n10": 4}
-    assert main(["--nodelist", "n[1-", "--slots", "4", "--output", str(output)]) == 2
+    assert main(["--nodelist", "n[1-", *options]) == 2
     assert "expected a node list" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["n09 slots=4\nn10 slots=4\n"]
     assert main(["--nodelist", "n1"]) == 2
 
 
-def test_nodefile_of_pbs_or_lsf_counts_slots(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        # A host's lines needn't follow each other.
+        ("n2.site.org\nn1\nn2.site.org\n\n", [], "n2.site.org slots=2\nn1 slots=1\n"),
+        ("n2\nn1\nn2\n", ["--slots", "4"], "n2 slots=4\nn1 slots=4\n"),
+        ("", [], ""),
+        ("n1 4 n2 4\n", [], ""),
+        ("n1\n-oProxyCommand=x\n", [], ""),
+    ],
+)
+def test_nodefile_of_pbs_or_lsf_has_a_line_per_slot(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    options: list[str],
+    expected: str,
 ) -> None:
-    """A line per slot, and a host's lines needn't follow each other."""
-    nodefile = tmp_path / "nodes"
-    nodefile.write_text("n2.site.org\nn1\nn2.site.org\n\n")
-    for options, expected in (
-        ((), "n2.site.org slots=2\nn1 slots=1\n"),
-        (("--slots", "4"), "n2.site.org slots=4\nn1 slots=4\n"),
-    ):
-        assert main(["--nodefile", str(nodefile), *options]) == 0
-        assert capsys.readouterr().out == expected
-    for malformed in ("", "n1 4 n2 4\n", "n1\n-oProxyCommand=x\n"):
-        nodefile.write_text(malformed)
-        assert main(["--nodefile", str(nodefile)]) == 2
-        assert "a host's name for each slot" in capsys.readouterr().err
+    (tmp_path / "nodes").write_text(content)
+    code = main(["--nodefile", str(tmp_path / "nodes"), *options])
+    output, error = capsys.readouterr()
+    assert (code, output) == (0 if expected else 2, expected)
+    assert expected or "a host's name for each slot" in error
 
 
-def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
+def test_hostfile_command_needs_only_the_standard_library() -> None:
     slurm = {
         "SLURM_JOB_NODELIST": "n[1-2],m",
         "SLURM_TASKS_PER_NODE": "2(x2),1",
         "SLURM_NTASKS": "5",
     }
     command = [sys.executable, "-S", str(ROOT / "launch" / "slurm_hostfile.py")]
-    environment = {**slurm, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
+    output = subprocess.check_output(command, env={**slurm, "PYTHONPATH": str(ROOT)}, text=True)
+    assert output == "n1 slots=2\nn2 slots=2\nm slots=1\n"
 
 
-def test_outside_an_allocation_only_options_of_the_command_are_named(
+def test_error_outside_an_allocation_names_only_options_of_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
@@ -223,10 +196,10 @@ def test_outside_an_allocation_only_options_of_the_command_are_named(
 
 
 @pytest.mark.parametrize(
-    "line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=-1", "n2 slots=4 x"]
+    "line", ["n2", "n[2-3] slots=4", "n1 slots=4", "n2 slots=0", "n2 slots=4 x"]
 )
-def test_hostfile_that_is_none_is_refused(tmp_path: Path, line: str) -> None:
+def test_malformed_hostfile_is_rejected_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "hostfile").write_text(f"n1 slots=4\n{line}\n")
-    with pytest.raises(ValueError, match="expected 'HOST slots=N', found") as refusal:
+    with pytest.raises(ValueError, match="expected 'HOST slots=N', found") as raised:
         read_hostfile(tmp_path / "hostfile")
-    assert repr(line) in str(refusal.value)
+    assert repr(line) in str(raised.value)

@@ -17,12 +17,13 @@ from clap_ds.distributed.root_cause import find_root_cause, read_progress
 from tests import processes
 from tests.training.training_commands import wait_until
 
-BRIEF = {
-    f"clap_ds.distributed.watchdog.{name}": value
-    for name, value in (("LEAST_S", 2.0), ("LOOK_S", 0.2), ("GRACE_S", 2.0))
+SHORT_TIMEOUTS = {
+    "clap_ds.distributed.watchdog.MIN_STEP_TIMEOUT_S": 2.0,
+    "clap_ds.distributed.watchdog.POLL_INTERVAL_S": 0.2,
+    "clap_ds.distributed.watchdog.STACKS_GRACE_S": 2.0,
 }
 
-# Steps whose ranks wait for each other; the command line has the code of the last rank's fifth
+# Steps whose ranks wait for each other. The command line has what the last rank does in its fifth
 # step.
 RUN = """
 import ctypes, os, signal, sys, time
@@ -41,7 +42,7 @@ def compile():
     with watchdog.activity("compiling"):
         time.sleep(6)
 
-def receive_signals():
+def wait_in_a_library():
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)
@@ -64,16 +65,15 @@ leave(0)
 """
 
 
-def _run(folder: Path, what: str, world_size: int = 2) -> list[processes.Command]:
-    (folder / "summary.json").write_text('{"state": "running"}')
-    arguments = ["-c", RUN, folder, what]
-    return processes.ranks(
-        arguments, world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF
-    )
+def _start(run: Path, action: str, world_size: int = 2) -> list[processes.Command]:
+    (run / "summary.json").write_text('{"state": "running"}')
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = ["-c", RUN, run, action]
+    return processes.ranks(arguments, world_size, env=environment, constants=SHORT_TIMEOUTS)
 
 
-def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -> None:
-    first, second, last = _run(tmp_path, "hold_the_lock", 3)
+def test_rank_that_blocks_the_others_is_named_and_recorded(tmp_path: Path) -> None:
+    first, second, last = _start(tmp_path, "hold_the_lock", 3)
     assert [first.wait(), second.wait()] == [1, 1]
     last.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -86,8 +86,8 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
     assert (cause.kind, cause.ranks, cause.hosts) == ("stall", [2], ["node"])
 
 
-def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
-    first, second = _run(tmp_path, "crash")
+def test_crash_is_named_with_its_signal(tmp_path: Path) -> None:
+    first, second = _start(tmp_path, "crash")
     assert (first.wait(), second.wait()) == (1, -signal.SIGSEGV)
     cause = find_root_cause(tmp_path, None)
     assert cause is not None
@@ -95,70 +95,75 @@ def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     assert (cause.kind, cause.hosts) == ("signal", ["node"])
 
 
-def test_a_pause_that_is_announced_ends_no_run(tmp_path: Path) -> None:
-    ranks = _run(tmp_path, "compile")
+def test_announced_pause_ends_no_run(tmp_path: Path) -> None:
+    ranks = _start(tmp_path, "compile")
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     assert list((tmp_path / "stacks").iterdir()) == []
 
 
-def test_a_signal_is_recorded_while_the_main_thread_is_in_a_library(tmp_path: Path) -> None:
-    (alone,) = _run(tmp_path, "receive_signals", 1)
-    wait_until(lambda: "ready" in alone.stdout)
-    alone.send_signal(signal.SIGTERM)
+def test_signal_is_recorded_while_the_main_thread_is_in_a_library(tmp_path: Path) -> None:
+    (rank,) = _start(tmp_path, "wait_in_a_library", 1)
+    wait_until(lambda: "ready" in rank.stdout)
+    rank.send_signal(signal.SIGTERM)
     wait_until(lambda: bool(read_errors(tmp_path)))
-    alone.kill()
-    (word,) = read_errors(tmp_path)
-    assert (word.kind, word.code, word.host) == ("stopped", 143, "node")
+    rank.kill()
+    (error,) = read_errors(tmp_path)
+    assert (error.kind, error.code, error.host) == ("stopped", 143, "node")
 
 
 # --- when a rank counts as hung
 
 
 @pytest.fixture
-def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Watch this process."""
-    limits: list[float] = []
-    monkeypatch.setattr(
-        faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s)
-    )
+def limits_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Watch this process. Return a list to which each limit until the next sign of life is added."""
+    limits_s: list[float] = []
+    record = lambda limit_s, file: limits_s.append(limit_s)  # noqa: E731
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", record)
     monkeypatch.setattr(error_file.this_rank, "folder", None)  # restored after the test
     watchdog.start(tmp_path)
-    yield limits
+    yield limits_s
     watchdog.stop()
+
+
+def _set_clock(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
 
 
 @pytest.mark.parametrize(
     ("step_s", "limit_s"),
     [([], 600.0), ([0.5] * 10, 60.0), ([1.0, 50.0, 1.0], 250.0)],
-    ids=["untimed", "a minute", "five pauses"],
+    ids=["untimed", "at least a minute", "five times the longest step"],
 )
-def test_limit_by_the_steps_so_far(
-    limits: list[float], monkeypatch: pytest.MonkeyPatch, step_s: list[float], limit_s: float
+def test_limit_by_the_longest_step_ignores_other_tasks(
+    limits_s: list[float], monkeypatch: pytest.MonkeyPatch, step_s: list[float], limit_s: float
 ) -> None:
     for now in itertools.accumulate([1.0, *step_s]):
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        _set_clock(monkeypatch, now)
         watchdog.step(1)
-    assert limits[-1] == limit_s
+    assert limits_s[-1] == limit_s
     with watchdog.activity("saving"):
-        assert limits[-1] == 1800
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
+        assert limits_s[-1] == 1800
+        _set_clock(monkeypatch, 10_000.0)
     watchdog.step(2)
-    assert limits[-1] == limit_s, "the task in between is no step"
+    assert limits_s[-1] == limit_s
 
 
-def test_a_step_counts_once_the_device_has_completed_it(
-    limits: list[float], monkeypatch: pytest.MonkeyPatch
+def test_step_counts_once_the_device_has_completed_it(
+    limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[bool] = []
-    event = SimpleNamespace(record=lambda: None, query=lambda: bool(done))
+    is_done = False
+    event = SimpleNamespace(record=lambda: None, query=lambda: is_done)
     monkeypatch.setattr(watchdog.watch, "_cuda", SimpleNamespace(Event=lambda: event))
     monkeypatch.setattr("torch.distributed.distributed_c10d._set_pg_timeout", lambda limit: None)
-    steps = lambda: [file.step for file in read_progress(watchdog.watch._path.parents[1])]  # noqa: E731
+
+    def poll() -> int:
+        watchdog.watch._poll(0)
+        watchdog.watch._write_header()
+        (file,) = read_progress(watchdog.watch._path.parents[1])
+        return file.step
+
     watchdog.step(7)
-    watchdog.watch._look(0)
-    watchdog.watch._note()
-    assert steps() == [0]
-    done.append(True)
-    watchdog.watch._look(0)
-    watchdog.watch._note()
-    assert steps() == [7]
+    assert poll() == 0
+    is_done = True
+    assert poll() == 7

@@ -36,6 +36,11 @@ class FakeSlurm:
     def write(self, name: str, text: str = "") -> None:
         (self.folder / name).write_text(text)
 
+    def write_program(self, name: str, script: str) -> None:
+        """Write a command for bash, which runs in the folder."""
+        (self.folder / name).write_text(f"#!/bin/bash\ncd '{self.folder}'\n{script}\n")
+        (self.folder / name).chmod(0o755)
+
     def lines(self, name: str) -> list[str]:
         """Read `calls` (sbatch's command lines), `tested` (#SBATCH lines it checked) or `asked`
         (scontrol's)."""
@@ -48,18 +53,14 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     tests."""
     folder = tmp_path / "fake_slurm"
     folder.mkdir()
-    for name, script in SCRIPTS.items():
-        (folder / name).write_text(f"#!/bin/bash\ncd '{folder}'\n{script}\n")
-        (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
-    kinds = ("gpu:h100:4(S:0-1)|1-00:00:00|4", "gpu:h100:4|1-00:00:00|2")
-    fake.write(
-        "partitions", "".join(f"gpu*|{kind}\n" for kind in kinds) + "cpu|(null)|infinite|9\n"
-    )
+    for name, script in SCRIPTS.items():
+        fake.write_program(name, script)
+    gpu_nodes = "gpu*|gpu:h100:4(S:0-1)|1-00:00:00|4\ngpu*|gpu:h100:4|1-00:00:00|2\n"
+    fake.write("partitions", gpu_nodes + "cpu|(null)|infinite|9\n")
     for name in ("queue", "calls", "tested", "asked"):
         fake.write(name)
-    monkeypatch.setenv(
-        "PATH", os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    )
-    monkeypatch.setattr("clap_ds.launch.slurm.PAUSE_S", 0.0)
+    paths = [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(paths))
+    monkeypatch.setattr("clap_ds.launch.slurm.RETRY_PAUSE_S", 0.0)
     return fake

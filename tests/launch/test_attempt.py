@@ -1,10 +1,7 @@
-"""Outcomes of attempts on two hosts with two ranks each, from error files and SLURM's answers.
-
-Hosts and causes in the output of srun and slurmstepd.
-"""
+"""Outcomes of attempts on two hosts with two ranks each, from error files, SLURM's answers, and the
+output of srun and slurmstepd."""
 
 import json
-import os
 import signal
 import tracemalloc
 from collections.abc import Callable
@@ -14,168 +11,129 @@ from typing import Any
 
 import pytest
 
-from clap_ds.distributed.error_file import HOST, IMPORT, RankError
+from clap_ds.distributed.error_file import IMPORT, RankError
 from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors, outcome_of
-from clap_ds.launch.supervisor import copy
 
-RANKS = ["n1", "n1", "n2", "n2"]
-GONE = ("lost_peer", "closed by peer")
+HOSTS = ["n1", "n1", "n2", "n2"]  # of each rank
+LOST_PEER = ("lost_peer", "closed by peer")
 STOPPED = ("stopped", "stopped by SIGTERM")
-LACKS = ("error", "ModuleNotFoundError: No module named 'soundfile'", IMPORT)
+NO_PACKAGE = ("error", "ModuleNotFoundError: No module named 'soundfile'", IMPORT)
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
-Ended = Callable[..., AttemptOutcome]
+Outcome = Callable[..., AttemptOutcome]
 
 
 @pytest.fixture
-def ended(tmp_path: Path) -> Ended:
+def outcome(tmp_path: Path) -> Outcome:
     """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of
     time."""
 
-    def ended(
-        code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, ...]] | None = None, *,
-        stopped: signal.Signals | None = None, lost: dict[str, str] | None = None,
-    ) -> AttemptOutcome:  # fmt: skip
+    def outcome(
+        code: int,
+        summary: dict[str, Any] | None,
+        errors: dict[int, tuple[str, ...]] | None = None,
+        stopped: signal.Signals | None = None,
+        down: dict[str, str] | None = None,
+        launcher_output: bytes = b"",
+    ) -> AttemptOutcome:
         if summary is not None:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
         (tmp_path / "errors").mkdir()
-        for at, (rank, (kind, text, *fault)) in enumerate((errors or {}).items()):
-            error = RankError(at, rank, RANKS[rank], kind, text, 1, "", [], [], *fault)
+        for at, (rank, (kind, message, *fault)) in enumerate((errors or {}).items()):
+            error = RankError(at, rank, HOSTS[rank], kind, message, 1, "", [], [], *fault)
             (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(error)))
-        return outcome_of(code, tmp_path, RANKS, stopped, lost or {}, LauncherErrors(RANKS))
+        launcher = LauncherErrors(HOSTS)
+        launcher.read(launcher_output)
+        return outcome_of(code, tmp_path, HOSTS, stopped, down or {}, launcher)
 
-    return ended
+    return outcome
 
 
 @pytest.mark.parametrize(
-    ("code", "summary", "more", "state", "exit_code"),
+    ("code", "summary", "stopped", "state", "exit_code"),
     [
-        (0, {"state": "completed"}, {}, "completed", 0),
-        (1, {"state": "completed"}, {}, "failed", 1),
-        (1, {"state": "timeout", **SAVED}, {}, "timeout", 0),
-        (138, {"state": "running"}, {}, "timeout", 138),  # signaled during start-up
-        (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
-        (
-            1,
-            {"state": "terminated", **SAVED},
-            {"stopped": signal.SIGUSR1},
-            "timeout",
-            0,
-        ),  # it was requested
-        (137, {"state": "running"}, {}, "failed", 137),
-        (
-            2,
-            {"state": "out_of_memory"},
-            {"errors": {0: ("user", "needs 9 GB")}},
-            "out_of_memory",
-            2,
-        ),
+        (0, {"state": "completed"}, None, "completed", 0),
+        (1, {"state": "completed"}, None, "failed", 1),
+        (1, {"state": "timeout", **SAVED}, None, "timeout", 0),
+        (138, {"state": "running"}, None, "timeout", 138),  # signaled during start-up
+        (143, {"state": "terminated"}, signal.SIGTERM, "terminated", 143),
+        (1, {"state": "terminated", **SAVED}, signal.SIGUSR1, "timeout", 0),  # it was requested
+        (137, {"state": "running"}, None, "failed", 137),
     ],
 )
-def test_state_and_code(
-    ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int
+def test_state_and_exit_code_of_an_attempt_without_errors(
+    outcome: Outcome,
+    code: int,
+    summary: dict[str, Any],
+    stopped: signal.Signals | None,
+    state: str,
+    exit_code: int,
 ) -> None:
-    outcome = ended(code, summary, **more)
-    assert (outcome.state, outcome.exit_code, outcome.at_fault) == (state, exit_code, [])
-    assert bool(outcome.error) == (state != "completed")
+    result = outcome(code, summary, stopped=stopped)
+    assert (result.state, result.exit_code, result.at_fault) == (state, exit_code, [])
+    assert bool(result.error) == (state != "completed")
 
 
 @pytest.mark.parametrize("code", [0, 137])
-def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> None:
-    outcome = ended(
-        code, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"}
-    )
-    assert (outcome.error, outcome.at_fault) == ("lost n2: down*", ["n2"])
+def test_lost_host_outweighs_errors_of_ranks(outcome: Outcome, code: int) -> None:
+    errors = {0: LOST_PEER}
+    result = outcome(code, {"state": "running"}, errors, signal.SIGTERM, down={"n2": "down*"})
+    assert (result.error, result.at_fault) == ("lost n2: down*", ["n2"])
 
 
 @pytest.mark.parametrize(
     ("code", "errors", "state", "exit_code", "hosts", "is_unclear"),
     [
         (1, {}, "failed", 1, [], True),
-        (1, dict.fromkeys(range(4), GONE), "failed", 1, [], True),
-        (
-            143,
-            {0: ("error", "KeyError: 'x'")},
-            "failed",
-            1,
-            [],
-            False,
-        ),  # not that of ranks that srun ended
+        (1, dict.fromkeys(range(4), LOST_PEER), "failed", 1, [], True),
+        # Not the code of ranks that srun ended.
+        (143, {0: ("error", "KeyError: 'x'")}, "failed", 1, [], False),
         (143, {0: ("user", "clap.bench.windws: no such field")}, "failed", 2, [], False),
-        (
-            1,
-            {1: ("out_of_memory", "out of memory at micro-batch 4")},
-            "out_of_memory",
-            1,
-            [],
-            False,
-        ),
-        (1, {2: LACKS, 0: STOPPED, 1: STOPPED, 3: LACKS}, "failed", 1, ["n2"], False),
-        (1, {2: LACKS, 0: LACKS, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),  # no host has it
-        (
-            1,
-            {0: GONE, 2: STOPPED, 3: ("error", "CUDA error", HOST), 1: ("error", "KeyError")},
-            "failed",
-            1,
-            ["n2"],
-            False,
-        ),
+        (1, {1: ("out_of_memory", "at micro-batch 4")}, "out_of_memory", 1, [], False),
+        (1, {2: NO_PACKAGE, 0: STOPPED, 1: STOPPED, 3: NO_PACKAGE}, "failed", 1, ["n2"], False),
+        # No host has it.
+        (1, {2: NO_PACKAGE, 0: NO_PACKAGE, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),
     ],
 )
-def test_what_ranks_said(
-    ended: Ended,
+def test_outcome_by_the_first_cause(
+    outcome: Outcome,
     code: int,
-    errors: Any,
+    errors: dict[int, tuple[str, ...]],
     state: str,
     exit_code: int,
     hosts: list[str],
     is_unclear: bool,
 ) -> None:
-    """The first cause counts; SLURM is asked about hosts only if no rank reported a cause."""
-    outcome = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
-    assert (outcome.state, outcome.exit_code, outcome.at_fault, outcome.is_unclear) == (
-        state,
-        exit_code,
-        hosts,
-        is_unclear,
-    )
+    """SLURM is asked about hosts only if no rank reported a cause."""
+    result = outcome(code, {"state": "failed"}, errors)
+    assert (result.state, result.exit_code) == (state, exit_code)
+    assert (result.at_fault, result.is_unclear) == (hosts, is_unclear)
 
 
-def test_what_the_launcher_said_first_while_ranks_were_stopped(tmp_path: Path) -> None:
-    (tmp_path / "errors").mkdir()
-    stopped = RankError(0, 0, "n1", *STOPPED)
-    (tmp_path / "errors" / "rank0.json").write_text(json.dumps(asdict(stopped)))
-    launcher = LauncherErrors(RANKS)
-    launcher.read(
-        b"slurmstepd: error: execve(): no python\nsrun: error: n2: task 2: Exited with exit code 2\n"
-    )
-    outcome = outcome_of(143, tmp_path, RANKS, None, {}, launcher)
-    assert (outcome.state, outcome.at_fault) == ("failed", ["n2"])
-    assert outcome.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
+def test_run_out_of_memory_by_its_summary_keeps_the_code_of_a_user_error(outcome: Outcome) -> None:
+    result = outcome(2, {"state": "out_of_memory"}, {0: ("user", "needs 9 GB")})
+    assert (result.state, result.exit_code) == ("out_of_memory", 2)
 
 
-def test_rank_that_was_stopped_is_named_and_not_one_that_lost_it(ended: Ended) -> None:
-    """Its host may be going down, so that SLURM is asked."""
-    outcome = ended(
-        143, {"state": "terminated", "error": "stopped by SIGTERM"}, {2: STOPPED, 0: GONE}
-    )
-    assert (outcome.state, outcome.exit_code, outcome.is_unclear) == ("terminated", 143, True)
-    assert "rank 2 on n2" in outcome.error
+def test_launchers_first_error_outweighs_ranks_that_were_stopped(outcome: Outcome) -> None:
+    output = b"slurmstepd: error: execve(): no python\nsrun: error: n2: task 2: Exited with exit code 2\n"
+    result = outcome(143, None, {0: STOPPED}, launcher_output=output)
+    assert (result.state, result.at_fault) == ("failed", ["n2"])
+    assert result.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
 
 
-def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
-    (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
-    number = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
-    full = os.open("/dev/full", os.O_WRONLY)
-    with (tmp_path / "output").open("rb") as file:
-        copy(file, full, LauncherErrors([]))
-        assert file.read() == b""  # nothing blocks the ranks
-        file.seek(2**16)
-        copy(file, number, LauncherErrors([]))
-    assert (tmp_path / "log").read_bytes() == b"kept"
+def test_stopped_rank_is_named_and_its_host_is_asked_for(outcome: Outcome) -> None:
+    """The host may be going down, so that SLURM is asked."""
+    summary = {"state": "terminated", "error": "stopped by SIGTERM"}
+    result = outcome(143, summary, {2: STOPPED, 0: LOST_PEER})
+    assert (result.state, result.exit_code, result.is_unclear) == ("terminated", 143, True)
+    assert "rank 2 on n2" in result.error
+
+
+# --- the launcher's output
 
 
 CANCELLED = """slurmstepd: error: *** STEP 7.0 ON cn1 CANCELLED AT 2026-11-28T15:12:14 ***
@@ -207,18 +165,21 @@ NO_PYTHON = "slurmstepd-cn2: error: execve(): /x/.venv/bin/python: No such file 
     ],
 )  # fmt: skip
 def test_first_error_names_its_host(output: str, kind: str, hosts: list[str], message: str) -> None:
-    for size in (1, 7, len(output)):  # however the output is split
+    # However the output is split.
+    for size in (1, 7, len(output)):
         errors = LauncherErrors(["cn1", "cn2"])
         for start in range(0, len(output), size):
             errors.read(output[start : start + size].encode())
-        first = errors.first
-        assert first is None if not kind else first is not None
-        if first is not None:
-            assert (first.kind if kind == "stopped" else first.fault, first.hosts) == (kind, hosts)
-            assert message in first.message
+        error = errors.first
+        if not kind:
+            assert error is None
+            continue
+        assert error is not None
+        assert (error.kind if kind == "stopped" else error.fault, error.hosts) == (kind, hosts)
+        assert message in error.message
 
 
-def test_remark_says_why_no_task_started() -> None:
+def test_remark_tells_why_no_task_started() -> None:
     errors = LauncherErrors(["cn1"])
     errors.read((CANCELLED + NO_PYTHON + "srun: error: a later one\n").encode())
     assert errors.remark == "execve(): /x/.venv/bin/python: No such file or directory"
@@ -229,7 +190,6 @@ def test_endless_output_takes_no_memory() -> None:
     tracemalloc.start()
     for _ in range(1000):
         errors.read(b"x" * 10**5)
-    for _ in range(1000):
-        errors.read(b"srun: error: cn1: task 0: Exited with exit code 2\n" * 10)
+        errors.read(b"\nsrun: error: cn1: task 0: Exited with exit code 2\n")
     assert tracemalloc.get_traced_memory()[0] < 10**5
     tracemalloc.stop()

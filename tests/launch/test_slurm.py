@@ -6,70 +6,77 @@ import pytest
 
 from clap_ds.launch.slurm import (
     Partition,
-    ask,
     find_jobs,
-    partitions,
+    list_partitions,
+    parse_seconds,
     requeue,
     require_commands,
-    seconds_of,
+    run_slurm,
     without_spares,
 )
 from clap_ds.utils.errors import UserError
 from tests.launch.conftest import FakeSlurm
 
 
-def test_times() -> None:
-    times = {
-        "2": 120,
-        "1:30": 90,
-        "00:15:00": 900,
-        "1-0": 86400,
-        "1-12:30": 131400,
-        "2-00:00:01": 172801,
-    }
-    assert {text: seconds_of(text) for text in times} == times
-    for wrong in ("", "soon", "0", "1:2:3:4", "-5", "1-", "infinite"):
-        with pytest.raises(UserError, match="expected a"):
-            seconds_of(wrong)
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2", 120),
+        ("1:30", 90),
+        ("00:15:00", 900),
+        ("1-0", 86400),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+    ],
+)
+def test_time_of_slurm_in_seconds(text: str, seconds: int) -> None:
+    assert parse_seconds(text) == seconds
 
 
-def test_partitions(slurm: FakeSlurm) -> None:
-    kinds = "a*|gpu:h100:4(S:0-1),nvme:1|1-00:00:00|6\na*|gpu:2|1-00:00:00|1\nb|(null)|infinite|3\n"
-    slurm.write("partitions", kinds)
-    assert partitions(None) == [Partition(4, 7, "1-00:00:00")]
-    assert partitions("b") == [Partition(0, 3, None)]
-    assert len(partitions("b,a")) == 2
+@pytest.mark.parametrize("text", ["", "soon", "0", "1:2:3:4", "-5", "1-", "infinite"])
+def test_malformed_time_is_rejected(text: str) -> None:
+    with pytest.raises(UserError, match="expected a"):
+        parse_seconds(text)
 
 
-def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:
+def test_partition_has_the_most_gpus_of_its_nodes(slurm: FakeSlurm) -> None:
+    a = "a*|gpu:h100:4(S:0-1),nvme:1|1-00:00:00|6\na*|gpu:2|1-00:00:00|1\n"
+    slurm.write("partitions", f"{a}b|(null)|infinite|3\n")
+    assert list_partitions(None) == [Partition(4, 7, "1-00:00:00")]
+    assert list_partitions("b") == [Partition(0, 3, None)]
+    assert len(list_partitions("b,a")) == 2
+
+
+def test_accounting_has_jobs_that_the_queue_forgot(slurm: FakeSlurm) -> None:
     slurm.write("queue", "7|RUNNING|None|mine\n8_1|PENDING|Resources|another's|name\n")
     queued = {"7": ("RUNNING", "None", "mine"), "8_1": ("PENDING", "Resources", "another's")}
     assert find_jobs(["7", "9"], ["mine"]) == queued
     slurm.write("accounting", "9|CANCELLED by 1000|None|old\n")
-    assert (
-        find_jobs(["7"], ["old"])["9"] == find_jobs(["7", "9"])["9"] == ("CANCELLED", "None", "old")
-    )
+    forgotten = ("CANCELLED", "None", "old")
+    assert find_jobs(["7"], ["old"])["9"] == forgotten
+    assert find_jobs(["7", "9"])["9"] == forgotten
     assert find_jobs(["7"], ["mine"]) == queued
 
 
-def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
-    count = f"#!/bin/sh\ncd '{slurm.folder}'\necho >> count\n"
-    slurm.write("squeue", f"{count}echo 'slurm_load_jobs error: no controller' >&2\nexit 1\n")
-    with pytest.raises(UserError, match="no controller"):
-        ask(["squeue", "-h"])
-    assert len(slurm.lines("count")) == 3
-    slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo '7|RUNNING|None'\n")
+def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
+    slurm.write_program("squeue", "echo >> tries; echo 'error: no route' >&2; exit 1")
+    with pytest.raises(UserError, match="no route"):
+        run_slurm(["squeue", "-h"])
+    assert len(slurm.lines("tries")) == 3
+    slurm.write_program(
+        "squeue", "echo >> tries; [ $(wc -l < tries) = 6 ] && echo '7|RUNNING|None'"
+    )
     assert find_jobs([])["7"].state == "RUNNING", "one of three tries must succeed"
 
 
 def test_controller_that_is_down_is_named(slurm: FakeSlurm) -> None:
     problem = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
-    slurm.write("sinfo", f"#!/bin/sh\necho '{problem}' >&2\nexit 1\n")
+    slurm.write_program("sinfo", f"echo '{problem}' >&2; exit 1")
     with pytest.raises(UserError, match="scontrol ping"):
-        partitions(None)
+        list_partitions(None)
 
 
-def test_commands_that_setup_has_hidden_are_named(
+def test_command_that_setup_has_hidden_is_named(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(slurm.folder))  # without srun and scancel
@@ -77,55 +84,69 @@ def test_commands_that_setup_has_hidden_are_named(
         require_commands()
 
 
-def test_commands_of_slurm_that_are_not_there_say_where_to_run(
+def test_error_without_slurm_names_the_login_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sinfo not found.*login node.*deepspeed --hostfile"):
-        partitions(None)
+        list_partitions(None)
 
 
 RUNNING = "JobId=42 JobState=RUNNING Requeue=1 Restarts=1 BatchFlag=1"
 
 
-@pytest.mark.parametrize(
-    "shown", [RUNNING.replace("Restarts=1", "Restarts=2"), RUNNING.replace("RUNNING", "CANCELLED")]
-)
-def test_a_start_that_slurm_has_ended_requeues_nothing(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, shown: str
-) -> None:
+@pytest.fixture
+def job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A fake SLURM with this process's job, in its second start."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    slurm.write("job", shown)
-    assert "has ended start 1" in str(requeue(1, []))
-    assert slurm.lines("asked") == []
-
-
-def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requeueing ends the job, so it comes first. SLURM itself avoids hosts that are down."""
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    slurm.write("job", RUNNING)
     slurm.write("queue", "n[8-9]\n")
     slurm.write("partitions", "n1 idle\nn3 down*\n")
-    slurm.write("job", RUNNING)
-    assert requeue(1, []) is None
-    assert requeue(1, ["n1", "n3"]) is None
-    assert requeue(1, ["n3"], without_spares(2, 4)) is None
-    excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
-    fewer = "update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1"
-    assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42", fewer]
-    monkeypatch.setenv(
-        "SLURM_ARRAY_JOB_ID", "42"
-    )  # `scontrol requeue 42` would restart all of the array's tasks
+    return slurm
+
+
+@pytest.mark.parametrize("field", ["Restarts=2", "JobState=CANCELLED"])
+def test_start_that_slurm_has_ended_requeues_nothing(job: FakeSlurm, field: str) -> None:
+    name = field.partition("=")[0]
+    fields = [field if word.startswith(name) else word for word in RUNNING.split()]
+    job.write("job", " ".join(fields))
+    assert "has ended start 1" in str(requeue(1, []))
+    assert job.lines("asked") == []
+
+
+@pytest.mark.parametrize(
+    ("excluded", "changes", "updates"),
+    [
+        ([], "", []),
+        # SLURM itself avoids hosts that are down.
+        (["n1", "n3"], "", ["update JobId=42 ExcNodeList=n[8-9],n1"]),
+        (["n3"], without_spares(2, 4), ["update JobId=42 NumNodes=2 NumTasks=8 NumCPUs=1"]),
+    ],
+)
+def test_requeue_comes_before_changes_of_the_job(
+    job: FakeSlurm, excluded: list[str], changes: str, updates: list[str]
+) -> None:
+    assert requeue(1, excluded, changes) is None
+    assert job.lines("asked") == ["requeue 42", *updates]
+
+
+def test_requeue_of_an_arrays_task_leaves_other_tasks_alone(
+    job: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert requeue(1, []) is None
-    assert slurm.lines("asked")[-1] == "requeue 42_3"
-    monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
-    slurm.write(
-        "scontrol",
-        f'#!/bin/sh\n[ "$1" != update ] || {{ echo no right >&2; exit 1; }}; echo "{RUNNING}"\n',
+    assert job.lines("asked") == ["requeue 42_3"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [("update", None), ("requeue", "scontrol requeue 42: requeue disabled")],
+)
+def test_error_of_requeueing_is_returned_and_that_of_changes_is_not(
+    job: FakeSlurm, failing: str, error: str | None
+) -> None:
+    job.write_program(
+        "scontrol", f'[ "$1" != {failing} ] || {{ echo {failing} disabled >&2; exit 1; }}; cat job'
     )
-    assert requeue(1, ["n1"]) is None
-    slurm.write(
-        "scontrol",
-        f'#!/bin/sh\n[ "$1" != requeue ] || {{ echo requeue disabled >&2; exit 1; }}; echo "{RUNNING}"\n',
-    )
-    assert requeue(1, ["n1"]) == "scontrol requeue 42: requeue disabled"
+    assert requeue(1, ["n1"]) == error

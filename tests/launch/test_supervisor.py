@@ -1,21 +1,24 @@
 """Complete jobs with a fake launcher, and decisions of a job without hosts."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clap_ds.distributed.root_cause import KILLED
+from clap_ds.distributed.error_file import IMPORT, KILLED
 from clap_ds.launch import supervisor
-from clap_ds.launch.attempt import IMPORT, AttemptOutcome
-from clap_ds.launch.supervisor import RunningJob, main
+from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors
+from clap_ds.launch.supervisor import RunningJob, copy_output, main
 from clap_ds.run_records.lock import FolderLock
+from tests.conftest import ROOT
 from tests.launch.conftest import FakeSlurm
 
-ROOT = Path(__file__).resolve().parents[2]
+# A rank that fails, with the exit code of one that srun ended.
 RANK = """
 import json, sys
 from pathlib import Path
@@ -35,25 +38,25 @@ def job_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
-def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
-    """Return a job on n1, n2, … before its start."""
-    (folder / "hostfile").write_text(
-        "".join(f"n{index} slots=4\n" for index in range(1, hosts + 1))
-    )
+def _start_job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
+    """Return a job on n1, n2, … before its first attempt."""
+    slots = [f"n{number} slots=4\n" for number in range(1, hosts + 1)]
+    (folder / "hostfile").write_text("".join(slots))
     (folder / "cluster.json").write_text('{"requeues": 1}')
     return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
 
-def test_nothing_here_needs_torch_or_pydantic() -> None:
+def _read_record(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "attempts.json").read_text()))
+
+
+def test_modules_of_launch_need_neither_torch_nor_pydantic() -> None:
     """The package is found through PYTHONPATH alone, as on hosts without an installation."""
-    scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
-    program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
-    shown = subprocess.run(
-        [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {
-        name.split(".")[0] for name in eval(shown.stdout)
-    }
+    names = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
+    imports = "; ".join(f"import clap_ds.launch.{name}" for name in names)
+    program = f"import sys; {imports}; print(*sys.modules)"
+    output = subprocess.check_output([sys.executable, "-S", "-c", program], cwd=ROOT, text=True)
+    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {*output.split()}
 
 
 def test_error_of_a_rank_reaches_the_records(
@@ -64,39 +67,40 @@ def test_error_of_a_rank_reaches_the_records(
 ) -> None:
     """The program's own error ends the job after one attempt, and not with srun's code for ranks
     that it killed."""
-    launch = lambda site, python, slots, hostfile, words, step: [sys.executable, "-c", RANK, *words]  # noqa: E731
-    monkeypatch.setattr(supervisor, "launch_command", launch)
+    monkeypatch.setattr(
+        supervisor, "launch_command", lambda *arguments: [sys.executable, "-c", RANK, *arguments[4]]
+    )
     slurm.write("partitions", "n1 idle\n")
-    assert _job(tmp_path, 1).run() == 1
-    record = json.loads((tmp_path / "attempts.json").read_text())
+    assert _start_job(tmp_path, 1).run() == 1
+    record = _read_record(tmp_path)
     assert (record["state"], record["exit_code"]) == ("failed", 1)
     assert "KeyError: no such key" in record["error"]
     assert record["error"] in capfd.readouterr().err
-    assert [each["error"] for each in record["attempts"]] == [record["error"]]
+    assert [attempt["error"] for attempt in record["attempts"]] == [record["error"]]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
 
 
-def test_a_second_job_in_a_folder_changes_nothing(
+def test_second_job_in_a_folder_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     slurm: FakeSlurm,
 ) -> None:
-    job = _job(tmp_path, 2)
-    job.begin(job.slots)
+    job = _start_job(tmp_path, 2)
+    job.begin_attempt(job.slots)
     FolderLock(tmp_path).acquire()
-    before = {path: path.read_text() for path in tmp_path.glob("*.*")}
+    contents = {path: path.read_text() for path in tmp_path.glob("*.*")}
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n9")
     assert main(["--folder", str(tmp_path), "--slots", "4", "--", "bench.py"]) == 2
     assert "SLURM job 7" in capsys.readouterr().err
-    assert {path: path.read_text() for path in tmp_path.glob("*.*")} == before
+    assert {path: path.read_text() for path in tmp_path.glob("*.*")} == contents
 
 
 def test_job_writes_its_hostfile_and_leaves_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
 ) -> None:
-    _job(tmp_path, 2)
+    _start_job(tmp_path, 2)
     slurm.write("partitions", "n9 idle\n")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n9")
     monkeypatch.setattr(supervisor, "launch_command", lambda *_: ["false"])
@@ -108,12 +112,12 @@ def test_job_writes_its_hostfile_and_leaves_no_lock(
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
 
 
-def test_spare_hosts_take_over(tmp_path: Path) -> None:
-    job = _job(tmp_path, 4, 2)
-    for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
+def test_spare_host_replaces_a_lost_one(tmp_path: Path) -> None:
+    job = _start_job(tmp_path, 4, 2)
+    for hosts, lost_host in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
-        job.begin(job.choose_hosts())
-        job.note(AttemptOutcome("failed", f"lost {lost}", 1, [lost]))
+        job.begin_attempt(job.choose_hosts())
+        job.record_outcome(AttemptOutcome("failed", f"lost {lost_host}", 1, [lost_host]))
     assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
     # SLURM may allocate the same hosts again after a requeue.
     job.start = 1
@@ -121,62 +125,48 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
     assert [*job.choose_hosts()] == ["n1", "n2"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [(KILLED, "rank 3 on n2 exited"), (IMPORT, "rank 3 on n2: ModuleNotFoundError")],
-)
-def test_failure_that_follows_the_program_is_no_second_hosts(
-    tmp_path: Path, kind: str, error: str
-) -> None:
-    job = _job(tmp_path, 4)
-    told = []
+@pytest.mark.parametrize("kind", [KILLED, IMPORT])
+def test_failure_that_recurs_on_another_host_is_the_programs(tmp_path: Path, kind: str) -> None:
+    job = _start_job(tmp_path, 4)
+    outcomes = []
     for host in ("n2", "n3", "n4"):
-        job.begin(job.slots)
-        told.append(job.note(AttemptOutcome("failed", error, 1, [host], kind)))
-    assert [outcome.at_fault for outcome in told] == [["n2"], [], []]
-    assert told[1].error == f"{error}; as before on n2: not a host's fault"
-    assert json.loads((tmp_path / "attempts.json").read_text())["attempts"][1]["at_fault"] == []
-    job.begin(job.slots)
-    assert job.note(LOST).at_fault == ["n2"]  # not such a failure
-
-
-def test_a_job_whose_files_have_former_names_goes_on(tmp_path: Path) -> None:
-    job = _job(tmp_path, 2)
-    job.begin(job.slots)
-    (tmp_path / "cluster.json").rename(tmp_path / "site.json")
-    (tmp_path / "attempts.json").rename(tmp_path / "job.json")
-    job = RunningJob(tmp_path, ["bench.py"])
-    assert job.profile.requeues == 1
-    assert [attempt["hosts"] for attempt in job.attempts] == [["n1", "n2"]]
+        job.begin_attempt(job.slots)
+        outcome = AttemptOutcome("failed", f"rank 3 on {host} exited", 1, [host], kind)
+        outcomes.append(job.record_outcome(outcome))
+    assert [outcome.at_fault for outcome in outcomes] == [["n2"], [], []]
+    assert "as before on n2" in outcomes[1].error
+    assert _read_record(tmp_path)["attempts"][1]["at_fault"] == []
+    job.begin_attempt(job.slots)
+    assert job.record_outcome(LOST).at_fault == ["n2"]  # not such a failure
 
 
 def test_start_that_slurm_ended_is_in_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
 ) -> None:
     """Even if the host of this process went down."""
-    _job(tmp_path, 3, 1).begin({"n1": 4, "n2": 4})
+    _start_job(tmp_path, 3, 1).begin_attempt({"n1": 4, "n2": 4})
     slurm.write("partitions", "n1 down*\nn2 idle\n")
-    for number, state in enumerate(("running", "completed")):
-        (run := tmp_path / f"run{number}").mkdir()
+    first_run = tmp_path / "run0"
+    second_run = tmp_path / "run1"
+    for run, state in ((first_run, "running"), (second_run, "completed")):
+        run.mkdir()
         (run / "summary.json").write_text(json.dumps({"state": state}))
-    (tmp_path / "attempts" / "0").mkdir(parents=True)
-    (tmp_path / "attempts" / "0" / "run_directory").write_text(str(tmp_path / "run0"))
-    ranks = f"echo {run} > {tmp_path}/attempts/1/run_directory"
-    monkeypatch.setattr(supervisor, "launch_command", lambda *_: ["bash", "-c", ranks])
+    attempts = tmp_path / "attempts"
+    (attempts / "0").mkdir(parents=True)
+    (attempts / "0" / "run_directory").write_text(str(first_run))
+    launcher = ["bash", "-c", f"echo {second_run} > {attempts}/1/run_directory"]
+    monkeypatch.setattr(supervisor, "launch_command", lambda *_: launcher)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert _job(tmp_path, 3, 1).run() == 0
-    first, second = json.loads((tmp_path / "attempts.json").read_text())["attempts"]
-    assert (first["state"], first["error"], first["at_fault"]) == (
-        "failed",
-        "lost n1: down*",
-        ["n1"],
-    )
+    assert _start_job(tmp_path, 3, 1).run() == 0
+    first, second = _read_record(tmp_path)["attempts"]
+    assert (first["state"], first["at_fault"]) == ("failed", ["n1"])
+    assert first["error"] == "lost n1: down*"
     assert (second["state"], second["hosts"], second["start"]) == ("completed", ["n2", "n3"], 1)
-    assert json.loads((tmp_path / "run0" / "summary.json").read_text())["error"] == "lost n1: down*"
+    assert json.loads((first_run / "summary.json").read_text())["error"] == "lost n1: down*"
 
 
 @pytest.mark.parametrize(
-    ("outcome", "earlier", "stopped", "asks"),
+    ("outcome", "earlier", "stop_signal", "requeues"),
     [
         (LOST, "", None, True),
         (LOST, "requeued", None, False),  # as often as allowed
@@ -184,24 +174,32 @@ def test_start_that_slurm_ended_is_in_the_record(
         (LOST, "requeued saved-now", None, True),  # a checkpoint since
         (LOST, "", signal.SIGTERM, False),  # cancelled
         (AttemptOutcome("failed", "KeyError: 'loss'", 1), "", None, False),  # the program's fault
-        (
-            AttemptOutcome("timeout", "saved", 0),
-            "requeued",
-            signal.SIGUSR1,
-            True,
-        ),  # unfinished training
+        # Unfinished training.
+        (AttemptOutcome("timeout", "saved", 0), "requeued", signal.SIGUSR1, True),
         (AttemptOutcome("timeout", "not saved", 138), "", signal.SIGUSR1, False),
     ],
 )
-def test_when_slurm_is_asked_for_another_start(
+def test_job_is_requeued_if_another_start_may_succeed(
     tmp_path: Path,
     outcome: AttemptOutcome,
     earlier: str,
-    stopped: signal.Signals | None,
-    asks: bool,
+    stop_signal: signal.Signals | None,
+    requeues: bool,
 ) -> None:
-    job = _job(tmp_path, 2)
+    job = _start_job(tmp_path, 2)
     first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
     job.attempts = [first, {"requeued": False, "saved": "saved-now" in earlier}]
-    job.stopped = stopped
-    assert job.asks_for_another_start(outcome) == asks
+    job.stop_signal = stop_signal
+    assert job.should_requeue(outcome) == requeues
+
+
+def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
+    (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"written")
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    full_disk = os.open("/dev/full", os.O_WRONLY)
+    with (tmp_path / "output").open("rb") as output:
+        copy_output(output, full_disk, LauncherErrors([]))
+        assert output.read() == b""  # nothing blocks the ranks
+        output.seek(2**16)
+        copy_output(output, log, LauncherErrors([]))
+    assert (tmp_path / "log").read_bytes() == b"written"

@@ -11,10 +11,10 @@ import pytest
 
 from clap_ds.launch.jobs import Jobs
 from clap_ds.launch.sweep import main
-from tests.conftest import micro_run
+from tests.conftest import ROOT, micro_run
 from tests.launch.conftest import FakeSlurm
 
-ROOT = Path(__file__).resolve().parents[2]
+LEARNING_RATES = "optimizer.params.lr=1e-4,3e-4"
 
 
 @pytest.fixture
@@ -24,88 +24,96 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:
+    """Sweep over micro runs on a cluster whose default partition has 4 GPUs per node."""
     config = tmp_path / "tiny.json"
     folder = tmp_path / "sweep"
     config.write_text(json.dumps(micro_run()))
-    assert (
-        main(["--config", str(config), "--folder", str(folder), "--cluster", "jupiter", *options])
-        == code
-    )
+    assert main(["--config", str(config), "--folder", str(folder), *options]) == code
     return folder
 
 
+def _read_run(folder: Path, job: str) -> dict[str, Any]:
+    return dict(json.loads((folder / job / "run.json").read_text()))
+
+
+def _edit_record(folder: Path, pattern: str, replacement: str) -> None:
+    record = folder / "submission.json"
+    record.write_text(re.sub(pattern, replacement, record.read_text()))
+
+
+def _read_slurm_names(folder: Path) -> list[str]:
+    """Return the names under which SLURM knows a sweep's jobs."""
+    scripts = sorted(folder.glob("*.sbatch"))
+    return [re.findall("--job-name=(.*)", script.read_text())[0] for script in scripts]
+
+
+def _read_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return name, nodes, id and state of each job, as `status` prints them."""
+    capsys.readouterr()
+    assert main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.split()[:4] for line in lines if re.match(r"n0\S* +\d", line)]
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_hyper_parameters_and_repeats(tmp_path: Path, slurm: FakeSlurm) -> None:
-    folder = _start(
-        tmp_path, "--nodes", "2", "--repeats", "2", "--vary", "optimizer.params.lr=1e-4,3e-4"
-    )
+def test_sweep_has_a_job_for_each_value_and_repeat(tmp_path: Path, slurm: FakeSlurm) -> None:
+    folder = _start(tmp_path, "--nodes", "2", "--repeats", "2", "--vary", LEARNING_RATES)
     jobs = {job.name: job for job in Jobs.read(folder).jobs}
-    assert [*jobs] == [f"n002-lr_{lr}-r{n}" for lr in ("0.0001", "0.0003") for n in (1, 2)]
-    assert (
-        json.loads((folder / "n002-lr_0.0003-r1" / "run.json").read_text())["optimizer"]["params"][
-            "lr"
-        ]
-        == 3e-4
-    )
+    names = ["n002-lr_0.0001-r1", "n002-lr_0.0001-r2", "n002-lr_0.0003-r1", "n002-lr_0.0003-r2"]
+    assert [*jobs] == names
+    assert _read_run(folder, names[2])["optimizer"]["params"]["lr"] == 3e-4
     assert [job.slurm_id for job in jobs.values()] == ["101", "102", "103", "104"]
-    assert slurm.lines("calls") == [f"--parsable {folder}/{name}.sbatch" for name in jobs]
+    assert slurm.lines("calls") == [f"--parsable {folder}/{name}.sbatch" for name in names]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--vary clap.bench.windws=2,3", "error: n001-windws_2: clap.bench.windws: no such field"),
+        ("--vary optimizer.params.lr=", "expected NAME=A,B"),
+        ("--vary train_batch_size=16,18", "n001-train_batch_size_18: train_batch_size: expected"),
+        ("--global_batch 48 --nodes 1 2", "n002: train_batch_size: expected"),
+        ("--nodes 2 2", "duplicate"),
+    ],
+)
 def test_nothing_is_queued_unless_every_job_can_run(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    message: str,
 ) -> None:
-    for options, message in (
-        (["--vary", "clap.bench.windws=2,3"], "error: n001-windws_2: clap.bench.windws: no such field"),
-        (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
-        (["--vary", "optimizer.params.lr="], "expected NAME=A,B"),
-        (["--vary", "train_batch_size=16,18", "--gpus_per_node", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
-        (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected"),
-        (["--gpus_per_node", "1", "--nodes", "2", "2"], "duplicate"),
-    ):  # fmt: skip
-        folder = _start(tmp_path, *options, code=2)
-        assert message in capsys.readouterr().err
-        assert not folder.exists()
+    folder = _start(tmp_path, *options.split(), code=2)
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
     assert slurm.lines("calls") == []
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(
-    tmp_path: Path, slurm: FakeSlurm
-) -> None:
+def test_training_runs_for_a_day_or_the_partitions_limit(tmp_path: Path, slurm: FakeSlurm) -> None:
     slurm.write("partitions", "gpu*|gpu:4|12:00:00|9\n")
-    options = (
-        "--train",
-        "--vary",
-        "clap.train.max_samples=64,128",
-        "--nodes",
-        "2",
-        "--cluster",
-        "generic",
-    )
-    script = (_start(tmp_path, *options) / "n002-max_samples_64.sbatch").read_text()
-    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= set(script.splitlines())
+    folder = _start(tmp_path, "--train", "--vary", "clap.train.max_samples=64,128")
+    script = (folder / "n001-max_samples_64.sbatch").read_text()
+    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= {*script.splitlines()}
     assert "-- clap_ds/train.py" in script
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_array_is_one_submission(
+def test_array_is_one_submission_and_resumes_missing_tasks(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _start(
-        tmp_path, "--array", "--nodes", "2", "--vary", "optimizer.params.lr=1e-4,2e-4,3e-4"
-    )
-    names = [f"n002-lr_0.000{number}" for number in (1, 2, 3)]
+    folder = _start(tmp_path, "--array", "--vary", "optimizer.params.lr=1e-4,2e-4,3e-4")
+    names = ["n001-lr_0.0001", "n001-lr_0.0002", "n001-lr_0.0003"]
     assert slurm.lines("calls") == [f"--parsable --array=0,1,2 {folder}/array.sbatch"]
     lines = (folder / "array.sbatch").read_text().splitlines()
     assert {"#SBATCH --array=0-2", f"#SBATCH --output={folder}/%A_%a.out"} <= {*lines}
     assert f"folders=({' '.join(f'{folder}/{name}' for name in names)})" in lines
     slurm.write("queue", "101_0|RUNNING|None\n101_1|FAILED|None\n101_2|PENDING|Resources\n")
-    assert main(["status", str(folder)]) == 0
-    rows = [
-        row.split()[:4] for row in capsys.readouterr().out.splitlines() if row.startswith("n002")
+    assert _read_status(folder, capsys) == [
+        [names[0], "1", "101_0", "running"],
+        [names[1], "1", "101_1", "failed"],
+        [names[2], "1", "101_2", "pending"],
     ]
-    states = ("running", "failed", "pending")
-    assert rows == [[names[task], "2", f"101_{task}", state] for task, state in enumerate(states)]
     assert main(["resume", str(folder), "--partition", "gpu", "--time", "2-0"]) == 2
     assert "partition gpu allows at most" in capsys.readouterr().err
     assert main(["resume", str(folder), "--time", "9", "-q", "big", "--dependency=afterany:7"]) == 0
@@ -114,89 +122,60 @@ def test_an_array_is_one_submission(
     assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "102_1", "101_2"]
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the names under which SLURM knows a sweep's jobs."""
-    scripts = sorted(folder.glob("*.sbatch"))
-    return [re.findall("--job-name=(.*)", script.read_text())[0] for script in scripts]
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("queue", "accounting", "rows", "resubmitted"),
+    ("queue", "accounting", "first", "second", "num_resubmitted"),
     [
-        (
-            "9|RUNNING|None|{0}\n",
-            "",
-            ["9 running", "102 pending"],
-            0,
-        ),  # a killed sweep, another's job 102
-        ("", "9|COMPLETED|None|{0}\n", ["9 failed", "102 pending"], 1),
-        (
-            "9|RUNNING|None|clap-sweep-n001\n",
-            "",
-            ["- not_submitted", "102 pending"],
-            1,
-        ),  # another sweep's
-        ("9|FAILED|None|{0}\n10|RUNNING|None|{0}\n", "", ["10 running", "102 pending"], 0),
-        (
-            "8|PENDING|None|{1}\n102|FAILED|None|{1}\n",
-            "",
-            ["- not_submitted", "8 pending"],
-            1,
-        ),  # by hand
-        ("102|FAILED|None|{1}\n8|FAILED|None|{1}\n", "", ["- not_submitted", "102 failed"], 2),
+        # A killed sweep, and another one's job 102.
+        ("9|RUNNING|None|{0}\n102|PENDING|None|{1}\n", "", "9 running", "102 pending", 0),
+        ("102|PENDING|None|{1}\n", "9|COMPLETED|None|{0}\n", "9 failed", "102 pending", 1),
+        # Another sweep's.
+        ("9|RUNNING|None|clap-sweep-n001\n102|PENDING|None|{1}\n", "", "- not_submitted", "102 pending", 1),
+        # Submitted by hand.
+        ("8|PENDING|None|{1}\n102|FAILED|None|{1}\n", "", "- not_submitted", "8 pending", 1),
+        ("102|FAILED|None|{1}\n8|FAILED|None|{1}\n", "", "- not_submitted", "102 failed", 2),
     ],
-)
-def test_jobs_without_a_record_are_found_by_their_names(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], queue: str, accounting: str, rows: list[str],
-    resubmitted: int,
+)  # fmt: skip
+def test_job_without_a_record_is_found_by_its_name(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], queue: str, accounting: str, first: str,
+    second: str, num_resubmitted: int,
 ) -> None:  # fmt: skip
-    folder = _start(tmp_path, "--nodes", "1", "2", "--cluster", "generic", "--gpus_per_node", "1")
-    (folder / "submission.json").write_text(
-        (folder / "submission.json").read_text().replace('"101"', "null")
-    )
-    known = queue if "102|" in queue else f"{queue}102|PENDING|None|{{1}}\n"
-    slurm.write("queue", known.format(*_names(folder)))
-    slurm.write("accounting", accounting.format(*_names(folder)))
-    capsys.readouterr()
-    assert main(["status", str(folder)]) == 0
-    table = [
-        row.split() for row in capsys.readouterr().out.splitlines() if re.match(r"n00\d ", row)
-    ]
-    assert [f"{row[2]} {row[3]}" for row in table] == rows
+    folder = _start(tmp_path, "--nodes", "1", "2")
+    _edit_record(folder, '"101"', "null")
+    names = _read_slurm_names(folder)
+    slurm.write("queue", queue.format(*names))
+    slurm.write("accounting", accounting.format(*names))
+    rows = _read_status(folder, capsys)
+    assert [" ".join(row[2:]) for row in rows] == [first, second]
     assert main(["resume", str(folder)]) == 0
-    assert f"resubmitting {resubmitted} of 2 jobs" in capsys.readouterr().out
+    assert f"resubmitting {num_resubmitted} of 2 jobs" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_tasks_of_an_array_without_a_record_are_found(
+def test_tasks_of_an_array_without_a_record_are_found_by_name(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _start(tmp_path, "--array", "--nodes", "2", "--vary", "optimizer.params.lr=1e-4,2e-4")
-    (folder / "submission.json").write_text(
-        re.sub(r'"101_\d"', "null", (folder / "submission.json").read_text())
-    )
-    (name,) = _names(folder)
+    folder = _start(tmp_path, "--array", "--vary", LEARNING_RATES)
+    _edit_record(folder, r'"101_\d"', "null")
+    (name,) = _read_slurm_names(folder)
     slurm.write("queue", f"9_0|RUNNING|None|{name}\n9_1|PENDING|Priority|{name}\n")
-    assert main(["resume", str(folder)]) == 0
-    assert "resubmitting 0 of 2 jobs" in capsys.readouterr().out
-    assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["9_0", "9_1"]
+    assert [row[2] for row in _read_status(folder, capsys)] == ["9_0", "9_1"]
 
 
 @pytest.mark.usefixtures("unchecked", "slurm")
-def test_names_differ_in_folders_of_one_name(tmp_path: Path) -> None:
+def test_jobs_of_folders_with_the_same_name_have_different_names(tmp_path: Path) -> None:
     names: set[str] = set()
-    for part in ("one", "two"):
-        (tmp_path / part).mkdir()
-        names |= {*_names(_start(tmp_path / part, "--nodes", "1", "2"))}
+    for parent in (tmp_path / "one", tmp_path / "two"):
+        parent.mkdir()
+        names.update(_read_slurm_names(_start(parent, "--nodes", "1", "2")))
     assert len(names) == 4
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_ctrl_c_while_sbatch_runs_says_how_to_find_the_job(
+def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm.write("sbatch", f"#!/bin/sh\n[ $1 = --test-only ] || kill -INT {os.getpid()}\nsleep 5\n")
+    slurm.write_program("sbatch", f"[ $1 = --test-only ] || kill -INT {os.getpid()}\nsleep 5")
     previous = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # pytest's workers ignore it
@@ -209,80 +188,79 @@ def test_ctrl_c_while_sbatch_runs_says_how_to_find_the_job(
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("recorded", "state"), [("completed", "completed"), ("running", "failed")])
-def test_run_whose_supervisor_was_killed_tells_its_own_end(
+def test_state_of_a_job_whose_supervisor_was_killed_is_its_runs(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], recorded: str, state: str
 ) -> None:
     folder = _start(tmp_path)
     slurm.write("queue", "101|FAILED|NonZeroExitCode\n")
-    (attempt := folder / "n001" / "attempts" / "0").mkdir(parents=True)
+    attempt = folder / "n001" / "attempts" / "0"
+    attempt.mkdir(parents=True)
     (attempt / "run_directory").write_text(str(tmp_path))
     (tmp_path / "summary.json").write_text(json.dumps({"state": recorded}))
     (folder / "n001" / "attempts.json").write_text(json.dumps({"state": "running"}))
-    assert main(["status", str(folder)]) == 0
-    assert f"1 {state}" in capsys.readouterr().out
+    assert _read_status(folder, capsys) == [["n001", "1", "101", state]]
 
 
-QUEUE = """106|RUNNING|None
-107|CANCELLED|None
-108|PENDING|Resources
-109|PENDING|BeginTime
-110|PENDING|job requeued in held state
-"""
-STATES = (
-    "completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "pending", "requeued", "held",
-    "not_submitted",
-)  # fmt: skip
+# Of each job: state in its record, in SLURM, and as shown.
+JOBS = [
+    ("completed", "", "completed"),
+    ("out_of_memory", "", "out_of_memory"),
+    ("timeout", "", "timeout"),
+    ("running", "", "failed"),  # SLURM no longer knows it
+    ("running", "RUNNING|None", "running"),
+    ("", "CANCELLED|None", "terminated"),
+    ("", "PENDING|Resources", "pending"),
+    ("failed", "PENDING|BeginTime", "requeued"),
+    ("failed", "PENDING|job requeued in held state", "held"),
+]
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_status_and_resume(
+def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm.write("partitions", "booster|gpu:4|infinite|20\n")
-    folder = _start(tmp_path, "--nodes", *map(str, range(1, 12)))
-    records = ["completed", "out_of_memory", "timeout", "failed", "running", "running"]
-    for nodes, state in [*enumerate(records, start=1), (9, "failed"), (10, "failed")]:
-        (folder / f"n{nodes:03d}" / "attempts.json").write_text(
-            json.dumps({"state": state, "error": "lost n7"})
-        )
-    (folder / "submission.json").write_text(
-        (folder / "submission.json").read_text().replace('"111"', "null")
-    )
-    slurm.write("queue", QUEUE)
-    capsys.readouterr()
-    assert main(["status", str(folder)]) == 0
-    heads, *rows, counts = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["job", "nodes", "id", "state", "note"]
-    # n005's record is `running`, but SLURM no longer knows it.
-    assert [row.split()[:4] for row in rows] == [
-        [f"n{n:03d}", f"{n}", "-" if n == 11 else f"{100 + n}", state]
-        for n, state in enumerate(STATES, start=1)
-    ]
-    assert "2 failed" in counts
-    assert rows[8].endswith("lost n7")
-    assert rows[9].endswith("scontrol release 110")
+    slurm.write("partitions", "gpu*|gpu:4|infinite|20\n")
+    folder = _start(tmp_path, "--nodes", *(str(number) for number in range(1, len(JOBS) + 1)))
+    queue = ""
+    for number, (recorded, slurm_state, _) in enumerate(JOBS, start=1):
+        if recorded:
+            record = json.dumps({"state": recorded, "error": "lost n7"})
+            (folder / f"n{number:03d}" / "attempts.json").write_text(record)
+        if slurm_state:
+            queue += f"{100 + number}|{slurm_state}\n"
+    slurm.write("queue", queue)
+    assert [row[3] for row in _read_status(folder, capsys)] == [state for *_, state in JOBS]
+    main(["status", str(folder)])
+    *_, requeued, held, counts = capsys.readouterr().out.splitlines()
+    assert requeued.endswith("lost n7")
+    assert held.endswith("scontrol release 109")
+    assert "1 failed" in counts
+    num_calls = len(slurm.lines("calls"))
     assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
-    shown = capsys.readouterr().out
-    assert "resubmitting 5 of 11 jobs: n003, n004, n005, n007, n011" in shown
-    assert "n010 is held; to release it: scontrol release 110" in shown
-    assert len(slurm.lines("calls")) == 16
-    assert (
-        slurm.lines("calls")[-1]
-        == f"--parsable --time=00:45:00 --exclude=n[1-2] {folder}/n011.sbatch"
-    )
-    assert main(["status", str(folder.parent / "swep")]) == 2
+    output = capsys.readouterr().out
+    assert "resubmitting 3 of 9 jobs: n003, n004, n006" in output
+    assert "n009 is held; to release it: scontrol release 109" in output
+    calls = slurm.lines("calls")[num_calls:]
+    assert len(calls) == 3
+    assert calls[0] == f"--parsable --time=00:45:00 --exclude=n[1-2] {folder}/n003.sbatch"
+
+
+def test_missing_folder_is_rejected_with_the_nearest_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep").mkdir()
+    assert main(["status", str(tmp_path / "swep")]) == 2
     assert "did you mean 'sweep'?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("unchecked", "slurm")
 @pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("folder", ".."), ("nodes", "1")])
-def test_records_that_others_wrote_are_not_trusted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
+def test_record_is_not_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:
     folder = _start(tmp_path)
-    (folder / "n001" / "attempts.json").write_text(
-        json.dumps({"state": "failed", "error": "\x1b[2J"})
-    )
+    outcome = {"state": "failed", "error": "\x1b[2J"}
+    (folder / "n001" / "attempts.json").write_text(json.dumps(outcome))
     assert main(["status", str(folder)]) == 0
     assert "\x1b" not in capsys.readouterr().out
     record = json.loads((folder / "submission.json").read_text())
@@ -297,63 +275,33 @@ def test_strong_scaling_keeps_the_global_batch_by_accumulation(
     tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     micro_batch = micro_run()["train_micro_batch_size_per_gpu"]
-    folder = _start(
-        tmp_path, "--nodes", "1", "2", "4", "--global_batch", str(micro_batch * 32), "--dry_run"
-    )
+    global_batch = micro_batch * 32  # 8 micro-batches on each of 4 GPUs
+    options = ["--global_batch", str(global_batch), "--dry_run"]
+    folder = _start(tmp_path, "--nodes", "1", "2", "4", *options)
     assert slurm.lines("calls") == []
     for nodes, steps in ((1, 8), (2, 4), (4, 2)):
-        run = json.loads((folder / f"n{nodes:03d}" / "run.json").read_text())
-        names = (
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "train_batch_size",
-        )
-        assert [run[name] for name in names] == [micro_batch, steps, micro_batch * 32]
+        run = _read_run(folder, f"n{nodes:03d}")
+        assert run["train_micro_batch_size_per_gpu"] == micro_batch
+        assert run["gradient_accumulation_steps"] == steps
+        assert run["train_batch_size"] == global_batch
 
 
-def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
+def test_line_of_the_manual_runs_both_published_models_on_1_to_128_nodes(
     tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ clap-ds sweep (--cluster jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)
-    assert main([*line.split(), "--folder", str(tmp_path / "sweep"), "--dry_run"]) == 0
-    scales = {1: "15", 2: "15", 4: "15", 8: "15", 16: "25", 32: "25", 64: "30", 128: "30"}
+    folder = tmp_path / "sweep"
+    assert main([*line.split(), "--folder", str(folder), "--dry_run"]) == 0
+    minutes = {1: 15, 2: 15, 4: 15, 8: 15, 16: 25, 32: 25, 64: 30, 128: 30}
+    assert len(Jobs.read(folder).jobs) == 2 * len(minutes)
     for model, micro_batch in (("tiny", 616), ("base", 416)):
-        for nodes, minutes in scales.items():
+        for nodes, limit in minutes.items():
             name = f"n{nodes:03d}-htsat_{model}"
-            run = json.loads((tmp_path / "sweep" / name / "run.json").read_text())
+            run = _read_run(folder, name)
             assert run["train_micro_batch_size_per_gpu"] == micro_batch
-            lines = {*(tmp_path / "sweep" / f"{name}.sbatch").read_text().splitlines()}
-            options = (
-                f"time=00:{minutes}:00",
-                f"nodes={nodes}",
-                "cpus-per-task=72",
-                "gres=gpu:4",
-                "signal=USR1@60",
-            )
-            assert {f"#SBATCH --{option}" for option in options} <= lines
-            assert run["clap"]["output"] == {
-                "dir": str(tmp_path / "sweep" / "runs"),
-                "run_name": name,
-            }
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_sweep_whose_files_have_former_names_is_resumed(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm.write("partitions", "booster|gpu:4|infinite|20\n")
-    slurm.write("queue")
-    slurm.write("accounting")
-    folder = _start(tmp_path, "--nodes", "1", "2")
-    (folder / "submission.json").rename(folder / "jobs.json")
-    (folder / "n001" / "job.json").write_text(json.dumps({"state": "completed"}))
-    (folder / "n002" / "job.json").write_text(json.dumps({"state": "failed", "error": "lost n7"}))
-    capsys.readouterr()
-    assert main(["status", str(folder)]) == 0
-    assert "1 completed, 1 failed" in capsys.readouterr().out
-    assert main(["resume", str(folder)]) == 0
-    assert "resubmitting 1 of 2 jobs: n002" in capsys.readouterr().out
-    assert json.loads((folder / "submission.json").read_text())["jobs"][1]["slurm_id"] == "103"
-    assert not (folder / "n002" / "job.json").exists()
+            assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": name}
+            options = f"time=00:{limit}:00 nodes={nodes} cpus-per-task=72 gres=gpu:4 signal=USR1@60"
+            script = (folder / f"{name}.sbatch").read_text()
+            assert {f"#SBATCH --{option}" for option in options.split()} <= {*script.splitlines()}
