@@ -174,12 +174,12 @@ def sections_of(annotation: Any) -> list[Any]:
     return sections
 
 
-def _fields(section: Any, prefix: str = "") -> Iterator[str]:
+def list_fields(section: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all fields."""
     for name, field in section.model_fields.items():
         yield prefix + name
         for inner in sections_of(field.annotation):
-            yield from _fields(inner, f"{prefix}{name}.")
+            yield from list_fields(inner, f"{prefix}{name}.")
 
 
 def _suggest_field(field: str, root: Any) -> str:
@@ -194,7 +194,7 @@ def _suggest_field(field: str, root: Any) -> str:
             return f"; did you mean {name_here!r}?"
     siblings: dict[str, str] = {}
     namesakes: list[str] = []
-    for valid_field in _fields(root):
+    for valid_field in list_fields(root):
         valid_section, _, valid_name = valid_field.rpartition(".")
         if valid_section == section:
             siblings[valid_name] = valid_field
