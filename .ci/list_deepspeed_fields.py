@@ -275,20 +275,16 @@ def list_fields() -> dict[str, Any]:
     optimizers = {kind: _describe_arguments(*classes) for kind, classes in OPTIMIZERS.items()}
     for kind, names in ENGINE_PARAMS.items():
         optimizers[kind] |= {name: _describe(name, PARAM_TYPES[name]) for name in names}
-    schedulers = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES] + [
-        WarmupStableDecayLR
-    ]
-    schedulers += [getattr(torch.optim.lr_scheduler, name) for name in TORCH_SCHEDULERS]
+    for kind in TORCH_OPTIMIZERS:
+        optimizers[kind] = _describe_arguments(getattr(torch.optim, kind))
+    classes = [getattr(lr_schedules, kind) for kind in lr_schedules.VALID_LR_SCHEDULES]
+    classes.append(WarmupStableDecayLR)
+    classes += [getattr(torch.optim.lr_scheduler, kind) for kind in TORCH_SCHEDULERS]
+    schedulers = {scheduler.__name__: _describe_arguments(scheduler) for scheduler in classes}
     return {
         "deepspeed": version("deepspeed"),
         "fields": _describe_recorded("", record_parser()),
-        "params": {
-            "optimizer": optimizers
-            | {name: _describe_arguments(getattr(torch.optim, name)) for name in TORCH_OPTIMIZERS},
-            "scheduler": {
-                scheduler.__name__: _describe_arguments(scheduler) for scheduler in schedulers
-            },
-        },
+        "params": {"optimizer": optimizers, "scheduler": schedulers},
         "refused": REFUSED,
     }
 
@@ -354,15 +350,14 @@ def _describe_arguments(*classes: type) -> Schema:
         _, *parameters = inspect.signature(cls).parameters.values()
         for parameter in parameters:
             name = parameter.name
+            if name in ARGUMENTS_LEFT_OUT or name in schemas:
+                continue
             default = parameter.default
-            if name not in ARGUMENTS_LEFT_OUT and name not in schemas:
-                presence = (
-                    {"required": True} if default is parameter.empty else {"default": default}
-                )
-                hint = PARAM_TYPES.get(name, _find_type(hints.get(name), default))
-                schemas[name] = _describe(
-                    name, PARAM_TYPES.get(f"{cls.__name__}.{name}", hint), **presence
-                )
+            hint = _find_type(hints.get(name), default)
+            hint = PARAM_TYPES.get(f"{cls.__name__}.{name}", PARAM_TYPES.get(name, hint))
+            is_required = default is parameter.empty
+            presence = {"required": True} if is_required else {"default": default}
+            schemas[name] = _describe(name, hint, **presence)
     return schemas
 
 
@@ -400,13 +395,12 @@ def _inline(path: str, schema: Schema, definitions: Schema) -> Schema:
         return plain
     properties: Schema = {}
     for name, field in schema["properties"].items():
-        inner = f"{path}.{name}"
-        default = {"default": field["default"]} if "default" in field else {}
-        properties[name] = (
-            _describe(inner, TYPES[inner], **default)
-            if inner in TYPES
-            else _inline(inner, field, definitions)
-        )
+        inner_path = f"{path}.{name}"
+        if inner_path in TYPES:
+            default = {"default": field["default"]} if "default" in field else {}
+            properties[name] = _describe(inner_path, TYPES[inner_path], **default)
+        else:
+            properties[name] = _inline(inner_path, field, definitions)
     return {"properties": properties}
 
 

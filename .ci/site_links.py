@@ -31,16 +31,19 @@ def uri_of(target: Path) -> str:
 
 
 def on_files(files: Any, config: Any) -> None:
-    waiting = [file.src_uri for file in files.documentation_pages()] + list(PAGES)
-    while waiting:
-        uri = waiting.pop()
+    """Add pages, and then the files that they link to."""
+    uris = [file.src_uri for file in files.documentation_pages()] + list(PAGES)
+    while uris:
+        uri = uris.pop()
         if not files.get_file_from_path(uri):
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / uri)))
-        if uri.endswith(".md"):
-            links = LINK.findall((ROOT / path_of(uri)).read_text(encoding="utf-8"))
-            targets = [target_of(link, uri) for _, link, _ in links]
-            uris = [uri_of(target) for target in targets if target.is_file()]
-            waiting += [each for each in uris if not files.get_file_from_path(each)]
+        if not uri.endswith(".md"):
+            continue
+        page = (ROOT / path_of(uri)).read_text(encoding="utf-8")
+        for _, link, _ in LINK.findall(page):
+            target = target_of(link, uri)
+            if target.is_file() and not files.get_file_from_path(uri_of(target)):
+                uris.append(uri_of(target))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -54,14 +54,12 @@ def format_overview() -> str:
         f"       {COMMAND} COMMAND --help | --version",
         "",
         "Train CLAP models on DeepSpeed and measure how well training scales.",
-        "For several ranks, use `deepspeed clap_ds/bench.py …` or torchrun, likewise train.py and evaluate.py.",
+        "For several ranks, use `deepspeed clap_ds/bench.py …` or torchrun,"
+        " likewise train.py and evaluate.py.",
     ]
     for group, commands in GROUPS.items():
-        lines += [
-            "",
-            f"{group}:",
-            *(f"  {name:<12} {purpose}" for name, (_, purpose) in commands.items()),
-        ]
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<12} {purpose}" for name, (_, purpose) in commands.items()]
     return "\n".join(lines)
 
 
@@ -76,9 +74,8 @@ def run_command(arguments: Sequence[str]) -> int | None:
         print(COMMAND, VERSION)
         return None
     if name not in MODULES:
-        raise UserError(
-            f"{name!r} is no command{did_you_mean(name, MODULES)}; `{COMMAND} --help` lists all"
-        )
+        hint = did_you_mean(name, MODULES)
+        raise UserError(f"{name!r} is no command{hint}; `{COMMAND} --help` lists all")
     module_name, _, function = MODULES[name].partition(":")
     module = importlib.import_module(f"clap_ds.{module_name}")
     code: int | None = getattr(module, function or "main")(options)
@@ -88,5 +85,6 @@ def run_command(arguments: Sequence[str]) -> int | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `clap-ds` with this process's arguments, or others, and return the exit code."""
     if argv is not None:
-        sys.argv = [COMMAND, *argv]  # `command_name` reads it
+        # `command_name` reads it.
+        sys.argv = [COMMAND, *argv]
     return exit_code_of(lambda: run_command(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Test `clap-ds`: its commands, their help, and what an unknown command or option is answered."""
+"""`clap-ds`: its commands, their help, and messages about unknown commands and options."""
 
 import argparse
 import os
@@ -25,95 +25,80 @@ def _keep_argv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [*sys.argv])
 
 
-def helped(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+def find_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser that prints the help of a command."""
     parsers: list[argparse.ArgumentParser] = []
-    monkeypatch.setattr(CommandParser, "print_help", lambda self, file=None: parsers.append(self))
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([*command.split(), "--help"])
+    with pytest.MonkeyPatch.context() as patch:
+        print_help = lambda self, file=None: parsers.append(self)  # noqa: E731
+        patch.setattr(CommandParser, "print_help", print_help)
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([*command.split(), "--help"])
     (parser,) = parsers
     return parser
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_a_description_and_an_example(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parser = helped(command, monkeypatch)
+def test_command_help_has_description_and_example(command: str) -> None:
+    parser = find_parser(command)
     assert parser.prog == f"clap-ds {command}"
     assert (parser.description or "").endswith(".")
-    assert re.search(
-        rf"^    .*\b({command.split()[0]}\b|{command}\.py)", parser.epilog or "", re.MULTILINE
-    )
+    example = rf"^    .*\b({command.split()[0]}\b|{command}\.py)"
+    assert re.search(example, parser.epilog or "", re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_every_default_and_value(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = helped(command, monkeypatch)
+def test_command_help_describes_every_option_with_its_default(command: str) -> None:
+    parser = find_parser(command)
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help == argparse.SUPPRESS:
             continue
         assert action.help, action.dest
-        takes_a_value = action.nargs != 0
-        if takes_a_value and not action.choices:
+        # switches
+        if action.nargs == 0:
+            continue
+        if not action.choices:
             assert re.fullmatch(METAVAR, str(action.metavar)), f"{action.dest}: {action.metavar}"
-        if (
-            takes_a_value
-            and action.option_strings
-            and action.default not in (None, [], argparse.SUPPRESS)
-        ):
+        if action.option_strings and action.default not in (None, [], argparse.SUPPRESS):
             assert "(default: " in formatter._expand_help(action), action.dest
 
 
 @pytest.mark.parametrize(
     "command", ["bench", "train", "plan", "flops", "evaluate", "submit", "sweep"]
 )
-def test_a_run_is_given_by_the_same_option_everywhere(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (action,) = (
-        action for action in helped(command, monkeypatch)._actions if action.dest == "config"
-    )
-    assert {"--config", "--deepspeed_config"} <= {*action.option_strings}
+def test_command_takes_configuration_by_the_same_options(command: str) -> None:
+    options = find_parser(command)._option_string_actions
+    assert options["--config"] is options["--deepspeed_config"]
 
 
-def test_commands_and_options_that_pages_name_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "analysis/FLOPS.md")),
-    ]
+def test_pages_name_existing_commands_and_options() -> None:
+    names = ("README.md", "CONTRIBUTING.md", "analysis/FLOPS.md")
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in names)]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    found = re.findall(
-        r"(?:`|\$ |do |gpus-per-node=\d )clap-ds ((?:shards|sweep) [a-z]+|[a-z]+)\b([^`\n|;#]*)",
-        text,
-    )
-    assert len(found) > 50
-    options: dict[str, set[str]] = {}
-    for command, line in found:
-        assert command in COMMANDS, f"clap-ds {command}{line}"
-        if command not in options:
-            options[command] = {
-                name
-                for action in helped(command, monkeypatch)._actions
-                for name in action.option_strings
-            }
-        named = re.findall(r"(?<= )--\w+", line.partition(" -- ")[0])
-        assert {*named} <= options[command], f"clap-ds {command}{line}"
+    # in code, in consoles, in loops
+    start = r"(?:`|\$ |do |gpus-per-node=\d )clap-ds "
+    calls = re.findall(rf"{start}((?:shards|sweep) [a-z]+|[a-z]+)\b([^`\n|;#]*)", text)
+    assert len(calls) > 50
+    options = {command: find_parser(command)._option_string_actions.keys() for command in COMMANDS}
+    for command, arguments in calls:
+        assert command in COMMANDS, f"clap-ds {command}{arguments}"
+        # Arguments after -- are another command's.
+        used = re.findall(r"(?<= )--\w+", arguments.partition(" -- ")[0])
+        assert {*used} <= options[command], f"clap-ds {command}{arguments}"
     by_path = r"(python3?|-m) (-m )?(analysis|clap_ds)[/.](?!model|config|launch|distributed)"
     assert not re.search(by_path, text)
 
 
-def test_commands_are_imported_only_if_they_are_chosen() -> None:
+def test_command_help_imports_no_heavy_package() -> None:
     """In a new process: this one has imported everything."""
     program = """
 import contextlib, io, sys
 from clap_ds import cli
 
-def check(name, unwanted):
+def check(name, modules):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         cli.main([name, "--help"])
-    imported = [module for module in unwanted if module in sys.modules]
+    imported = [module for module in modules if module in sys.modules]
     assert not imported, (name, imported)
 
 heavy = ["torch", "transformers", "deepspeed", "matplotlib"]
@@ -128,13 +113,14 @@ for name in cli.MODULES:
 
 def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(re.search(rf"^  {name} ", shown, re.MULTILINE) for name in cli.MODULES)
+    output = capsys.readouterr().out
+    for name in cli.MODULES:
+        assert re.search(rf"^  {name} ", output, re.MULTILINE), name
     assert cli.main(["--version"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "message"),
     [
         ("scalin x", "did you mean 'scaling'"),
         ("flops --contxt_length 5", "did you mean '--context_length'"),
@@ -142,11 +128,11 @@ def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None
         ("shards prepare . x --kind mel --preset micro", "a folder"),
     ],
 )
-def test_unknown_words_are_answered_with_the_nearest(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_command_is_refused_with_a_hint(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = cli.main(words.split())
+        code = cli.main(command.split())
     except SystemExit as stop:
         code = int(str(stop.code))
     assert code == 2
@@ -158,41 +144,34 @@ def test_options_with_dashes_equal_those_with_underscores() -> None:
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--find_micro_batch", action="store_true")
     parser.add_argument("more", nargs="*")
-    words = ["--micro-batch=3", "--find-micro-batch", "--", "a-b", "--micro-batch"]
-    assert vars(parser.parse_args(words)) == {
-        "micro_batch": 3, "find_micro_batch": True, "more": ["a-b", "--micro-batch"],
-    }  # fmt: skip
+    argv = ["--micro-batch=3", "--find-micro-batch", "--", "a-b", "--micro-batch"]
+    arguments = parser.parse_args(argv)
+    assert arguments.micro_batch == 3
+    assert arguments.find_micro_batch
+    assert arguments.more == ["a-b", "--micro-batch"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "name"),
-    [
-        (["/somewhere/bin/clap-ds", "submit", "x"], "clap-ds submit"),
-        ([str(ROOT / "clap_ds" / "__main__.py"), "submit"], "clap-ds submit"),
-    ],
-)
-def test_help_names_the_command_as_it_was_called(
-    argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("program", ["/somewhere/bin/clap-ds", ROOT / "clap_ds" / "__main__.py"])
+def test_help_names_the_command_as_called(
+    program: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", argv)
-    assert make_parser("Do.").prog == name
+    monkeypatch.setattr(sys, "argv", [str(program), "submit"])
+    assert make_parser("Do.").prog == "clap-ds submit"
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["launch/submit.py", "launch/slurm_hostfile.py", "analysis/scaling.py", "clap_ds/bench.py"],
-)
-def test_files_run_by_path(file: str) -> None:
+@pytest.mark.parametrize("file", ["launch/submit.py", "analysis/scaling.py", "clap_ds/bench.py"])
+def test_file_run_by_path_prints_help(file: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, file, "--help"], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout.startswith(f"usage: {file} ")) == (0, True), done.stderr
+    command = [sys.executable, file, "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {file} ")
 
 
-def test_presets_lists_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
-    assert {*presets.PRESETS} == {*preset_names()}
-    assert {*presets.CONFIGURATIONS} == {path.stem for path in CONFIGS.glob("*.json")}
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in (*presets.PRESETS, *presets.CONFIGURATIONS))
+    output = capsys.readouterr().out
+    assert presets.PRESETS.keys() == {*preset_names()}
+    assert presets.CONFIGURATIONS.keys() == {path.stem for path in CONFIGS.glob("*.json")}
+    for name in (*presets.PRESETS, *presets.CONFIGURATIONS):
+        assert name in output

@@ -1,5 +1,7 @@
-"""Malicious files in shared folders: every command ends, reports or skips the file, and never
-writes or deletes elsewhere."""
+"""Hostile files in shared folders, against the promises of `SECURITY.md`.
+
+Every command ends, reports or skips the file, and never writes or deletes elsewhere.
+"""
 
 import os
 import resource
@@ -8,7 +10,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,8 @@ BOMBS: dict[str, Callable[[Path], object]] = {
     "200 GB": lambda path: (path.touch(), os.truncate(path, 200 * 10**9)),
     "brackets": lambda path: path.write_text("[" * 10**6),
 }
-BUILD = Namespace(
+MOST_MEMORY_KB = 500_000
+BUILD_OPTIONS = Namespace(
     audio_column=None,
     caption_columns=None,
     multilabel_column=[],
@@ -65,60 +67,64 @@ def build_from(path: Path) -> None:
     """Pack a sound and its caption, one of which is this file."""
     other = path.with_suffix(".txt" if path.suffix == ".wav" else ".wav")
     other.write_text("a caption")
-    (entry,) = read_entries(path.parent, BUILD)
+    (entry,) = read_entries(path.parent, BUILD_OPTIONS)
     identify_audio(9, entry)
     list(members_of([(0, entry)], as_it_is, []))
 
 
-def download(folder: Path) -> object:
-    return RemoteFolder(str(folder)).download_newest(folder / "new", {})
+def download(checkpoints: Path) -> None:
+    RemoteFolder(str(checkpoints)).download_newest(checkpoints / "new", {})
 
 
+# path in a folder of others → the command's reader of it
 READERS: dict[str, Callable[[Path], object]] = {
+    # analysis
     "summary.json": lambda path: read_record(path.parent),
+    "metrics.jsonl": lambda path: read_record(path.parent),
     "run.log": lambda path: read_runs([path], given(nodes=1, gpus=1)),
     "table.csv": lambda path: read_runs([path], given()),
-    "list.jsonl": read_paths,
-    "metrics.jsonl": lambda path: read_record(path.parent),
-    "run.json": load_run,
+    "run_directory": lambda path: summary_of(path.parent),
+    # shards, and what they are built from
     "manifest.json": lambda path: read_manifest(str(path.parent)),
-    "initial.safetensors": lambda path: describe_contents([str(path)]),
     "shard.tar": lambda path: list(list_items(str(path), print)),
-    "tokenizer/tokenizer.json": lambda path: load_tokenizer(str(path.parent), vocab_size=512),
-    "step-00000001/manifest.json": lambda path: latest_valid(path.parents[1]),
-    "vectors.parquet": read_table,
-    "clap.pt": load_weights,
-    "hf/config.json": lambda path: load_weights(path.parent),
-    "local/open_clip_model.safetensors": lambda path: load_weights(path.parent),
-    "preset.json": lambda path: load_preset(str(path)),
-    "list.csv": lambda path: read_entries(path, BUILD),
+    "list.jsonl": read_paths,
     "list.json": read_paths,
+    "list.csv": lambda path: read_entries(path, BUILD_OPTIONS),
     "sounds/a.txt": build_from,
     "sounds/a.json": build_from,
     "sounds/a.wav": build_from,
-    "step-00000001/weights.safetensors": lambda path: (
-        latest_valid(path.parents[1]),
-        load_weights(path.parent),
-    ),
-    "step-00000001/state.safetensors": lambda path: RemoteFolder(
-        str(path.parents[1])
-    ).download_newest(path.parents[1] / "new", {}),
-    "run_directory": lambda path: summary_of(path.parent),
+    # configurations, models and tokenizers
+    "run.json": load_run,
+    "preset.json": lambda path: load_preset(str(path)),
+    "clap.pt": load_weights,
+    "hf/config.json": lambda path: load_weights(path.parent),
+    "local/open_clip_model.safetensors": lambda path: load_weights(path.parent),
+    "initial.safetensors": lambda path: describe_contents([str(path)]),
+    "tokenizer/tokenizer.json": lambda path: load_tokenizer(str(path.parent), vocab_size=512),
+    "vectors.parquet": read_table,
+    # checkpoints
+    "step-00000001/manifest.json": lambda path: latest_valid(path.parents[1]),
+    "step-00000001/weights.safetensors": lambda path: load_weights(path.parent),
+    "step-00000001/state.safetensors": lambda path: download(path.parents[1]),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def test_reader_of_hostile_file_ends_in_bounded_memory(
+    tmp_path: Path, name: str, bomb: str
+) -> None:
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     make_checkpoint(tmp_path, 1)
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     BOMBS[bomb](path)
-    with suppress(UserError, ValueError, OSError):  # reported by every command in one line
+    # Every command reports these in one line.
+    with suppress(UserError, ValueError, OSError):
         READERS[name](path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak_kb - before_kb < MOST_MEMORY_KB
 
 
 @pytest.fixture
@@ -133,75 +139,70 @@ def deep_folder(tmp_path: Path) -> Iterator[Path]:
         os.close(outer)
     os.close(folder)
     yield tmp_path / ".step-00000001.partial"
-    subprocess.run(["rm", "-rf", tmp_path], check=True)  # which pytest can't
+    # pytest can't delete it.
+    subprocess.run(["rm", "-rf", tmp_path], check=True)
 
 
-def test_folders_nested_deeply_are_named_and_no_start_fails(deep_folder: Path) -> None:
+def test_deeply_nested_folder_is_refused_by_readers(deep_folder: Path) -> None:
     for read in (audio_files_in, lambda path: read_runs([path], given())):
         with pytest.raises((UserError, OSError), match=r"nested|File name too long"):
             read(deep_folder)
+
+
+def test_deeply_nested_leftover_fails_no_start(deep_folder: Path) -> None:
     clear_leftovers(deep_folder.parent)
 
 
+def write_plot(module: Any, path: Path, *options: str) -> None:
+    module.main([*options, "--output", str(path)])
+
+
 RECORD = DATA / "record_2ranks"
-REPORTED = (
-    "report.md",
-    "report.html",
-    "table.csv",
-    "scaling.png",
-    "breakdown-1.png",
-    "projection-1.png",
-)
-SHARDS = (
-    "train-00000.tar",
-    "manifest.json",
-    "broken.jsonl",
-    "tokenizer/tokenizer.json",
-    "tokenizer/tokenizer_config.json",
-)
-PREPARED = (*SHARDS[:4], ".build/plan")
-WRITERS: dict[str | tuple[str, ...], Callable[[Path], object]] = {
-    "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
-    "config.json": lambda run: RunDirectory(run).write_json("config.json", {}),
-    "summary.json": lambda run: RunDirectory(run).update_summary(state="running"),
-    "writer.json": lambda run: FolderLock(run).acquire(),
-    "rank0.log": lambda run: start_log(run / "rank0.log"),
-    "errors": lambda run: error_file.write_error_file("error", "message", 1),
-    "stacks": lambda run: Watchdog().start(run),
-    "tensorboard": lambda run: Scalars(_engine(), run),
-    ".probe": lambda folder: try_target(str(folder)),
-    ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
-    "history.jsonl": lambda folder: _remote_folder(folder).download_newest(folder, {}),
-    "logs": lambda folder: RemoteFolder(str(folder)).upload_logs([_logs(folder.parent / "logs")]),
-    "step-00000002": lambda folder: RemoteFolder(str(folder)).upload(
-        _checkpoint(folder), CheckpointSettings()
-    ),
-    REPORTED: lambda run: report.main([str(RECORD), str(TINY), "--output", str(run)]),
-    "scaling.csv": lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
-    ("p.png", "p.pdf", "p.svg"): lambda run: plot_scaling.main(
-        [str(TINY), "--output", str(run / "p.png")]
-    ),
-    "curves.svg": lambda run: plot_scaling.main(
-        ["--curves", str(RECORD), "--output", str(run / "curves.svg")]
-    ),
-    ("e.png", "e.pdf"): lambda run: extrapolate.main([str(TINY), "--output", str(run / "e.png")]),
-    "hostfile": lambda run: slurm_hostfile.main(
+TOKENIZER = "tokenizer/tokenizer.json"
+# files in a folder of others → writer of them
+WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
+    # a run
+    ("metrics.jsonl",): lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
+    ("config.json",): lambda run: RunDirectory(run).write_json("config.json", {}),
+    ("summary.json",): lambda run: RunDirectory(run).update_summary(state="running"),
+    ("writer.json",): lambda run: FolderLock(run).acquire(),
+    ("rank0.log",): lambda run: start_log(run / "rank0.log"),
+    ("errors",): lambda run: error_file.write_error_file("error", "message", 1),
+    ("stacks",): lambda run: Watchdog().start(run),
+    ("tensorboard",): lambda run: write_scalars(run),
+    ("hostfile",): lambda run: slurm_hostfile.main(
         ["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]
     ),
-    "results.json": lambda run: show_results(
-        "", {}, run / "results.json"
-    ),  # of plan, flops and evaluate
-    "labels.csv": lambda run: csv_text.write_csv(
-        run / "labels.csv", [["a"]]
-    ),  # of classify, search and score
-    SHARDS: lambda run: build(run),
-    ".build": lambda run: build(run),
-    "tokenizer": lambda run: build(run),
-    PREPARED: lambda run: prepare(run),
-    ("sounds-000.tar", "classes.json", "tokenizer/tokenizer.json"): lambda run: (
-        synthetic_sounds.main([str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"])
+    # checkpoints
+    (".probe",): lambda folder: try_target(str(folder)),
+    (".step-00000001.partial",): lambda folder: make_checkpoint(folder, 1),
+    ("history.jsonl",): lambda folder: download_history(folder),
+    ("logs",): lambda folder: upload_logs(folder),
+    ("step-00000002",): lambda folder: upload_checkpoint(folder),
+    # analysis
+    (
+        "report.md", "report.html", "table.csv", "scaling.png", "breakdown-1.png", "projection-1.png",
+    ): lambda run: write_plot(report, run, str(RECORD), str(TINY)),
+    ("scaling.csv",): lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
+    ("p.png", "p.pdf", "p.svg"): lambda run: write_plot(plot_scaling, run / "p.png", str(TINY)),
+    ("c.svg",): lambda run: write_plot(plot_scaling, run / "c.svg", "--curves", str(RECORD)),
+    ("e.png", "e.pdf"): lambda run: write_plot(extrapolate, run / "e.png", str(TINY)),
+    # results of plan, flops and evaluate, and tables of classify, search and score
+    ("results.json",): lambda run: show_results("", {}, run / "results.json"),
+    ("labels.csv",): lambda run: csv_text.write_csv(run / "labels.csv", [["a"]]),
+    # shards
+    (
+        "train-00000.tar", "manifest.json", "broken.jsonl", TOKENIZER, "tokenizer/tokenizer_config.json",
+    ): lambda run: build(run),
+    (".build",): lambda run: build(run),
+    ("tokenizer",): lambda run: build(run),
+    (
+        "train-00000.tar", "manifest.json", "broken.jsonl", TOKENIZER, ".build/plan",
+    ): lambda run: prepare(run),
+    ("sounds-000.tar", "classes.json", TOKENIZER): lambda run: synthetic_sounds.main(
+        [str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"]
     ),
-}
+}  # fmt: skip
 
 
 def build(folder: Path) -> None:
@@ -214,70 +215,67 @@ def build(folder: Path) -> None:
 
 def prepare(folder: Path) -> None:
     """Prepare shards that have a tokenizer beside them."""
-    build(built := folder.with_name("built"))
-    shards.main(
-        [
-            "prepare",
-            f"{built}/*.tar",
-            str(folder),
-            "--kind",
-            "waveform",
-            "--preset",
-            "micro",
-            "--workers",
-            "1",
-        ]
-    )
+    built = folder.with_name("built")
+    build(built)
+    options = ["--kind", "waveform", "--preset", "micro", "--workers", "1"]
+    shards.main(["prepare", f"{built}/*.tar", str(folder), *options])
 
 
-def _remote_folder(folder: Path) -> RemoteFolder:
-    remote = _checkpoint(folder).parent
-    (remote / "history.jsonl").touch()
-    return RemoteFolder(f"file://{remote}")
-
-
-def _checkpoint(folder: Path) -> Path:
-    return make_checkpoint(folder.with_name("there"), 2)
-
-
-def _logs(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "file").write_text("log")
-    return folder
-
-
-def _engine() -> Any:
+def write_scalars(run: Path) -> None:
     monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
     deepspeed = SimpleNamespace(monitor=monitor, global_samples=0)
-    return SimpleNamespace(
+    engine: Any = SimpleNamespace(
         deepspeed=deepspeed,
         config={"tensorboard": {}},
         defer_monitor_events=partial(defer_monitor_events, deepspeed),
     )
+    Scalars(engine, run)
 
 
-@pytest.mark.parametrize("names", WRITERS, ids=str)
-def test_nothing_is_written_through_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str | tuple[str, ...]
+def download_history(folder: Path) -> None:
+    remote = make_checkpoint(folder.with_name("remote"), 2).parent
+    (remote / "history.jsonl").touch()
+    RemoteFolder(f"file://{remote}").download_newest(folder, {})
+
+
+def upload_logs(folder: Path) -> None:
+    logs = folder.parent / "logs"
+    logs.mkdir(exist_ok=True)
+    (logs / "file").write_text("log")
+    RemoteFolder(str(folder)).upload_logs([logs])
+
+
+def upload_checkpoint(folder: Path) -> None:
+    checkpoint = make_checkpoint(folder.with_name("local"), 2)
+    RemoteFolder(str(folder)).upload(checkpoint, CheckpointSettings())
+
+
+def plan_links(names: tuple[str, ...]) -> list[dict[str, str]]:
+    """Return links to plant in each trial, by name: of each kind, or for a command with several
+    outputs, of two kinds in turn."""
+    if len(names) == 1:
+        return [{names[0]: target} for target in ("folder", "file", "absent")]
+    return [dict(zip(names, cycle(("absent", "file")), strict=False))]
+
+
+@pytest.mark.parametrize("names", WRITERS, ids=" ".join)
+def test_writer_follows_no_planted_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    """Plant links of each kind, or if a command has several outputs, to a missing file and a file
-    in turn."""
     victim = tmp_path / "victim"
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
+    # `start_log` replaces these.
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    if isinstance(names, str):
-        planted = [{names: target} for target in ("folder", "file", "absent")]
-    else:
-        planted = [dict(zip(names, cycle(("absent", "file")), strict=False))]
-    for number, links in enumerate(planted):
-        run = tmp_path / f"run-{number}"
-        run.mkdir()
-        monkeypatch.setattr(error_file.this_rank, "folder", run / "errors")
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    for trial, links in enumerate(plan_links(names)):
+        folder = tmp_path / f"trial-{trial}"
+        folder.mkdir()
+        monkeypatch.setattr(error_file.this_rank, "folder", folder / "errors")
         for name, target in links.items():
-            (run / name).parent.mkdir(exist_ok=True)
-            (run / name).symlink_to(victim / target)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).symlink_to(victim / target)
         with suppress(OSError, ValueError):
-            WRITERS[names](run)
+            WRITERS[names](folder)
         assert sorted(path.name for path in victim.rglob("*")) == ["file", "folder"]
         assert (victim / "file").read_text() == "precious"

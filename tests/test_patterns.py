@@ -1,5 +1,7 @@
-"""Regular expressions for text of others take time in proportion to it: a stranger's 100 KB may not
-stop a command."""
+"""Regular expressions and functions for text of others take time in proportion to it.
+
+100 KB from a stranger may not stop a command (`SECURITY.md`).
+"""
 
 import ast
 import importlib
@@ -29,71 +31,78 @@ from clap_ds.utils.redaction import redacted
 
 LENGTH = 100_000
 LIMIT_S = 0.5
+# Modules with patterns that are computed: of log formats, which are added below, of hosts' names,
+# of this project's words, and of a list's delimiter, which `FUNCTIONS` tries.
 COMPUTED = {
     "analysis/log_formats.py", "launch/attempt.py",
     "data/build_shards/caption_lists.py", "utils/errors.py",
 }  # fmt: skip
-"""Modules with patterns from tables (log formats are tried, too), of hosts' names, of this
-project's words, and of a list's delimiter (in `FUNCTIONS`)."""
-OF_OWN_TEXT = {"config/reference.py", "run_records/environment.py"}
+# modules with patterns for text of this project and the kernel
+TRUSTED = {"config/reference.py", "run_records/environment.py"}
+# functions that begin at a text's start; a compiled pattern's uses are tried by themselves
+ANCHORED = ("re.fullmatch", "re.match", "re.compile")
 REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 LETTERS = (codes.IN, codes.ANY, codes.NOT_LITERAL)
 
 
 def is_slow(function: Callable[[Any], object], text: Any) -> bool:
-    """Return whether 100 KB take too long. If a part, tried before, is fast enough, all is, even in
-    quadratic time."""
-    for share in (10, 3, 1):
-        started_s = time.process_time()
+    """Return whether 100 KB take too long."""
+    # If a part is fast enough, the whole is, even in quadratic time.
+    for divisor in (10, 3, 1):
+        start_s = time.process_time()
         with suppress(ValueError):
-            function(text[: LENGTH // share])
-        if time.process_time() - started_s < LIMIT_S / share**2:
+            function(text[: LENGTH // divisor])
+        if time.process_time() - start_s < LIMIT_S / divisor**2:
             return False
     return True
 
 
-def compiled_in(value: object) -> Iterator[re.Pattern[Any]]:
-    """Yield the patterns in a module's variable."""
+def find_patterns(value: object) -> Iterator[re.Pattern[Any]]:
+    """Yield the compiled patterns in a module's variable."""
     if isinstance(value, re.Pattern):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from compiled_in(part)
+    elif isinstance(value, dict):
+        yield from find_patterns([*value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_patterns(item)
 
 
-def collect() -> tuple[dict[re.Pattern[Any], bool], set[str]]:
-    """Return all patterns, whether they are searched for anywhere in a text, and the modules that
-    have computed ones."""
+def find_calls(source: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the function and the pattern of each call of a function of `re`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args:
+            function = ast.unparse(node.func)
+            if function.startswith("re."):
+                yield function, node.args[0]
+
+
+def collect_patterns() -> tuple[dict[re.Pattern[Any], bool], set[str]]:
+    """Return all patterns, each with whether it is searched for anywhere in a text, and the modules
+    that have computed ones."""
     patterns = {re.compile(dialect.pattern): True for dialect in DIALECTS.values()}
     computed = set()
-    paths = {
-        path for folder in ("", "analysis", "launch") for path in (PACKAGE / folder).rglob("*.py")
-    }
+    paths = {*PACKAGE.rglob("*.py")}
+    # rglob doesn't follow links.
+    for folder in ("analysis", "launch"):
+        paths |= {*(PACKAGE / folder).rglob("*.py")}
     for path in sorted(paths):
         name = path.relative_to(PACKAGE)
         source = path.read_text()
-        if "\nimport re\n" not in source or str(name) in OF_OWN_TEXT:
+        if "\nimport re\n" not in source or str(name) in TRUSTED:
             continue
         module = importlib.import_module(".".join(["clap_ds", *name.with_suffix("").parts]))
         for variable, value in vars(module).items():
             methods = set(re.findall(rf"\b{variable}\.(\w+)\(", source))
-            for pattern in compiled_in(value):
-                patterns[pattern] = not methods or not methods <= {"fullmatch", "match"}
-        for call in ast.walk(ast.parse(source)):
-            if (
-                isinstance(call, ast.Call)
-                and ast.unparse(call.func).startswith("re.")
-                and call.args
-            ):
-                try:
-                    pattern = re.compile(eval(ast.unparse(call.args[0]), vars(module)))
-                except NameError:
-                    computed.add(str(name))
-                else:
-                    patterns.setdefault(
-                        pattern,
-                        ast.unparse(call.func) not in ("re.fullmatch", "re.match", "re.compile"),
-                    )
+            is_searched = not methods or not methods <= {"fullmatch", "match"}
+            patterns |= dict.fromkeys(find_patterns(value), is_searched)
+        for function, expression in find_calls(source):
+            try:
+                pattern = re.compile(eval(ast.unparse(expression), vars(module)))
+            except NameError:
+                computed.add(str(name))
+            else:
+                patterns.setdefault(pattern, function not in ANCHORED)
     return patterns, computed
 
 
@@ -120,38 +129,31 @@ def parts_of(tree: Any) -> Iterator[str]:
 def texts_for(pattern: re.Pattern[Any]) -> Iterator[Any]:
     """Yield texts that repeat beginnings of what matches, and repeat one part behind such a
     beginning."""
-    parts = [
-        part for part in parts_of(parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG)) if part
-    ]
+    parts = [*filter(None, parts_of(parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG)))]
     starts = [*itertools.accumulate(parts)]
-    pairs = [
-        ("", text)
-        for text in (*starts, *parts, " ", "a", "1", "-", *map("".join, itertools.pairwise(parts)))
-    ]
-    for start, following in zip(starts, parts[1:], strict=False):
-        pairs += [(start, following), (start, parts[0]), (start, " ")]
-    for start, repeated in dict.fromkeys(pairs):
+    pairs = map("".join, itertools.pairwise(parts))
+    # beginning, and the text that is repeated behind it
+    texts = [("", repeated) for repeated in (*starts, *parts, " ", "a", "1", "-", *pairs)]
+    for start, next_part in zip(starts, parts[1:], strict=False):
+        texts += [(start, next_part), (start, parts[0]), (start, " ")]
+    for start, repeated in dict.fromkeys(texts):
         text = start + repeated * (LENGTH // len(repeated))
         yield text.encode("latin-1") if isinstance(pattern.pattern, bytes) else text
 
 
-def test_no_pattern_takes_long_on_its_own_literals_repeated() -> None:
-    patterns, computed = collect()
-    assert computed <= COMPUTED, (
-        "make these modules' patterns constants, so that this test tries them"
-    )
+def test_patterns_are_fast_on_their_own_literals_repeated() -> None:
+    patterns, computed = collect_patterns()
+    advice = "make these modules' patterns constants, so that this test tries them"
+    assert computed <= COMPUTED, advice
     assert len(patterns) > 80
-    slow = {}
     for pattern, is_searched in patterns.items():
-        apply = (
-            (lambda text, pattern=pattern: [*pattern.finditer(text)])
-            if is_searched
-            else pattern.fullmatch
-        )
-        slow[pattern.pattern] = next(
-            (text[:200] for text in texts_for(pattern) if is_slow(apply, text)), None
-        )
-    assert {pattern: text for pattern, text in slow.items() if text} == {}
+
+        def search(text: Any, pattern: re.Pattern[Any] = pattern) -> object:
+            return [*pattern.finditer(text)]
+
+        function = search if is_searched else pattern.fullmatch
+        for text in texts_for(pattern):
+            assert not is_slow(function, text), (pattern.pattern, text[:200])
 
 
 FUNCTIONS: dict[str, Callable[[str], object]] = {
@@ -175,9 +177,9 @@ REPEATED = (
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_for_text_of_others_are_fast(name: str) -> None:
-    slow = [text for text in REPEATED if is_slow(FUNCTIONS[name], text * (LENGTH // len(text)))]
-    assert slow == []
+def test_function_for_text_of_others_is_fast(name: str) -> None:
+    for text in REPEATED:
+        assert not is_slow(FUNCTIONS[name], text * (LENGTH // len(text))), text
 
 
 def merge_rows(names: list[str]) -> object:
@@ -197,7 +199,7 @@ def merge_rows(names: list[str]) -> object:
         merge_rows,
     ],
 )
-def test_functions_for_many_names_of_others_are_fast(
+def test_function_for_many_names_of_others_is_fast(
     function: Callable[[list[str]], object],
 ) -> None:
     assert not is_slow(function, [f"name{number}" for number in range(20_000)])

@@ -14,66 +14,62 @@ from clap_ds.cli import MODULES
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("clap_ds", "launch", "analysis", "ds_configs")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+SUFFIXES = (".py", ".json", ".cpp", ".h", ".sh")
 pytestmark = pytest.mark.end_to_end
 
 
-def _pip(*arguments: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
-        check=True,
-    )
+def run_pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel in a folder, with other packages from this environment."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("wheel")
+    source = root / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
     for folder in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, root / "source" / folder, symlinks=True, ignore=ignored)
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
     for file in FILES:
-        shutil.copy(ROOT / file, root / "source")
-    _pip(
-        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root), str(root / "source")
-    )
+        shutil.copy(ROOT / file, source)
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root), str(source))
     (wheel,) = root.glob("*.whl")
-    _pip("install", "--no-deps", "--no-compile", "--target", str(root / "site"), str(wheel))
-    held = set(zipfile.ZipFile(wheel).namelist())
-    paths = (
-        Path(at, name)
-        for at, _, names in os.walk(ROOT / "clap_ds", followlinks=True)
-        for name in names
-    )
-    ours = {
-        str(path.relative_to(ROOT))
-        for path in paths
-        if path.suffix in (".py", ".json", ".cpp", ".h", ".sh")
-    }
-    assert ours <= held, "package files missing from the wheel"
-    return root / "site"
+    return wheel
 
 
-def _call(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(site),
-        "PATH": f"{site / 'bin'}:{os.environ['PATH']}",
-    }
+@pytest.fixture(scope="module")
+def site(wheel: Path) -> Path:
+    """Install the wheel in a folder, with other packages from this environment."""
+    site = wheel.parent / "site"
+    run_pip("install", "--no-deps", "--no-compile", "--target", str(site), str(wheel))
+    return site
+
+
+def run_installed(site: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    path = f"{site / 'bin'}:{os.environ['PATH']}"
+    env = {**os.environ, "PYTHONPATH": str(site), "PATH": path}
     return subprocess.run(
-        command, cwd=site.parent, capture_output=True, text=True, timeout=300, env=environment
+        command, cwd=site.parent, capture_output=True, text=True, timeout=300, env=env
     )
+
+
+def test_wheel_has_all_files_of_the_package(wheel: Path) -> None:
+    files = set()
+    for folder, _, names in os.walk(ROOT / "clap_ds", followlinks=True):
+        paths = [Path(folder, name) for name in names]
+        files |= {str(path.relative_to(ROOT)) for path in paths if path.suffix in SUFFIXES}
+    assert files <= {*zipfile.ZipFile(wheel).namelist()}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_commands_start(site: Path, name: str) -> None:
-    done = _call(site, "clap-ds", name, "--help")
-    assert (done.returncode, done.stdout.startswith(f"usage: clap-ds {name} ")) == (0, True), (
-        done.stderr
-    )
+def test_installed_command_prints_help(site: Path, name: str) -> None:
+    done = run_installed(site, "clap-ds", name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: clap-ds {name} ")
 
 
-def test_packaged_configurations_are_found(site: Path) -> None:
-    done = _call(site, "clap-ds", "train", "--deepspeed_config", "htsat_base")
+def test_installed_command_finds_packaged_configuration(site: Path) -> None:
+    done = run_installed(site, "clap-ds", "train", "--deepspeed_config", "htsat_base")
     assert done.returncode == 2
     assert "clap.train" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,20 +1,17 @@
-"""Parsers of commands, and argument types and options that commands share. Standard library
-only.
+"""The command line: parsers, options and argument types that commands share, and `--set`.
 
-Copy a run's JSON with some fields changed.
+`--set NAME=VALUE` changes a field of a run's JSON. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,18 +28,15 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         default = action.default
-        if (
-            default is None
-            or default is False
-            or default in ([], argparse.SUPPRESS)
-            or "default" in text
-        ):
+        has_none = default in (None, [], argparse.SUPPRESS) or default is False
+        if has_none or "default" in text:
             return text
         values = default if isinstance(default, list | tuple) else [default]
-        shown = " ".join(
+        formatted = " ".join(
             f"{value:g}" if isinstance(value, float) else str(value) for value in values
         )
-        return f"{text} (default: {shown.replace('%', '%%')})"
+        # argparse replaces `%(prog)s`.
+        return f"{text} (default: {formatted.replace('%', '%%')})"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -51,14 +45,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments = sys.argv[1:] if args is None else [*args]
-        # What follows -- is another command's.
+        # Arguments after -- are another command's.
         num_options = arguments.index("--") if "--" in arguments else len(arguments)
-        options = [self._replace_dashes(argument) for argument in arguments[:num_options]]
-        return super().parse_known_args(options + arguments[num_options:], namespace)
+        arguments[:num_options] = map(self._replace_dashes, arguments[:num_options])
+        return super().parse_known_args(arguments, namespace)
 
     def _replace_dashes(self, argument: str) -> str:
-        """Return `--batch_size=3` for `--batch-size=3`, and what is no option of this parser
-        unchanged."""
+        """Return `--batch_size=3` for `--batch-size=3`, and other parsers' options unchanged."""
         name, equals, value = argument.partition("=")
         option = "--" + name.removeprefix("--").replace("-", "_")
         is_option = name.startswith("--") and option in self._option_string_actions
@@ -71,8 +64,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def make_parser(doc: str | None, subcommand: str = "") -> CommandParser:
-    """Return the parser of a command. Its help is the docstring of its module: what it does, then
-    examples and details."""
+    """Return the parser of a command, whose help is the docstring of its module."""
     description, _, details = inspect.cleandoc(doc or "").partition("\n\n")
     return CommandParser(
         prog=f"{command_name()} {subcommand}".strip(),
@@ -91,21 +83,20 @@ def command_name() -> str:
         return " ".join([COMMAND, *sys.argv[1:2]])
     if module := getattr(sys.modules["__main__"], "__spec__", None):
         return f"python -m {module.name.removesuffix('.__main__')}"
-    return (
-        str(script.relative_to(PACKAGE.parent))
-        if script.is_relative_to(PACKAGE.parent)
-        else script.name
-    )
+    if script.is_relative_to(PACKAGE.parent):
+        return str(script.relative_to(PACKAGE.parent))
+    return script.name
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool = True, **options: Any) -> None:
     """Add the options that name a run's configuration (`config`) and change fields of it
     (`set`)."""
-    names = ("--config", "--deepspeed_config")
-    config_help = "read this configuration: a JSON file, or a packaged one by name (`clap-ds presets` lists them)"
-    parser.add_argument(
-        *names, type=Path, required=required, metavar="FILE", help=config_help, **options
+    config_help = (
+        "read this configuration: a JSON file, or a packaged one by name"
+        " (`clap-ds presets` lists them)"
     )
+    options |= {"type": Path, "metavar": "FILE", "help": config_help}
+    parser.add_argument("--config", "--deepspeed_config", required=required, **options)
     set_help = "change a field of the configuration, such as clap.bench.windows=3; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
 
@@ -122,68 +113,65 @@ def add_preset(parser: Any, purpose: str, default: str | None = None) -> None:
     parser.add_argument("--preset", default=default, metavar="NAME", help=preset_help)
 
 
+def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
+    """Add training's options for existing checkpoints."""
+    title = "if checkpoints exist (default: resume from the newest valid one)"
+    add = parser.add_argument_group(title).add_argument
+    restart_help = "move them to a folder next to theirs and start over"
+    add("--restart", action="store_true", help=restart_help)
+    changes_help = (
+        "resume even if tokenizer, model, precision, optimizer or trained towers differ from the"
+        " checkpoint's"
+    )
+    add("--resume_weights_only", action="store_true", help=changes_help)
+    skip_help = "skip the batches of steps A to B, e.g. those with a NaN loss"
+    add("--skip_steps", type=_parse_steps, metavar="A-B", help=skip_help)
+
+
+def _make_type(
+    parse: Callable[[str], Any], is_valid: Callable[[Any], bool], expected: str
+) -> Callable[[str], Any]:
+    """Return an argparse `type=`: a function from an argument to its value."""
+
+    def parse_valid(text: str) -> Any:
+        with suppress(ValueError):
+            value = parse(text)
+            if is_valid(value):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+
+    return parse_valid
+
+
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
     """Return an argparse `type=` for whole numbers from `low`, up to `high` if given."""
-    expected = (
-        f"a whole number of at least {low}"
-        if high is None
-        else f"a whole number from {low} to {high}"
-    )
-    return partial(
-        _parse, int, lambda value: low <= value and (high is None or value <= high), expected
-    )
+    if high is None:
+        return _make_type(int, lambda value: low <= value, f"a whole number of at least {low}")
+    bounds = f"a whole number from {low} to {high}"
+    return _make_type(int, lambda value: low <= value <= high, bounds)
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
     """Return an argparse `type=` for numbers from `low` to `high`."""
-    return partial(
-        _parse,
-        float,
-        lambda value: low <= value <= high,
-        f"a number from {low:,.12g} to {high:,.12g}",
-    )
+    bounds = f"a number from {low:,.12g} to {high:,.12g}"
+    return _make_type(float, lambda value: low <= value <= high, bounds)
 
 
-def _parse(kind: type[Any], fits: Callable[[Any], bool], expected: str, text: str) -> Any:
-    with contextlib.suppress(ValueError):
-        if fits(value := kind(text)):
-            return value
-    raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-
-
-positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a number above 0")
+positive = _make_type(float, lambda value: 0 < value < float("inf"), "a number above 0")
 """An argparse `type=` for numbers above 0."""
-
-
-one_line = partial(
-    _parse,
-    str,
-    lambda text: text.strip() and text.isprintable(),
-    "text of printable characters only",
+one_line = _make_type(
+    str, lambda text: text.strip() and text.isprintable(), "text of printable characters only"
 )
-"""An argparse `type=` for texts that aren't blank, without line ends and other control
-characters."""
+"""An argparse `type=` for texts that aren't blank and have no control characters."""
 
 
-def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
-    """Add training's options for existing checkpoints."""
-    group = parser.add_argument_group(
-        "if checkpoints exist (default: resume from the newest valid one)"
-    )
-    group.add_argument(
-        "--restart", action="store_true", help="move them to a folder next to theirs and start over"
-    )
-    changes = "resume even if tokenizer, model, precision, optimizer or trained towers differ from the checkpoint's"
-    group.add_argument("--resume_weights_only", action="store_true", help=changes)
-    skip = "skip the batches of steps A to B, e.g. those with a NaN loss"
-    group.add_argument("--skip_steps", type=_steps, metavar="A-B", help=skip)
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    with contextlib.suppress(ValueError):
-        if 1 <= int(first) <= int(last or first):
-            return int(first), int(last or first)
+def _parse_steps(text: str) -> tuple[int, int]:
+    """Parse `5` or `5-6` to the first and the last step."""
+    low, _, high = text.partition("-")
+    with suppress(ValueError):
+        steps = int(low), int(high or low)
+        if 1 <= steps[0] <= steps[1]:
+            return steps
     raise argparse.ArgumentTypeError(
         f"expected a step or a range, such as 5 or 5-6, found {text!r}"
     )
@@ -210,9 +198,8 @@ def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]
     for depth, inner_name in enumerate(sections, start=1):
         inner = section.get(inner_name, {})
         if not isinstance(inner, dict):
-            raise UserError(
-                f"{name}: {'.'.join(sections[:depth])} is {json.dumps(inner)}, not an object"
-            )
+            path = ".".join(sections[:depth])
+            raise UserError(f"{name}: {path} is {json.dumps(inner)}, not an object")
         section[inner_name] = {**inner}
         section = section[inner_name]
     section[field] = value
@@ -220,8 +207,8 @@ def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Parse `a.b=1e-4` to name and value, a string unless valid JSON. Raises UserError without a
-    name or `=`."""
+    """Parse `a.b=1e-4` to name and value, which is a text unless it is valid JSON. Raises UserError
+    without a name or `=`."""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
@@ -242,7 +229,7 @@ def with_assignments(content: dict[str, Any], assignments: Iterable[str]) -> dic
 
 
 def locate(problem: str, path: Path, assignments: Iterable[str]) -> str:
-    """Return a problem `FIELD: …` with where the field is: in `--set NAME=VALUE`, or else in the
+    """Return a problem `FIELD: …` with the field's place: `--set` if it was set there, or else the
     file."""
     field = problem.partition(":")[0]
     set_names = [parse_assignment(assignment)[0] for assignment in assignments]

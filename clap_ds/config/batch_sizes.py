@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# DeepSpeed's names, in the order of `BatchSizes`
 NAMES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 MICRO_BATCH, ACCUMULATION, GLOBAL_BATCH = NAMES
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples per rank and forward pass, forward passes per optimizer step, and samples per step on
-    all ranks."""
+    """Numbers of samples and forward passes in a step."""
 
+    # samples per rank and forward pass
     micro_batch: int
+    # forward passes per optimizer step
     accumulation_steps: int
+    # samples per optimizer step on all ranks
     global_batch: int
 
     @property
@@ -27,39 +30,54 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
-        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does; without
-          `world_size`, for the fewest
-        ranks that fit. Raises ValueError, one line per missing, invalid or contradictory number."""
-        given = {name: config[name] for name in NAMES if config.get(name) is not None}
-        problems = [
-            f"{name}: expected a whole number, at least 1, found {json.dumps(value)}"
-            for name, value in given.items()
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ]
-        if MICRO_BATCH not in given and GLOBAL_BATCH not in given:
-            problems.append(
-                f"{MICRO_BATCH}: missing; expected samples per GPU and forward pass, or {GLOBAL_BATCH}"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
-        micro_batch, steps, whole = map(given.get, NAMES)
-        ranks = world_size or (
-            max(1, whole // (micro_batch * steps)) if micro_batch and steps and whole else 1
-        )
-        steps = steps or (max(1, whole // (micro_batch * ranks)) if micro_batch and whole else 1)
-        micro_batch = micro_batch or max(1, (whole or 0) // (steps * ranks))
-        sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
-        if whole not in (None, sizes.global_batch):
-            product = f"{micro_batch} × {steps} × {ranks} = {sizes.global_batch}"
+        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does.
+
+        Without `world_size`, the fewest ranks that fit are assumed. Raises ValueError with one line
+        per missing, invalid or contradictory number.
+        """
+        _check_numbers(config)
+        micro_batch, accumulation_steps, global_batch = (config.get(name) for name in NAMES)
+        num_ranks = world_size or 1
+        if world_size is None and micro_batch and accumulation_steps and global_batch:
+            num_ranks = max(1, global_batch // (micro_batch * accumulation_steps))
+        if accumulation_steps is None:
+            accumulation_steps = 1
+            if micro_batch and global_batch:
+                accumulation_steps = max(1, global_batch // (micro_batch * num_ranks))
+        if micro_batch is None:
+            micro_batch = max(1, config[GLOBAL_BATCH] // (accumulation_steps * num_ranks))
+        product = micro_batch * accumulation_steps * num_ranks
+        # Divisions above round down, so a global batch may not be reached.
+        if global_batch not in (None, product):
+            formula = f"{MICRO_BATCH} × {ACCUMULATION} × ranks"
+            factors = f"{micro_batch} × {accumulation_steps} × {num_ranks} = {product}"
             raise ValueError(
-                f"{GLOBAL_BATCH}: expected {MICRO_BATCH} × {ACCUMULATION} × ranks = {product}, found {whole}"
+                f"{GLOBAL_BATCH}: expected {formula} = {factors}, found {global_batch}"
             )
-        return sizes
+        return cls(micro_batch, accumulation_steps, product)
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the per-rank sizes to a configuration; a given global batch stays for DeepSpeed to
-        check."""
-        kept = {
-            name: value for name, value in config.items() if name not in NAMES or value is not None
-        }
-        return {**kept, MICRO_BATCH: self.micro_batch, ACCUMULATION: self.accumulation_steps}
+        """Return a configuration with the per-rank sizes, and its global batch if it has one, which
+        DeepSpeed checks."""
+        filled = {**config, MICRO_BATCH: self.micro_batch, ACCUMULATION: self.accumulation_steps}
+        # DeepSpeed takes null for a number here.
+        if filled.get(GLOBAL_BATCH) is None:
+            filled.pop(GLOBAL_BATCH, None)
+        return filled
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    problems = []
+    for name in NAMES:
+        value = config.get(name)
+        # In Python, true is a whole number.
+        is_positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if value is not None and not is_positive:
+            problems.append(
+                f"{name}: expected a whole number, at least 1, found {json.dumps(value)}"
+            )
+    if config.get(MICRO_BATCH) is None and config.get(GLOBAL_BATCH) is None:
+        meaning = "samples per GPU and forward pass"
+        problems.append(f"{MICRO_BATCH}: missing; expected {meaning}, or {GLOBAL_BATCH}")
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -26,21 +26,23 @@ PARAMS: dict[str, dict[str, Schema]] = TABLE["params"]
 """Schemas of `params` by section (`optimizer`, `scheduler`), type and name."""
 REFUSED: dict[str, str] = TABLE["refused"]
 """Why a run can't set some fields that DeepSpeed knows, by dotted name."""
-_TYPES: Schema = {"boolean": bool, "number": float, "object": dict[str, Any], "string": str}
+_TYPES: Schema = {
+    "boolean": bool, "null": None, "number": float, "object": dict[str, Any], "string": str,
+}  # fmt: skip
 _JSON_TYPES: dict[type, str] = {list: "array", str: "string"}
+# JSON schema's name of a bound → pydantic's
 _BOUNDS = {
     "exclusiveMaximum": "lt", "exclusiveMinimum": "gt", "maximum": "le", "maxItems": "max_length", "minimum": "ge",
     "minItems": "min_length",
 }  # fmt: skip
+# that float32 holds: torch and DeepSpeed fail with larger ones; `settings.py` bounds whole numbers
 _LARGEST = 3.4e38
-"""Number that float32 holds: torch and DeepSpeed fail with larger ones. Whole numbers are bounded
-in `settings.py`."""
 
 
 class _DeepSpeedSection(Section):
-    """Base of the models made here. They have no source code to search for docstrings, which would
-    take half a second."""
+    """Base of the models made here."""
 
+    # The models have no source code to search for docstrings, which would take half a second.
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
@@ -58,10 +60,11 @@ def find_kind(section: Any) -> str | None:
 
 
 def _make_section(name: str, fields: Schema) -> type[Section]:
-    types: Any = {
-        field: (_make_type(field, schema), ... if schema.get("required") else None)
-        for field, schema in fields.items()
-    }
+    types: Any = {}
+    for field, schema in fields.items():
+        # `...` means that the field is required.
+        default = ... if schema.get("required") else None
+        types[field] = (_make_type(field, schema), default)
     return create_model(name, __base__=_DeepSpeedSection, **types)
 
 
@@ -94,26 +97,30 @@ def _make_enum(values: list[str], *, ignore_case: bool) -> Any:
     enum: Any = Literal[tuple(values)]
     if not ignore_case:
         return enum
-    by_case = {value.casefold(): value for value in values}
-    return Annotated[enum, BeforeValidator(lambda value: by_case.get(str(value).casefold(), value))]
+    by_casefold = {value.casefold(): value for value in values}
+    restore_case = lambda value: by_casefold.get(str(value).casefold(), value)  # noqa: E731
+    return Annotated[enum, BeforeValidator(restore_case)]
 
 
 def _make_union(name: str, schemas: list[Schema]) -> Any:
-    """Return a type of which pydantic reports only the alternative that has the value's JSON type,
-    or else the first."""
-    options = [schema for schema in schemas if schema.get("type") != "null"]
-    types = {schema.get("type", "object"): _make_type(name, schema) for schema in options}
-    first = next(iter(types))
+    """Return a type of one of several JSON types.
+
+    About a wrong value, pydantic reports only the alternative of the value's JSON type, or else the
+    first.
+    """
+    types = {schema.get("type", "object"): _make_type(name, schema) for schema in schemas}
+    is_nullable = types.pop("null", None) is not None
+    default_type, *further_types = types
 
     def choose_type(value: Any) -> str:
         json_type = _JSON_TYPES.get(type(value), "number")
-        return json_type if json_type in types else first
+        return json_type if json_type in types else default_type
 
-    union: Any = types[first]
-    if len(types) > 1:
+    union: Any = types[default_type]
+    if further_types:
         tagged = tuple(Annotated[types[json_type], Tag(json_type)] for json_type in types)
         union = Annotated[Union[tagged], Discriminator(choose_type)]  # noqa: UP007
-    return Optional[union] if len(options) < len(schemas) else union  # noqa: UP045
+    return Optional[union] if is_nullable else union  # noqa: UP045
 
 
 def make_deepspeed_model(optimizer: str | None, scheduler: str | None) -> type[Section]:

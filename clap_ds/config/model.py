@@ -15,19 +15,24 @@ from clap_ds.config.transformers_config import read_clap
 from clap_ds.utils.errors import did_you_mean, explain
 from clap_ds.utils.files import read_object
 
-PAD_TOKEN_ID = 1  # RoBERTa's
-CONTEXT_LENGTH = 77  # LAION's, if the training length is unknown
+# RoBERTa's
+PAD_TOKEN_ID = 1
+# LAION's, if the training length is unknown
+CONTEXT_LENGTH = 77
 # spectrograms per file with feature fusion: all of it, and crops from its front, middle and back
 CHANNELS = 4
-INT16_SCALE = 32768  # int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged
-NARROWING = 4  # channel reduction factor of feature fusion's attention
+# int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged
+INT16_SCALE = 32768
+# channel reduction factor of feature fusion's attention
+NARROWING = 4
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
-MOST = 2**53  # up to which every whole number is a float
+# up to which every whole number is a float
+MOST = 2**53
 Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 """A number of things, bytes or milliseconds in a file of others."""
+# Each layer is built, so an untrusted configuration must not request millions.
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
-"""Bounded because each layer is built: an untrusted configuration must not request millions."""
 Activation = Literal["relu", "gelu"]
 
 
@@ -115,26 +120,29 @@ class AudioConfig(Section):
 
     @model_validator(mode="after")
     def _check_geometry(self) -> AudioConfig:
-        if len(self.depths) != len(self.num_heads):
+        num_stages = self.num_stages
+        image_size = self.image_size
+        window = self.attention_window
+        if num_stages != len(self.num_heads):
+            raise ValueError(f"depths has {num_stages} stages, num_heads has {len(self.num_heads)}")
+        if image_size % self.mel_bins:
             raise ValueError(
-                f"depths has {len(self.depths)} stages, num_heads has {len(self.num_heads)}"
+                f"image_size {image_size} is not a multiple of mel_bins {self.mel_bins}"
             )
-        if self.image_size % self.mel_bins:
-            raise ValueError(
-                f"image_size {self.image_size} is not a multiple of mel_bins {self.mel_bins}"
-            )
-        if self.num_frames > self.image_size * self.freq_ratio:
-            raise ValueError(
-                f"{self.num_frames} frames don't fit in an image of {self.image_size}×{self.freq_ratio}"
-            )
-        for stage, (dim, grid, heads) in enumerate(
-            zip(self.stage_dims, self.stage_grids, self.num_heads, strict=True)
-        ):
-            if dim % heads:
-                raise ValueError(f"stage {stage}: {dim} channels don't divide into {heads} heads")
-            if grid == 0 or grid % min(self.attention_window, grid):
+        if self.num_frames > image_size * self.freq_ratio:
+            image = f"{image_size}×{self.freq_ratio}"
+            raise ValueError(f"{self.num_frames} frames don't fit in an image of {image}")
+        for stage, num_heads in enumerate(self.num_heads):
+            channels = self.stage_dims[stage]
+            grid = self.stage_grids[stage]
+            if channels % num_heads:
                 raise ValueError(
-                    f"stage {stage}: grid {grid} doesn't divide into windows of {self.attention_window}"
+                    f"stage {stage}: {channels} channels don't divide into {num_heads} heads"
+                )
+            # A grid that is smaller than a window is one window.
+            if grid == 0 or grid % min(window, grid):
+                raise ValueError(
+                    f"stage {stage}: grid {grid} doesn't divide into windows of {window}"
                 )
         return self
 
@@ -183,9 +191,8 @@ class TextConfig(Section):
                 f"hidden_size {self.hidden_size} doesn't divide into num_heads {self.num_heads}"
             )
         if self.max_tokens < 2:
-            raise ValueError(
-                f"max_positions {self.max_positions} leaves only {self.max_tokens} tokens, expected 2"
-            )
+            tokens = f"only {self.max_tokens} tokens, expected 2"
+            raise ValueError(f"max_positions {self.max_positions} leaves {tokens}")
         return self
 
 
@@ -208,24 +215,20 @@ def load_preset(name: str) -> ClapConfig:
     if name.startswith(PREFIX):
         try:
             sizes = sizes_of_open_clip(name.removeprefix(PREFIX))
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-            ArithmeticError,
-        ) as error:  # fields of wrong types
+        # fields of wrong types
+        except (AttributeError, LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{name}: its configuration can't be read: {error!r}") from error
         return parse_sizes(sizes, name, name)
-    names = preset_names()
-    known = preset_of(name)
-    if known in names:
-        return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)
+    presets = preset_names()
+    preset = preset_of(name)
+    if preset in presets:
+        return parse_sizes(read_object(PRESET_DIR / f"{preset}.json"), preset)
     path = Path(os.path.abspath(name))
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     if not path.exists():
-        raise ValueError(
-            f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; expected one of {PRESETS}"
-        )
+        hint = did_you_mean(name, presets, most_listed=0)
+        raise ValueError(f"no preset {name!r}{hint}; expected one of {PRESETS}")
     content = read_object(path)
     if "model_type" in content:
         return parse_sizes(read_clap(path, content), path.parent.name, str(path))
@@ -238,5 +241,5 @@ def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConf
     try:
         return ClapConfig.model_validate({"name": name, **content})
     except ValidationError as error:
-        problems = "; ".join(explain(each, ClapConfig) for each in error.errors())
+        problems = "; ".join(explain(details, ClapConfig) for details in error.errors())
         raise ValueError(f"{where}: {problems}" if where else problems) from None

@@ -1,4 +1,4 @@
-"""Names of presets. Standard library only."""
+"""Names of model presets. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ def preset_names() -> list[str]:
 
 
 def preset_of(name: str) -> str:
-    """Map a published (`HTSAT-tiny-Roberta-base`) or open_clip name
-    (`CLAP-HTSAT-base-Roberta-base`) to its preset, if any. Some of open_clip's `CLAP-` names are
-    separate models, others the same as without it."""
-    plain = name.casefold().replace("-", "_")
-    known = preset_names()
-    return next((each for each in (plain, plain.removeprefix("clap_")) if each in known), name)
+    """Return the preset of a published (`HTSAT-tiny-Roberta-base`) or open_clip name
+    (`CLAP-HTSAT-base-Roberta-base`), or the name itself if there is none."""
+    presets = preset_names()
+    snake_case = name.casefold().replace("-", "_")
+    if snake_case in presets:
+        return snake_case
+    # Some of open_clip's `CLAP-` names are separate models, others the same as without it.
+    without_prefix = snake_case.removeprefix("clap_")
+    return without_prefix if without_prefix in presets else name

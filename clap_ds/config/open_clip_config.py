@@ -20,88 +20,107 @@ FILE = "open_clip_config.json"
 VERSION = "4.2.0.dev0"
 REQUIREMENT = "open_clip_torch[audio] @ git+https://github.com/mlfoundations/open_clip"
 """Package indexes have no such version yet."""
+# field of a preset → open_clip's; missing ones have HTSAT's values, as there
 AUDIO = {
     "sample_rate": "sample_rate", "num_samples": "clip_samples", "stft_window": "window_size", "hop_size": "hop_size",
     "fmin": "fmin", "fmax": "fmax",
 }  # fmt: skip
-"""Our fields → open_clip's. Missing ones have HTSAT's values, as there."""
 
 
 def sizes_of_open_clip(name: str) -> dict[str, Any]:
-    """Return a preset's sections for a model, named as for `open_clip.create_model`. They state
-    what batches hold; other fields are HTSAT-tiny's and have no effect. Raises ValueError if
-    open_clip isn't installed or has no such audio–text model."""
-    theirs = _config_of(name)
+    """Return a preset's sections for a model, named as for `open_clip.create_model`.
+
+    They state what batches hold; other fields are HTSAT-tiny's and have no effect. Raises
+    ValueError if open_clip isn't installed or has no such audio–text model.
+    """
+    config = _read_config(name)
     sizes = read_object(PRESET_DIR / "htsat_tiny_roberta_base.json")
-    audio = theirs["audio_cfg"]
-    text = theirs["text_cfg"]
-    is_hf = "hf_model_name" in theirs["text_cfg"]
-    own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
-    own["mel_bins"] = (
-        audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
-    )
-    most_frames = own["num_samples"] // own["hop_size"]
-    while own["image_size"] < 2**24 and most_frames >= own["image_size"] ** 2 // own["mel_bins"]:
-        own["image_size"] *= 2  # or HTSAT's image could not hold the frames
-    sizes["audio"] = own
-    length = text.get("context_length", 77)
+    _set_audio_sizes(sizes["audio"], config["audio_cfg"])
+    _set_text_sizes(sizes["text"], config["text_cfg"])
+    sizes["text"]["hub_name"] = PREFIX + name
+    return {"name": PREFIX + name, **sizes, "joint_dim": config["embed_dim"]}
+
+
+def _set_audio_sizes(sizes: dict[str, Any], audio: dict[str, Any]) -> None:
+    for field, open_clip_field in AUDIO.items():
+        if open_clip_field in audio:
+            sizes[field] = audio[open_clip_field]
+    if audio.get("model_type") == "naflexvit":
+        sizes["mel_bins"] = audio.get("mel_bins", 64)
+    # HTSAT's image must hold all frames, although it isn't used.
+    num_hops = sizes["num_samples"] // sizes["hop_size"]
+    while sizes["image_size"] < 2**24 and num_hops >= sizes["image_size"] ** 2 // sizes["mel_bins"]:
+        sizes["image_size"] *= 2
+
+
+def _set_text_sizes(sizes: dict[str, Any], text: dict[str, Any]) -> None:
     is_roberta = "roberta" in text.get("hf_model_name", "")
-    sizes["text"] |= {
-        "hub_name": PREFIX + name,
-        "architecture": "roberta" if is_roberta else "bert",  # pads with token 1 or 0
-        "vocab_size": text.get("vocab_size", 28_996 if is_hf else 49_408),
-        "max_positions": 514 if is_hf else length,
-    }
-    return {"name": PREFIX + name, **sizes, "joint_dim": theirs["embed_dim"]}
+    # RoBERTa pads with token 1, BERT and open_clip's own text towers with 0.
+    sizes["architecture"] = "roberta" if is_roberta else "bert"
+    if "hf_model_name" in text:
+        # BERT's vocabulary, and RoBERTa's positions
+        sizes["vocab_size"] = text.get("vocab_size", 28_996)
+        sizes["max_positions"] = 514
+    else:
+        # CLIP's
+        sizes["vocab_size"] = text.get("vocab_size", 49_408)
+        sizes["max_positions"] = text.get("context_length", 77)
 
 
-def _config_of(name: str) -> dict[str, Any]:
+def _read_config(name: str) -> dict[str, Any]:
+    """Return the configuration of a model: a built-in one, or of `hf-hub:NAME` or `local-dir:PATH`."""
     spec = find_spec("open_clip")
-    folder = Path(spec.origin).parent if spec and spec.origin else Path()
-    if not (folder / "clap_model.py").exists():
+    package = Path(spec.origin).parent if spec and spec.origin else Path()
+    if not (package / "clap_model.py").exists():
         installed = next((item.version for item in distributions(name="open_clip_torch")), "none")
-        raise ValueError(
-            f"{PREFIX}{name} needs open_clip_torch {VERSION} or later, found {installed}: pip install '{REQUIREMENT}'"
-        )
-    schema, _, place = name.partition(":")
-    if not place:
-        known = {
-            path.stem: path
-            for path in (folder / "model_configs").glob("*.json")
-            if "audio_cfg" in path.read_text()
-        }
-        if name not in known:
-            raise ValueError(
-                f"open_clip has no audio–text model {name!r}{did_you_mean(name, known, most_listed=0)}"
-            )
-        return read_object(known[name])
+        needed = f"open_clip_torch {VERSION} or later, found {installed}"
+        raise ValueError(f"{PREFIX}{name} needs {needed}: pip install '{REQUIREMENT}'")
+    schema, _, location = name.partition(":")
+    if not location:
+        return _read_built_in_config(package, name)
     if schema == "hf-hub":
+        # not at the top: only these models need it
         from huggingface_hub import snapshot_download
 
-        place = snapshot_download(place, allow_patterns=FILE)
-    found = read_object(Path(place) / FILE).get("model_cfg", {})
-    if "audio_cfg" not in found:
+        location = snapshot_download(location, allow_patterns=FILE)
+    config = read_object(Path(location) / FILE).get("model_cfg", {})
+    if "audio_cfg" not in config:
         raise ValueError(f"{PREFIX}{name} is no audio–text model")
-    return found
+    return config
+
+
+def _read_built_in_config(package: Path, name: str) -> dict[str, Any]:
+    audio_models = {}
+    for path in (package / "model_configs").glob("*.json"):
+        if "audio_cfg" in path.read_text():
+            audio_models[path.stem] = path
+    if name not in audio_models:
+        hint = did_you_mean(name, audio_models, most_listed=0)
+        raise ValueError(f"open_clip has no audio–text model {name!r}{hint}")
+    return read_object(audio_models[name])
 
 
 @contextmanager
 def open_clip_for(name: str) -> Iterator[Any]:
-    """Yield open_clip to load `name`, whose errors become ValueErrors. Code that models and
-    tokenizers bring is never run. Otherwise `transformers` would ask on standard input, and run it
-    after "y". Import torchaudio_compat before."""
+    """Yield open_clip to load `name`, whose errors become ValueErrors.
+
+    Code that models and tokenizers bring is never run. Import torchaudio_compat before.
+    """
+    # not at the top: it imports torch
     from transformers import dynamic_module_utils
 
+    # transformers would ask on standard input whether to run the code, and run it after "y".
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     dynamic_module_utils.get_class_in_module = _refuse_code
     dynamic_module_utils._raise_timeout_error = _refuse_code
     try:
         yield importlib.import_module("open_clip")
-    except Exception as error:  # open_clip and transformers raise various errors
+    # open_clip and transformers raise various errors
+    except Exception as error:
         raise ValueError(
             f"open_clip can't load {name!r}: {first_line(error)}{how_to_install(error)}"
         ) from error
 
 
-def _refuse_code(*place: object, **options: object) -> NoReturn:
+def _refuse_code(*arguments: object, **options: object) -> NoReturn:
     raise ValueError("it brings code, which is never run")

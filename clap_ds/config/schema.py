@@ -1,7 +1,7 @@
-"""Define the sections of `clap`: name, type, default and meaning of every field, from which
-`docs/reference.md` is made.
+"""The sections of `clap` in a run's JSON: name, type, default and meaning of every field.
 
-Names of evaluation metrics, and which direction is better.
+`docs/reference.md` is made from them. Evaluations are configured here, so that their metrics' names
+and directions stand here, too: settings and messages must know them without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 LocalFolder = Annotated[str, Field(pattern=r"^[/~$]")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
-CAPTION_KEY = "text;caption;txt"  # open_clip's and LAION-CLAP's order
+# open_clip's and LAION-CLAP's order
+CAPTION_KEY = "text;caption;txt"
 
 
 class ModelSettings(Section):
@@ -60,14 +61,14 @@ class ModelSettings(Section):
 
     @field_validator("preset", mode="before")
     @classmethod
-    def _preset_of(cls, given: Any) -> Any:
-        """Read a path now, so that the run's record has its content when resumed elsewhere."""
-        if isinstance(given, dict):
-            return parse_sizes(given, "own")
-        is_path = isinstance(given, str) and preset_of(given) not in preset_names()
-        return (
-            load_preset(given) if is_path else preset_of(given) if isinstance(given, str) else given
-        )
+    def _read_preset(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return parse_sizes(value, "own")
+        if not isinstance(value, str):
+            return value
+        preset = preset_of(value)
+        # The content of other files is read now, so that a run that resumes elsewhere has it.
+        return preset if preset in preset_names() else load_preset(value)
 
 
 class EngineSettings(Section):
@@ -144,7 +145,8 @@ class ShardData(Section):
     @property
     def has_epochs(self) -> bool:
         """Whether every sample comes once before any repeats, if shard sizes are known."""
-        return not self.resampled and not (isinstance(self.shards, dict) and len(self.shards) > 1)
+        is_mixture = isinstance(self.shards, dict) and len(self.shards) > 1
+        return not self.resampled and not is_mixture
 
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
@@ -202,9 +204,8 @@ class DebugSettings(Section):
 
     @property
     def collective_timeout_s(self) -> float:
-        return (
-            300.0 if self.enabled else 1800.0
-        )  # must cover one rank's slow start (compiling, downloading)
+        # Without debugging it must cover one rank's slow start: compiling, downloading.
+        return 300.0 if self.enabled else 1800.0
 
 
 class TrainSettings(Section):
@@ -317,12 +318,13 @@ class EvaluationSettings(Section):
     """Decoding processes per rank."""
 
 
-_DIRECTIONS = ("audio_to_text", "text_to_audio")
-_MEASURES = ("r1", "r5", "r10", "map10")
 LOSS = "retrieval_loss"
 """Contrastive loss of held-out clips and captions."""
+# recalls at 1, 5 and 10, and mean average precision at 10
+_MEASURES = ("r1", "r5", "r10", "map10")
 RETRIEVAL = (
-    *(f"retrieval_{direction}_{measure}" for direction in _DIRECTIONS for measure in _MEASURES),
+    *(f"retrieval_audio_to_text_{measure}" for measure in _MEASURES),
+    *(f"retrieval_text_to_audio_{measure}" for measure in _MEASURES),
     LOSS,
 )
 ZERO_SHOT = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
@@ -330,15 +332,16 @@ ZERO_SHOT = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
 
 def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
     """Return an evaluation's metrics, the most informative first."""
-    return (
-        *(ZERO_SHOT if evaluation.zero_shot else ()),
-        *(RETRIEVAL if evaluation.retrieval else ()),
-    )
+    metrics: tuple[str, ...] = ()
+    if evaluation.zero_shot:
+        metrics += ZERO_SHOT
+    if evaluation.retrieval:
+        metrics += RETRIEVAL
+    return metrics
 
 
 def best_metric(checkpoint: CheckpointSettings, evaluation: EvaluationSettings) -> str | None:
-    """Return `clap.checkpoint.best_metric` or the first of `names`, or None if nothing is
-    evaluated."""
+    """Return the metric of the best checkpoint, or None if nothing is evaluated."""
     return checkpoint.best_metric or next(iter(names(evaluation)), None)
 
 

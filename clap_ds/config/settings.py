@@ -1,5 +1,4 @@
-"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Imports no
-torch."""
+"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Without torch."""
 
 from __future__ import annotations
 
@@ -44,6 +43,11 @@ WITHOUT_ZERO: dict[str, Any] = {
 """Fields of which DeepSpeed takes one value at stage 0."""
 
 
+def _to_loss(value: Any) -> Any:
+    """Take a text for the kind of loss, so that the message about it lists the kinds."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
 class ClapSettings(schema.EngineSettings):
     """Settings that DeepSpeed doesn't have."""
 
@@ -54,11 +58,7 @@ class ClapSettings(schema.EngineSettings):
     """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables
     attention dropout."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
-    # A text is taken for the kind, so that a wrong one is explained.
-    loss: Annotated[
-        schema.LossSettings,
-        BeforeValidator(lambda loss: {"kind": loss} if isinstance(loss, str) else loss),
-    ] = schema.LossSettings()
+    loss: Annotated[schema.LossSettings, BeforeValidator(_to_loss)] = schema.LossSettings()
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
     checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
@@ -77,10 +77,11 @@ class ClapSettings(schema.EngineSettings):
 @functools.cache
 def make_run_model(optimizer: str | None, scheduler: str | None) -> type[Section]:
     """Return a model of the whole JSON, for these types of optimizer and scheduler."""
-    model = make_deepspeed_model(optimizer, scheduler)
-    batch_sizes: Any = dict.fromkeys(NAMES, (Any, None))  # `BatchSizes` checks these
+    base = make_deepspeed_model(optimizer, scheduler)
+    # `BatchSizes` checks these.
+    batch_sizes: Any = dict.fromkeys(NAMES, (Any, None))
     return create_model(
-        "RunFile", __base__=model, clap=(ClapSettings, ClapSettings()), **batch_sizes
+        "RunFile", __base__=base, clap=(ClapSettings, ClapSettings()), **batch_sizes
     )
 
 
@@ -101,28 +102,25 @@ class RunSettings:
 
     @functools.cached_property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of
-          the training setup. Training
-        replaces it by the folder that a run whose data has moved already has."""
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` that is named after the run and
+        a hash of its training setup.
+
+        If the data has moved, training replaces it by the folder that the run already has.
+        """
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
-        named: Any = {
+        setup_fields: Any = {
             "model": {"preset", "pretrained_text"},
             "data": {"source", "shards"},
             "train": {"pretrained", "freeze"},
         }
-        setup = clap.model_dump(mode="json", include=named)
-        identity = [
-            *setup["model"].values(),
-            setup["data"],
-            setup["train"],
-            clap.loss.kind,
-            clap.seed,
-        ]
-        digest = hashlib.blake2b(
-            json.dumps(identity, sort_keys=True).encode(), digest_size=4
-        ).hexdigest()
+        setup = clap.model_dump(mode="json", include=setup_fields)
+        # The order of this list is part of the names of existing folders.
+        models = setup["model"].values()
+        identity = [*models, setup["data"], setup["train"], clap.loss.kind, clap.seed]
+        content = json.dumps(identity, sort_keys=True).encode()
+        digest = hashlib.blake2b(content, digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
     @property
@@ -151,49 +149,51 @@ def precision_of(deepspeed: Mapping[str, Any]) -> str:
     """Return the precision that DeepSpeed's sections set."""
     if find_field(deepspeed, "torch_autocast.enabled"):
         return "torch_autocast_bfloat16"
-    return next(
-        (name for name in ("bf16", "fp16") if find_field(deepspeed, f"{name}.enabled")), "fp32"
-    )
+    for precision in ("bf16", "fp16"):
+        if find_field(deepspeed, f"{precision}.enabled"):
+            return precision
+    return "fp32"
 
 
 def load_run(
     path: str | Path, world_size: int | None = None, assignments: Sequence[str] = ()
 ) -> RunSettings:
-    """Read and validate a run's JSON, by path or packaged name, and compute batch sizes for
-    `world_size` ranks. Raises UserError if it is missing or not JSON, with one line per unknown or
-    invalid field.
+    """Read and validate a run's JSON, by path or packaged name.
+
+    Batch sizes are those for `world_size` ranks. Raises UserError if the file is missing or not
+    JSON, and with one line per unknown or invalid field.
 
     Args:
         assignments: `NAME=VALUE` of fields to change, from `--set`.
     """
     path = find_config(Path(path))
     content = with_assignments(read_object(path, allow_nan=True), assignments)
-    clap = ClapSettings()
     problems = [
         f"{name}: expected at most {MOST:,}, found {value}"
         for name, value in flatten(content).items()
         if isinstance(value, int) and abs(value) > MOST
     ]
     model = make_run_model(find_kind(content.get("optimizer")), find_kind(content.get("scheduler")))
+    clap = ClapSettings()
     try:
         checked: Any = model.model_validate(content)
         clap = checked.clap
     except ValidationError as error:
         problems += [_explain_field(details, model) for details in error.errors()]
-    content.pop("clap", None)
+    deepspeed = {name: value for name, value in content.items() if name != "clap"}
     try:
-        sizes = BatchSizes.of(content, world_size)
+        sizes = BatchSizes.of(deepspeed, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or [
-        *_check_deepspeed(content),
-        *_check_together(clap, precision_of(content)),
-    ]
+    # Rules between fields are checked only if each field is valid.
+    if not problems:
+        problems += _check_deepspeed(deepspeed)
+        problems += _check_together(clap, precision_of(deepspeed))
     if problems:
         raise UserError("\n".join(locate(problem, path, assignments) for problem in problems))
-    return RunSettings(
-        path, clap, sizes.fill(content) if world_size else content, tuple(assignments)
-    )
+    if world_size:
+        deepspeed = sizes.fill(deepspeed)
+    return RunSettings(path, clap, deepspeed, tuple(assignments))
 
 
 def _explain_field(details: Any, model: type[Section]) -> str:
@@ -203,87 +203,92 @@ def _explain_field(details: Any, model: type[Section]) -> str:
     return explain(details, model)
 
 
-def _check_deepspeed(content: dict[str, Any]) -> Iterator[str]:
-    """Yield problems in DeepSpeed's sections that types don't exclude: unsupported values, missing
-    required values, and monitors' missing packages."""
-
-    for name, only_value in WITHOUT_ZERO.items():
-        value = find_field(content, name)
-        if value not in (None, only_value):
-            expected = json.dumps(only_value)
-            yield f"{name}: expected {expected} (plain data parallel), found {json.dumps(value)}, which needs ZeRO"
-    for name, field in FIELDS["zero_optimization"]["properties"].items():
-        if {name, field.get("alias")} <= content.get("zero_optimization", {}).keys():
-            yield f"zero_optimization.{name}: expected only one of it and {field['alias']}, its other name"
-    precisions = [
-        section
-        for section in ("bf16", "fp16", "torch_autocast")
-        if find_field(content, f"{section}.enabled")
-    ]
-    for section in precisions[1:]:
-        yield f"{section}.enabled: expected false, as {precisions[0]}.enabled is true"
-    dtype = find_field(content, "torch_autocast.dtype") or "bfloat16"
-    if "torch_autocast" in precisions and dtype.removeprefix("torch.") != "bfloat16":
-        yield (
-            f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)} (float16 needs a loss scale, which'
-            " DeepSpeed doesn't checkpoint here; use fp16.enabled)"
-        )
-    if find_field(content, "optimizer.type") is None:
+def _check_deepspeed(config: dict[str, Any]) -> Iterator[str]:
+    """Yield problems in DeepSpeed's sections that types don't exclude."""
+    yield from _check_zero(config)
+    yield from _check_precision(config)
+    if find_field(config, "optimizer.type") is None:
         yield "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW"
-    if (
-        find_field(content, "scheduler.type") is None
-        and find_field(content, "scheduler.params") is not None
-    ):
+    has_params = find_field(config, "scheduler.params") is not None
+    if has_params and find_field(config, "scheduler.type") is None:
         yield "scheduler.type: missing; expected a scheduler, such as WarmupCosineLR"
-    if "gradient_clipping" not in content:
-        yield (
-            "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in"
-            " the published runs)"
-        )
-    for section, package in (("wandb", "wandb"), ("comet", "comet_ml")):
-        if find_field(content, f"{section}.enabled") and importlib.util.find_spec(package) is None:
-            yield f"{section}.enabled: {package} is not installed; run `pip install {package}` or set it to false"
     for section, kinds in PARAMS.items():
-        kind = find_field(content, f"{section}.type")
+        kind = find_field(config, f"{section}.type")
         if kind is not None and find_params(section, kind) is None:
             yield f"{section}.type: no supported {section} {kind!r}{did_you_mean(kind, kinds)}"
+    if "gradient_clipping" not in config:
+        default = "DeepSpeed's default is 1.0 in bf16 and none in fp32"
+        advice = "set it (0.0 for none, as in the published runs)"
+        yield f"gradient_clipping: missing; {default}, so {advice}"
+    for section, package in (("wandb", "wandb"), ("comet", "comet_ml")):
+        if find_field(config, f"{section}.enabled") and importlib.util.find_spec(package) is None:
+            advice = f"run `pip install {package}` or set it to false"
+            yield f"{section}.enabled: {package} is not installed; {advice}"
 
 
-def _check_together(clap: ClapSettings, precision: str) -> list[str]:
-    """Return problems that involve several fields."""
+def _check_zero(config: dict[str, Any]) -> Iterator[str]:
+    for name, only_value in WITHOUT_ZERO.items():
+        value = find_field(config, name)
+        if value not in (None, only_value):
+            expected = f"{json.dumps(only_value)} (plain data parallel)"
+            yield f"{name}: expected {expected}, found {json.dumps(value)}, which needs ZeRO"
+    section = config.get("zero_optimization", {})
+    for name, field in FIELDS["zero_optimization"]["properties"].items():
+        alias = field.get("alias")
+        if name in section and alias in section:
+            yield f"zero_optimization.{name}: expected only one of it and {alias}, its other name"
+
+
+def _check_precision(config: dict[str, Any]) -> Iterator[str]:
+    sections = ("bf16", "fp16", "torch_autocast")
+    enabled = [section for section in sections if find_field(config, f"{section}.enabled")]
+    for section in enabled[1:]:
+        yield f"{section}.enabled: expected false, as {enabled[0]}.enabled is true"
+    dtype = find_field(config, "torch_autocast.dtype") or "bfloat16"
+    if "torch_autocast" in enabled and dtype.removeprefix("torch.") != "bfloat16":
+        expected = f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}'
+        reason = "float16 needs a loss scale, which DeepSpeed doesn't checkpoint here"
+        yield f"{expected} ({reason}; use fp16.enabled)"
+
+
+def _check_together(clap: ClapSettings, precision: str) -> Iterator[str]:
+    """Yield problems that involve several fields of `clap`."""
     preset = clap.preset()
     train = clap.train
-    tokens = clap.context_length
+    length = clap.context_length
     longest = preset.text.max_tokens
-    lengths = getattr(clap.data, "caption_lengths", None) or tokens
-    numbers = lengths if isinstance(lengths, dict) else [str(lengths)]
-    wrong = [
-        number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)
+    if length > longest:
+        limit = f"{longest}, the limit of {preset.name}"
+        yield f"clap.context_length: expected at most {limit}, found {length}"
+    if isinstance(clap.data, SyntheticData):
+        yield from _check_synthetic(clap.data, length)
+    if len({*train.freeze}) > 1:
+        reason = "without both only the logit scale is trained"
+        yield f"clap.train.freeze: expected at most one tower; {reason}"
+    for tower in train.lr_scale:
+        if tower in train.freeze:
+            yield f"clap.train.lr_scale: {tower} is in clap.train.freeze"
+    if train.max_samples and train.epochs:
+        yield "clap.train: set max_samples or epochs, not both"
+    if preset.open_clip and clap.text_packing:
+        yield f"clap.text_packing: {preset.name} takes padded captions"
+    if preset.open_clip and precision in ("bf16", "fp16"):
+        precisions = f"fp32 or with torch_autocast, not in {precision}"
+        yield f"clap.model.preset: {preset.name} trains in {precisions}"
+
+
+def _check_synthetic(data: SyntheticData, context_length: int) -> Iterator[str]:
+    lengths = data.caption_lengths
+    if isinstance(lengths, int):
+        lengths = {str(lengths): 1.0}
+    invalid = [
+        length
+        for length in lengths or ()
+        # The tokens that start and end a caption count.
+        if not (length.isdecimal() and 2 <= int(length) <= context_length)
     ]
-    problems = {
-        f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens
-        > longest,
-        f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(
-            wrong
-        ),
-        "data.num_workers: expected 0 with placement device": getattr(clap.data, "placement", "")
-        == "device"
-        and clap.data.num_workers > 0,
-        "train.freeze: expected at most one tower; without both only the logit scale is trained": len(
-            {*train.freeze}
-        )
-        > 1,
-        "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
-        f"text_packing: {preset.name} takes padded captions": bool(
-            preset.open_clip and clap.text_packing
-        ),
-        f"model.preset: {preset.name} trains in fp32 or with torch_autocast, not in {precision}": bool(
-            preset.open_clip
-        )
-        and precision in ("bf16", "fp16"),
-    }
-    problems |= {
-        f"train.lr_scale: {tower} is in clap.train.freeze": tower in train.freeze
-        for tower in train.lr_scale
-    }
-    return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]
+    if invalid:
+        expected = f"lengths from 2 to context_length = {context_length}"
+        yield f"clap.data.caption_lengths: expected {expected}, found {invalid}"
+    if data.placement == "device" and data.num_workers > 0:
+        yield "clap.data.num_workers: expected 0 with placement device"

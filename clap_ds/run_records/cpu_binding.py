@@ -1,5 +1,4 @@
-"""Record the cores and memory (NUMA) nodes of each rank, and find ranks that are bound to too few
-cores or to each other's.
+"""The cores and memory (NUMA) nodes of each rank, and ranks that are bound to too few cores.
 
 Launchers bind ranks (srun's `--cpu-bind`, `numactl`, `deepspeed --bind_cores_to_rank`). A wrong
 binding only makes a run slow.
@@ -25,8 +24,10 @@ class RankPlace(TypedDict):
     device_name: str
     cores: list[int]
     host_cores: int
-    numa_nodes: list[int]  # of the cores
-    device_numa_node: int | None  # that a GPU is attached to; None if unknown
+    # of the cores
+    numa_nodes: list[int]
+    # that a GPU is attached to; None if unknown
+    device_numa_node: int | None
 
 
 def place_of_rank(host: str, device_name: str, gpu: Any = None) -> RankPlace:
@@ -43,19 +44,21 @@ def place_of_rank(host: str, device_name: str, gpu: Any = None) -> RankPlace:
 
 def numa_nodes(cores: Iterable[int], system: Path = Path("/sys")) -> list[int]:
     """Return the nodes with any of these cores; none if the kernel doesn't list nodes."""
-    nodes = (
-        node.name
-        for core in cores
-        for node in system.glob(f"devices/system/cpu/cpu{core}/node[0-9]*")
-    )
-    return sorted({int(name.removeprefix("node")) for name in nodes})
+    nodes: set[int] = set()
+    for core in cores:
+        folders = system.glob(f"devices/system/cpu/cpu{core}/node[0-9]*")
+        nodes.update(int(folder.name.removeprefix("node")) for folder in folders)
+    return sorted(nodes)
 
 
-def numa_node_of_gpu(properties: Any, system: Path = Path("/sys")) -> int | None:
-    with suppress(OSError, ValueError, AttributeError):  # as of AMD's GPUs
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+def numa_node_of_gpu(gpu: Any, system: Path = Path("/sys")) -> int | None:
+    """Return the node that a GPU is attached to, given torch's properties; None if unknown."""
+    # AMD's GPUs lack some of these.
+    with suppress(OSError, ValueError, AttributeError):
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
-        return node if node >= 0 else None  # -1: the machine has only one
+        # -1 means that the machine has only one.
+        return node if node >= 0 else None
     return None
 
 
@@ -84,28 +87,38 @@ def describe_places(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
 
 
 def find_wrong_binding(places: Sequence[RankPlace], num_workers: int) -> str | None:
-    """Describe the first host whose ranks share cores in part, or have fewer than one for each of
-    their processes: the rank and its data workers. Ranks that aren't bound are right: each has all
-    cores of the host."""
-    ranks_with_core = Counter((place["host"], core) for place in places for core in place["cores"])
-    ranks_with_cores = Counter((place["host"], *place["cores"]) for place in places)
-    problems: dict[str, str] = {}  # by host
+    """Describe the first host with ranks that are bound wrongly.
+
+    Ranks are bound wrongly if they share some of their cores, or if they have fewer than one for
+    each of their processes: the rank and its data workers. Ranks that aren't bound are right: each
+    has all cores of the host.
+    """
+    num_processes = num_workers + 1
+    ranks_with_core: Counter[tuple[str, int]] = Counter()
+    ranks_with_cores: Counter[tuple[str, ...]] = Counter()
+    for place in places:
+        ranks_with_core.update((place["host"], core) for core in place["cores"])
+        ranks_with_cores[place["host"], format_ranges(place["cores"])] += 1
+    problems: dict[str, str] = {}
     for rank, place in enumerate(places):
         host = place["host"]
         cores = place["cores"]
         if host in problems or len(cores) == place["host_cores"]:
             continue
+        ranges = format_ranges(cores)
         num_ranks = max(ranks_with_core[host, core] for core in cores)
-        if num_ranks > ranks_with_cores[host, *cores]:
+        if num_ranks > ranks_with_cores[host, ranges]:
             problem = "and shares some of them with a rank that has others"
-        elif len(cores) < num_ranks * (num_workers + 1):
-            problem = f"which {num_ranks} rank(s) share; expected {num_workers + 1} per rank, for itself and its data workers"
+        elif len(cores) < num_ranks * num_processes:
+            expected = f"{num_processes} per rank, for itself and its data workers"
+            problem = f"which {num_ranks} rank(s) share; expected {expected}"
         else:
             continue
-        allowed = f"{len(cores)} of {place['host_cores']} cores ({format_ranges(cores)})"
+        allowed = f"{len(cores)} of {place['host_cores']} cores ({ranges})"
         problems[host] = f"{host}: rank {rank} may use {allowed}, {problem}"
     if not problems:
         return None
-    first, *others = problems.values()
-    elsewhere = f" (and on {len(others):,} other host(s))" if others else ""
-    return f"{first}{elsewhere}. Bind each rank to cores of its own: “Core binding” in docs/clusters.md"
+    message = next(iter(problems.values()))
+    if len(problems) > 1:
+        message += f" (and on {len(problems) - 1:,} other host(s))"
+    return f"{message}. Bind each rank to cores of its own: “Core binding” in docs/clusters.md"

@@ -21,6 +21,7 @@ from clap_ds.run_records.lock import identify_process
 from clap_ds.run_records.schema import Summary
 from clap_ds.utils import paths
 
+# packages whose versions a record has
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
 
@@ -28,19 +29,18 @@ def device_name(device: torch.device) -> str:
     """Return the driver's name of the GPU, or the CPU model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
+    with suppress(OSError):
+        model = re.search(r"^model name.*?: *(.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if model:
+            return model[1].strip()
     return platform.processor() or platform.machine()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return peak memory: tensors on a GPU, the process on a CPU (`ru_maxrss` would include memory
-    before an exec)."""
+    """Return peak memory: tensors on a GPU, the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # `ru_maxrss` would include memory before an exec.
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -51,6 +51,7 @@ def peak_memory(device: torch.device) -> list[int]:
     if device.type != "cuda":
         return [peak_memory_bytes(device)]
     free, total = torch.cuda.mem_get_info(device)
+    # CUDA's context, kernels, libraries, NCCL, and other processes
     outside = total - free - torch.cuda.memory_reserved(device)
     return [peak_memory_bytes(device), torch.cuda.max_memory_reserved(device), outside]
 
@@ -58,65 +59,60 @@ def peak_memory(device: torch.device) -> list[int]:
 def energy_joules(device: torch.device) -> float:
     """Return what a GPU has used since its driver was loaded, by NVML's counter; NaN without
     one."""
-    if device.type == "cuda":
-        with suppress(Exception):  # a broken driver may raise anything
-            import pynvml
+    if device.type != "cuda":
+        return math.nan
+    # A broken driver may raise anything.
+    with suppress(Exception):
+        # an optional package
+        import pynvml
 
-            return (
-                float(
-                    pynvml.nvmlDeviceGetTotalEnergyConsumption(
-                        torch.cuda._get_pynvml_handler(device)
-                    )
-                )
-                / 1000
-            )
+        handle = torch.cuda._get_pynvml_handler(device)
+        millijoules = float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        return millijoules / 1000
     return math.nan
 
 
 def energy(joules: float, samples: int) -> Summary:
     """Return a summary's fields of energy; none if it is unknown."""
-    return (
-        Summary(energy_kwh=joules / 3.6e6, joules_per_sample=joules / samples)
-        if joules > 0 and samples
-        else Summary()
-    )
+    # NaN isn't positive, either.
+    if not joules > 0 or not samples:
+        return Summary()
+    # 1 kWh = 3.6e6 J
+    return Summary(energy_kwh=joules / 3.6e6, joules_per_sample=joules / samples)
 
 
 def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
+    """Return a summary's fields of memory, given `peak_memory` of all ranks."""
     names = ("memory_peak_bytes", "memory_reserved_peak_bytes", "memory_context_bytes")
-    return cast(
-        Summary,
-        {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)},
-    )
+    largest = [int(max(values)) for values in zip(*ranks, strict=True)]
+    # On CPUs there is only the first.
+    return cast(Summary, dict(zip(names, largest, strict=False)))
 
 
+# controllers of a hierarchy → files of its cgroups, and the prefix of totals in `memory.stat`
 CGROUP_FILES = {
+    # version 2
     "": ("memory.max", "memory.current", ""),
+    # version 1
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-"""Files of a cgroup by the controllers of its hierarchy, in version 2 and 1, and the prefix of
-totals in `memory.stat`."""
 
 
 class MemoryLimit(NamedTuple):
-    """Memory that is still free under a limit. All processes of a host that are under a limit of
-    this name share it."""
+    """Memory that is still free under a limit."""
 
+    # All processes of a host that are under a limit of this name share it.
     name: str
     free: int
 
 
 def memory_limits(device: torch.device) -> list[MemoryLimit]:
     """Return what limits this process's memory: its GPU, or the host's available memory and
-    cgroups, both with swap, and `ulimit -v`. Of a GPU all memory counts, as an earlier run's may
-    not have been freed yet."""
+    cgroups, both with swap, and `ulimit -v`."""
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return [
-            MemoryLimit(
-                f"memory of {properties.name} of process {os.getpid()}", properties.total_memory
-            )
-        ]
+        gpu = torch.cuda.get_device_properties(device)
+        # All memory counts: an earlier run's may not have been freed yet.
+        return [MemoryLimit(f"memory of {gpu.name} of process {os.getpid()}", gpu.total_memory)]
     swap = psutil.swap_memory().free
     limits = [MemoryLimit("available memory", psutil.virtual_memory().available + swap)]
     limits += [MemoryLimit(name, free + swap) for name, free in cgroup_limits()]
@@ -128,69 +124,79 @@ def memory_limits(device: torch.device) -> list[MemoryLimit]:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's cgroup and its ancestors, of version 1 or 2, such as those
-    of containers and SLURM. File caches count as free: the kernel drops them."""
+    """Yield the limits of this process's cgroup and its ancestors, such as those of containers and
+    SLURM."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
+        # hierarchy:controllers:path
         _, controllers, path = line.split(":", 2)
         if controllers not in CGROUP_FILES:
             continue
-        limit_file, usage_file, prefix = CGROUP_FILES[controllers]
         top = root / "sys/fs/cgroup" / controllers
         group = top / path.strip("/")
         for folder in (group, *group.parents):
-            with suppress(
-                OSError, ValueError, KeyError
-            ):  # not limited or, in a container, not visible
-                limit = int((folder / limit_file).read_text())
-                statistics = dict(
-                    text.split() for text in (folder / "memory.stat").read_text().splitlines()
-                )
-                cached = sum(
-                    int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive")
-                )
-                used = int((folder / usage_file).read_text()) - cached
-                yield MemoryLimit(
-                    f"memory limit of cgroup /{folder.relative_to(top)}", limit - used
-                )
+            # not limited or, in a container, not visible
+            with suppress(OSError, ValueError, KeyError):
+                free = _free_in_cgroup(folder, *CGROUP_FILES[controllers])
+                name = f"memory limit of cgroup /{folder.relative_to(top)}"
+                yield MemoryLimit(name, free)
+
+
+def _free_in_cgroup(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int:
+    limit = int((folder / limit_file).read_text())
+    usage = int((folder / usage_file).read_text())
+    lines = (folder / "memory.stat").read_text().splitlines()
+    statistics = dict(line.split() for line in lines)
+    # The kernel drops file caches if memory is short.
+    cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+    return limit - (usage - cached)
 
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
     """Return the content of `environment.json`."""
-    on_gpu = device.type == "cuda"
-    return {
+    nccl = driver = device_memory_bytes = None
+    if device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        driver = _read_driver_version()
+        device_memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    software = {
         "python": platform.python_version(),
         "versions": {"clap_ds": paths.VERSION, **{name: paths.version(name) for name in PACKAGES}},
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-        "driver": _driver() if on_gpu else None,
-        "device_name": device_name(device),
-        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory
-        if on_gpu
-        else None,
-        "host": socket.gethostname(),
+        "nccl": nccl,
+        "driver": driver,
+        "git_commit": paths.commit(),
+        "command": [sys.executable, *sys.argv],
         "process": identify_process(),
+    }
+    hardware = {
+        "device_name": device_name(device),
+        "device_memory_bytes": device_memory_bytes,
+        "host": socket.gethostname(),
         "host_memory_bytes": psutil.virtual_memory().total,
         "infiniband": infiniband_rates(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels,
-        "git_commit": paths.commit(),
-        "command": [sys.executable, *sys.argv],
     }
+    return software | hardware
 
 
 def infiniband_rates(devices: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """Return the rate of each port of InfiniBand or RoCE that is up, such as {"mlx5_0/1": "400
-    Gb/sec (4X NDR)"}."""
-    ports = {
-        f"{port.parents[1].name}/{port.name}": port for port in sorted(devices.glob("*/ports/*"))
-    }
-    up = {name: port for name, port in ports.items() if "ACTIVE" in (port / "state").read_text()}
-    return {name: (port / "rate").read_text().strip() for name, port in up.items()}
+    """Return the rate of each InfiniBand or RoCE port that is up.
+
+    An example is {"mlx5_0/1": "400 Gb/sec (4X NDR)"}.
+    """
+    rates = {}
+    # mlx5_0/ports/1
+    for port in sorted(devices.glob("*/ports/*")):
+        if "ACTIVE" in (port / "state").read_text():
+            rates[f"{port.parents[1].name}/{port.name}"] = (port / "rate").read_text().strip()
+    return rates
 
 
-def _driver() -> str | None:
+def _read_driver_version() -> str | None:
     with suppress(OSError):
-        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-        return found and found[1]
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if version := re.search(r"Module\s+([\d.]+)", text):
+            return version[1]
     return None

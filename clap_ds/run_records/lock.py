@@ -1,8 +1,8 @@
-"""Identify processes in files: the one that writes a shared folder, such as a run's checkpoints,
-and the one of a run's rank 0.
+"""Locks on shared folders, such as a run's checkpoints, and the identity of processes in files.
 
-A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if that
-process was on this host and is gone, or SLURM says that its job is over, or it was of the same job.
+A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if the
+process was on this host and is gone, if SLURM says that its job is over, or if it was of the same
+job.
 """
 
 from __future__ import annotations
@@ -22,24 +22,31 @@ from clap_ds.utils.errors import printable
 from clap_ds.utils.files import create_atomically, read_json
 
 FILE = "writer.json"
+# fields that messages show
 _SHOWN = ("host", "pid", "user", "job", "slurm_job", "slurm_cluster")
 
 
 def identify_process(job: Path | None = None) -> dict[str, Any]:
     """Return what identifies this process, in a job identified by its folder and by SLURM."""
+    variables = os.environ
     return {
-        "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _identify_kernel(),
-        "user": os.environ.get("USER", ""), "job": str(job or ""), "slurm_job": identify_slurm_job(),
-        "slurm_start": os.environ.get("SLURM_RESTART_COUNT", "0"), "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
-    }  # fmt: skip
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _start_time(os.getpid()),
+        "kernel": _identify_kernel(),
+        "user": variables.get("USER", ""),
+        "job": str(job or ""),
+        "slurm_job": identify_slurm_job(),
+        "slurm_start": variables.get("SLURM_RESTART_COUNT", "0"),
+        "slurm_cluster": variables.get("SLURM_CLUSTER_NAME", ""),
+    }
 
 
 def identify_slurm_job() -> str:
     """Return this process's SLURM job in the form that `squeue -j` and `sacct -j` take; empty
     outside of SLURM."""
-    if array := os.environ.get(
-        "SLURM_ARRAY_JOB_ID"
-    ):  # a task's SLURM_JOB_ID may be that of the whole array
+    # An array task's SLURM_JOB_ID may be that of the whole array.
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID", "")
 
@@ -57,25 +64,21 @@ def has_slurm_ended(process: Mapping[str, Any]) -> bool | None:
     """Return whether SLURM has ended this start of an identified process's job; None if this
     cluster's SLURM can't say."""
     job = str(process.get("slurm_job"))
-    if not re.fullmatch(r"\d+(_\d+)?", job) or process.get("slurm_cluster") != os.environ.get(
-        "SLURM_CLUSTER_NAME"
-    ):
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    if process.get("slurm_cluster") != cluster or not re.fullmatch(r"\d+(_\d+)?", job):
         return None
-    command = [
-        "squeue",
-        "-h",
-        "-j",
-        job,
-        "-O",
-        "State:30,RestartCnt:10",
-    ]  # without `-t`: only jobs that haven't ended
+    # Without `-t`, squeue lists only jobs that haven't ended.
+    command = ["squeue", "-h", "-j", job, "-O", "State:30,RestartCnt:10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode:
+        # SLURM forgets jobs some minutes after their end.
         return True if "Invalid job id" in done.stderr else None
-    return done.stdout.split()[1:] != [process.get("slurm_start")]
+    # A requeued job has another number of starts.
+    restarts = done.stdout.split()[1:]
+    return restarts != [process.get("slurm_start")]
 
 
 class FolderLock:
@@ -95,15 +98,15 @@ class FolderLock:
             except FileExistsError:
                 holder = _read(self._path)
             if holder and not self._is_over(holder):
-                raise ValueError(
-                    f"{self._describe('is locked by', holder)}. If that job is over, delete {self._path}"
-                )
+                problem = self._describe("is locked by", holder)
+                raise ValueError(f"{problem}. If that job is over, delete {self._path}")
             self._remove(holder)
 
     def check(self) -> None:
         """Raise ValueError if another run has taken the lock. Call before each write."""
         holder = _read(self._path)
-        if holder not in ({}, self._own):  # empty if deleted by hand
+        # It is empty if the file was deleted by hand.
+        if holder not in ({}, self._own):
             raise ValueError(self._describe("was locked meanwhile by", holder))
 
     def release(self) -> None:
@@ -116,13 +119,14 @@ class FolderLock:
         is_over = has_ended(holder)
         if is_over is None and holder.get("slurm_job") != self._own["slurm_job"]:
             is_over = has_slurm_ended(holder)
-        if is_over is None:  # An earlier attempt or start of this job has ended.
-            cluster = self._own["slurm_cluster"]
-            is_own_job = any(
-                holder.get(name) == self._own[name] != "" for name in ("job", "slurm_job")
-            )
-            is_over = is_own_job and holder.get("slurm_cluster", cluster) == cluster
-        return is_over
+        if is_over is not None:
+            return is_over
+        # Neither this host nor SLURM can say. An earlier attempt or start of this job has ended.
+        if holder.get("slurm_cluster", self._own["slurm_cluster"]) != self._own["slurm_cluster"]:
+            return False
+        return any(
+            self._own[name] and holder.get(name) == self._own[name] for name in ("job", "slurm_job")
+        )
 
     def _remove(self, holder: dict[str, Any]) -> None:
         """Remove a stale holder's file unless another process has replaced it since it was read."""
@@ -134,15 +138,12 @@ class FolderLock:
                 return
             aside.unlink()
             if holder:
-                print(
-                    f"{self._describe('had a stale lock of', holder)}; replaced",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                note = self._describe("had a stale lock of", holder)
+                print(f"{note}; replaced", file=sys.stderr, flush=True)
 
-    def _describe(self, what: str, holder: dict[str, Any]) -> str:
-        shown = ", ".join(f"{name} {holder[name]}" for name in _SHOWN if holder.get(name))
-        return printable(f"{self._path.parent} {what} {shown.replace('slurm_', 'SLURM ')}")
+    def _describe(self, verb: str, holder: dict[str, Any]) -> str:
+        process = ", ".join(f"{name} {holder[name]}" for name in _SHOWN if holder.get(name))
+        return printable(f"{self._path.parent} {verb} {process.replace('slurm_', 'SLURM ')}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -156,13 +157,18 @@ def _identify_kernel() -> str:
     """Return this boot and container, within which process ids are unique; empty on other systems
     than Linux."""
     with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
 def _start_time(pid: Any) -> int | None:
     """Return a process's start in ticks since boot, or None if it has ended."""
     with suppress(OSError, TypeError, ValueError):
-        state, *rest = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else int(rest[18])
+        line = Path(f"/proc/{int(pid)}/stat").read_text()
+        # The process's name, in parentheses, may contain spaces. Fields are numbered from 1 in
+        # proc(5): the third is the state, the 22nd the start.
+        fields = line.rpartition(")")[2].split()
+        is_dead = fields[0] in "ZX"
+        return None if is_dead else int(fields[19])
     return None

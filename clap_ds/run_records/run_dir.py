@@ -1,10 +1,8 @@
 """The run directory: a run's configuration, progress and results, written while it runs.
 
 It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state
-and results, for analysis), `tensorboard/` and `rank0.log`.
-
-Append JSON lines to a file. Lines that can't be written are dropped with one warning and never
-end the run.
+and results, for analysis), `tensorboard/` and `rank0.log`. Lines that can't be written are dropped
+with one warning: a full disk never ends a run.
 """
 
 from __future__ import annotations
@@ -39,6 +37,9 @@ from clap_ds.utils.redaction import redacted, redacted_all
 
 if TYPE_CHECKING:
     from clap_ds.config.settings import RunSettings
+
+
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class RunDirectory:
@@ -78,12 +79,11 @@ class RunDirectory:
     def finish(self, state: State, error: str | None = None) -> None:
         """Record how the run ended, unless a rank already has: later endings are consequences."""
         if self.summary().get("state") in (None, "running"):
-            self.update_summary(
-                state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds")
-            )
+            finished = datetime.now(UTC).isoformat(timespec="seconds")
+            self.update_summary(state=state, error=error, finished=finished)
 
     def append_metrics(self, line: StepLine, /, **more: Any) -> None:
-        """Append a line to `metrics.jsonl`; `more` has run-specific fields, such as evaluation
+        """Append a line to `metrics.jsonl`; `more` has further fields, such as an evaluation's
         metrics."""
         self._stream.append({**line, **more})
 
@@ -91,42 +91,39 @@ class RunDirectory:
         self._stream.close()
 
 
-def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[RankPlace]) -> Path:
+def create_run_dir(run: RunSettings, environment: dict[str, Any], places: list[RankPlace]) -> Path:
     """Create a run's directory with its first files, and copy the output to its log. Raises
     ValueError if it can't be written.
 
     Args:
-        here: rank 0's environment.
-        everywhere: each rank's place.
+        environment: rank 0's.
+        places: each rank's.
     """
     clap = run.clap
-    sizes = run.batch_sizes(len(everywhere))
-    per_host = Counter(place["host"] for place in everywhere)
-    devices = sorted({place["device_name"] for place in everywhere})
-    places: dict[str, Any] = {
-        "world_size": len(everywhere),
-        "num_nodes": len(per_host),
-        "hosts": [*per_host],
+    sizes = run.batch_sizes(len(places))
+    ranks_per_host = Counter(place["host"] for place in places)
+    devices = sorted({place["device_name"] for place in places})
+    job = {"world_size": len(places), "num_nodes": len(ranks_per_host)}
+    ranks = {
+        "hosts": [*ranks_per_host],
+        "gpus_per_node": [*ranks_per_host.values()],
         "device_names": devices,
+        "ranks": describe_places(places),
     }
-    places["ranks"] = describe_places(everywhere)
     try:
         record = RunDirectory.create(Path(clap.output.dir).resolve(), run.run_name)
         start_log(record.path / "rank0.log")
-        record.write_json(
-            "environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]}
-        )
+        record.write_json("environment.json", environment | job | ranks)
         record.write_json("config.json", run.resolved())
     except OSError as error:
-        raise ValueError(
-            f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}"
-        ) from None
+        folder = f"clap.output.dir: {clap.output.dir!r}"
+        raise ValueError(f"{folder} can't be written: {error.strerror}") from None
     record.update_summary(
         state="running",
         error=None,
-        preset=clap.model.sizes.name,
-        num_nodes=len(per_host),
-        world_size=len(everywhere),
+        preset=clap.preset().name,
+        num_nodes=len(ranks_per_host),
+        world_size=len(places),
         micro_batch_per_gpu=sizes.micro_batch,
         gradient_accumulation_steps=sizes.accumulation_steps,
         global_batch=sizes.global_batch,
@@ -134,35 +131,36 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[Rank
         text_packing=clap.text_packing,
         precision=run.precision,
         device_name=" and ".join(devices),
-        device_type="cpu" if here["device_memory_bytes"] is None else "cuda",
+        device_type="cpu" if environment["device_memory_bytes"] is None else "cuda",
     )
     return record.path
 
 
 def mark_killed(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's summary with the state `killed` if it is `running` without its process. If
-    that isn't known, as on another host, `error` has the time at which the run last wrote a
-    file."""
+    """Return a run's summary with the state `killed` if it is `running` without its process.
+
+    If that isn't known, as on another host, `error` has the time at which the run last wrote a
+    file.
+    """
     environment = path / "environment.json"
     if summary.get("state") != "running" or not environment.is_file():
         return summary
     process = read_object(environment, allow_nan=True).get("process")
-    if not isinstance(process, dict):  # an older record
+    # Older records have none.
+    if not isinstance(process, dict):
         process = {}
     is_killed = has_ended(process)
     if is_killed is False:
         return summary
-    files = [
-        environment,
-        *path.glob("*.jsonl"),
-        *path.glob("stacks/*"),
-    ]  # ranks write stacks/ every few seconds
-    last = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
-    last_write = f"last wrote a file at {last.isoformat(timespec='seconds')}"
-    if not is_killed:
-        return {**summary, "error": last_write}
-    gone = f"process {process.get('pid')} on {process.get('host')} is gone without a report (killed, out of memory?)"
-    return {**summary, "state": "killed", "error": f"{gone}; {last_write}"}
+    # Ranks write stacks/ every few seconds.
+    files = [environment, *path.glob("*.jsonl"), *path.glob("stacks/*")]
+    last_write = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
+    error = f"last wrote a file at {last_write.isoformat(timespec='seconds')}"
+    if is_killed is None:
+        return {**summary, "error": error}
+    process_name = f"process {process.get('pid')} on {process.get('host')}"
+    cause = f"{process_name} is gone without a report (killed, out of memory?)"
+    return {**summary, "state": "killed", "error": f"{cause}; {error}"}
 
 
 class Tee:
@@ -177,26 +175,28 @@ class Tee:
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
-            with suppress(OSError):  # disk full
+            # The disk may be full.
+            with suppress(OSError):
                 self._log.write(redacted(text))
-        with suppress(OSError):  # the terminal is gone
+        # The terminal may be gone.
+        with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        for each in (self._log, self._stream):
+        for stream in (self._log, self._stream):
             with suppress(OSError):
-                each.flush()
+                stream.flush()
 
 
 def start_log(path: Path) -> None:
     """Copy standard output, standard error and DeepSpeed's log to a file."""
+    # not at the top: analysis reads records without it
     from deepspeed.utils import logger
 
-    log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
-    log.write(
-        f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_all(sys.argv))}\n"
-    )
+    log = os.fdopen(open_own(path, APPEND), "a", buffering=1)
+    command = " ".join(redacted_all(sys.argv))
+    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {command}\n")
     sys.stdout = cast(TextIO, Tee(sys.stdout, log))
     sys.stderr = cast(TextIO, Tee(sys.stderr, log))
     handler = logging.StreamHandler(log)
@@ -208,30 +208,33 @@ def start_log(path: Path) -> None:
 def quiet_deepspeed() -> Iterator[None]:
     """Hide DeepSpeed's info lines on the terminal during its setup, which resets handlers'
     levels."""
+    # not at the top: analysis reads records without it
     from deepspeed.utils import logger
 
-    def matters(record: logging.LogRecord) -> bool:
+    def is_important(record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return False
+        # about DeepSpeed's timers
         return "before it has started" not in record.getMessage()
 
     terminal = logger.handlers[0]
-    terminal.addFilter(matters)
+    terminal.addFilter(is_important)
     try:
         yield
     finally:
-        terminal.removeFilter(matters)
+        terminal.removeFilter(is_important)
 
 
 @contextmanager
-def warn_on_disk_full(what: object) -> Iterator[None]:
-    """Suppress OSError of a full or failing disk, with one warning that names `what`."""
+def warn_on_disk_full(output: object) -> Iterator[None]:
+    """Suppress OSError of a full or failing disk, with one warning that names the output."""
     try:
         yield
     except OSError as error:
-        _warn(f"warning: {what} can't be written: {error.strerror or error}; the run continues")
+        _warn(f"warning: {output} can't be written: {error.strerror or error}; the run continues")
 
 
+# Each warning is printed once.
 @cache
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
@@ -247,24 +250,25 @@ class JsonlWriter:
     def truncate_after(self, step: int) -> float:
         """Drop incomplete lines and those of later steps, which are trained again. Returns the
         largest `train_s`."""
-        kept = []
+        valid_lines = []
         train_s = 0.0
         with warn_on_disk_full(self._path), suppress(FileNotFoundError):
             for line in read_lines(self._path):
+                # incomplete, or of another kind
                 with suppress(ValueError, KeyError):
-                    found = parse_json(line, allow_nan=True)
-                    train_s = max(train_s, found.get("train_s", 0.0))
-                    kept += [f"{line.decode()}\n"] * (found["step"] <= step)
-            write_atomically(self._path, "".join(kept))
+                    fields = parse_json(line, allow_nan=True)
+                    train_s = max(train_s, fields.get("train_s", 0.0))
+                    if fields["step"] <= step:
+                        valid_lines.append(f"{line.decode()}\n")
+            write_atomically(self._path, "".join(valid_lines))
         return train_s
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, whole or not at all."""
         with warn_on_disk_full(self._path):
-            self._file = self._file or FileIO(
-                open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab"
-            )
-            content = (json.dumps(line) + "\n").encode()
+            if self._file is None:
+                self._file = FileIO(open_own(self._path, APPEND), "ab")
+            content = f"{json.dumps(line)}\n".encode()
             size = os.fstat(self._file.fileno()).st_size
             try:
                 if self._file.write(content) < len(content):

@@ -9,25 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
+# `schema` in `summary.json`
+# 6: the range in `Rates` renamed
+# 5: fields renamed; `current` converts both
+# 4: two presets renamed (`FORMER_PRESETS`)
+# 3: throughput is samples over time (`mean`), before it the median of windows
+# 1 has no `schema`
 VERSION = 6
-"""`schema` in `summary.json`. 6: the range in `Rates` renamed. 5: fields renamed (`current` for
-both). 4: two presets renamed (`FORMER_PRESETS`). 3: throughput is samples over time (`mean`),
-before it the median of windows. 1 has no `schema`."""
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
 }
 """Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's
 heads."""
-
+# fields of `summary.json` before schema 5 → their names
 _FORMER_FIELDS = {
     "text_tokens": "context_length",
     "stop_at": "target_metrics",
     "slow_ranks": "stragglers",
 }
-"""Fields of `summary.json` before schema 5 → their names."""
+# fields of `Rates` before schema 6 → their names
 _FORMER_RATES = {"low": "min", "high": "max"}
-"""Fields of `Rates` before schema 6 → their names."""
 FORMER_PHASES = {"window": "timed"}
 """`phase` of `metrics.jsonl` before schema 5 → its name."""
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")

@@ -11,8 +11,8 @@ from pathlib import Path
 from clap_ds.utils.errors import escape
 from clap_ds.utils.files import write_atomically
 
+# Spreadsheets compute a cell that begins with one of these.
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""Spreadsheets compute a cell that begins with one of these."""
 
 
 def guard_formula(cell: str | float | None) -> str | float | None:
@@ -36,11 +36,15 @@ def unguarded(cell: str) -> str:
 def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
     """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell, and
     formulas text. Raises OSError."""
-    text = io.StringIO()
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
     for row in rows:
-        cells = ["" if cell != cell else guard_formula(cell) for cell in row]
-        csv.writer(text, lineterminator="\n").writerow(cells)
+        # Only NaN differs from itself.
+        writer.writerow("" if cell != cell else guard_formula(cell) for cell in row)
+    text = file.getvalue()
     if output is not None:
-        write_atomically(output, text.getvalue())
+        write_atomically(output, text)
+    elif sys.stdout.isatty():
+        sys.stdout.write(escape(text, "\n"))
     else:
-        sys.stdout.write(escape(text.getvalue(), "\n") if sys.stdout.isatty() else text.getvalue())
+        sys.stdout.write(text)

@@ -6,12 +6,14 @@ import difflib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, get_args
 
+# exit codes: of a run that is rejected for a user error, and after Ctrl-C
 USER_ERROR = 2
-"""Exit code of a run rejected for a user error."""
 INTERRUPTED = 130
+# patterns of names in other trainers → fields here
 OTHER_NAMES = {
     "accum_freq|accumulation(_steps)?|accumulate_grad_batches": "gradient_accumulation_steps",
     "(micro_?)?batch(_?size)?|per_device_train_batch_size": "train_micro_batch_size_per_gpu",
@@ -20,37 +22,32 @@ OTHER_NAMES = {
     "warm_?up(_steps|_iters|_epochs|_ratio)?": "scheduler.params.warmup_num_steps",
     "wd": "optimizer.params.weight_decay",
 }
-"""Patterns of names in other trainers, and fields here."""
+# items of a list that a message names
 MOST_SHOWN = 5
+# parts that pydantic adds to a field's name: kinds of `data`, JSON types of DeepSpeed's fields
 UNION_TAGS = ("synthetic", "webdataset", "array", "integer", "number", "string")
-"""Parts that pydantic adds to a field's place: kinds of `data`, and JSON types of DeepSpeed's
-fields."""
+# the schema's patterns of texts → their meaning
 PATTERNS = {
     r"\S": "text that isn't blank",
     r"\{\}": "text with {}",
     "^[/~$]": "a path that begins with /, ~ or $",
 }
-"""What the schema's patterns of texts expect."""
-
-
+# package → the extra that installs it
 EXTRAS = {
     **dict.fromkeys(("soundfile", "webdataset", "braceexpand", "fsspec", "pynvml"), "train"), "s3fs": "s3", "gcsfs": "gcs",
     **dict.fromkeys(("matplotlib", "markdown_it", "pandas"), "analysis"), "pyarrow": "embed",
     "open_clip": "open_clip",
 }  # fmt: skip
-"""The extra that installs a package."""
-
-
+# characters of a name from a file that a message quotes
 LONGEST_NAME = 200
-"""Characters of a name from a file that a message quotes."""
+# characters of a line of a message, which may list many names
 LONGEST_LINE = 2000
-"""Characters of a line of a message, which may list many names."""
+# a word or part of a path, or what stands in quotes
 _LONG_NAME = re.compile(
     rf"(?<![^\s/])[^\s/]{{{LONGEST_NAME + 1},}}"
     rf"|(?<!\w)'[^'\n]{{{LONGEST_NAME + 1},}}'"
     rf'|(?<!\w)"[^"\n]{{{LONGEST_NAME + 1},}}"'
 )
-"""A word or part of a path, or what stands in quotes."""
 _LONG_LINE = re.compile(rf"[^\n]{{{LONGEST_LINE + 1},}}")
 
 
@@ -66,8 +63,10 @@ class CollectiveUserError(UserError):
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
-    """Run a command and return its exit code: its own or 0, 2 with a message (further lines
-    indented) for a ValueError or OSError, or 130 after Ctrl-C."""
+    """Run a command and return its exit code.
+
+    It is the command's own or 0, 2 with a message for a ValueError or OSError, or 130 after Ctrl-C.
+    """
     try:
         code = action()
     except KeyboardInterrupt as stop:
@@ -76,12 +75,8 @@ def exit_code_of(action: Callable[[], object]) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name not in EXTRAS:
             raise
-        further = "\n" + " " * len("error: ")
-        print(
-            "error: "
-            + re.sub(r"\n(?=.)", further, printable(str(error) + how_to_install(error), "\n")),
-            file=sys.stderr,
-        )
+        message = printable(str(error) + how_to_install(error), "\n")
+        print("error:", textwrap.indent(message, "       ").lstrip(), file=sys.stderr)
         return USER_ERROR
     return code if isinstance(code, int) else 0
 
@@ -92,24 +87,26 @@ def how_to_install(error: Exception) -> str:
     return f": pip install 'clap-ds[{extra}]'" if extra else ""
 
 
-def printable(text: str, kept: str = "") -> str:
-    """Return a message with long names cut, and unprintable characters escaped except `kept`."""
-    return cut_names(escape(cut_names(text), kept))
+def printable(text: str, exempt: str = "") -> str:
+    """Return a message with long names cut, and unprintable characters escaped except `exempt`."""
+    # Escapes make names longer.
+    return cut_names(escape(cut_names(text), exempt))
 
 
-def escape(text: str, kept: str = "") -> str:
-    """Escape unprintable characters except `kept`: foreign text could control the terminal."""
+def escape(text: str, exempt: str = "") -> str:
+    """Escape unprintable characters except `exempt`: foreign text could control the terminal."""
     if text.isprintable():
         return text
-    escaped = lambda letter: letter.encode("unicode_escape", "replace").decode()  # noqa: E731
     return "".join(
-        letter if letter.isprintable() or letter in kept else escaped(letter) for letter in text
+        letter
+        if letter.isprintable() or letter in exempt
+        else letter.encode("unicode_escape", "replace").decode()
+        for letter in text
     )
 
 
 def cut_names(message: str) -> str:
-    """Cut the middle of names, quotes and lines that are longer than people read. Files of others
-    may have any."""
+    """Cut the middle of names, quotes and lines that are longer than people read."""
     message = _LONG_NAME.sub(lambda name: _cut(name[0], LONGEST_NAME), message)
     return _LONG_LINE.sub(lambda line: _cut(line[0], LONGEST_LINE), message)
 
@@ -126,9 +123,9 @@ def first_line(error: Exception) -> str:
 
 def some(items: Sequence[object]) -> str:
     """List the first few items, and the number of others."""
-    shown = ", ".join(map(str, items[:MOST_SHOWN]))
-    rest = len(items) - MOST_SHOWN
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    text = ", ".join(map(str, items[:MOST_SHOWN]))
+    num_more = len(items) - MOST_SHOWN
+    return f"{text} and {num_more} more" if num_more > 0 else text
 
 
 def count_of(number: int, noun: str) -> str:
@@ -154,9 +151,9 @@ def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) 
     near = find_near(name, candidates)
     if near is not None:
         return f"; did you mean {near!r}?"
-    return (
-        f"; expected one of {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""
-    )
+    if 0 < len(candidates) <= most_listed:
+        return f"; expected one of {', '.join(candidates)}"
+    return ""
 
 
 def find_near(name: str, candidates: Collection[str]) -> str | None:
@@ -171,33 +168,40 @@ def sections_of(annotation: Any) -> list[Any]:
     alternatives."""
     if hasattr(annotation, "model_fields"):
         return [annotation]
-    return [section for part in get_args(annotation) for section in sections_of(part)]
+    sections = []
+    for argument in get_args(annotation):
+        sections += sections_of(argument)
+    return sections
 
 
-def _fields(section: Any, prefix: str = "") -> Iterator[str]:
+def list_fields(section: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all fields."""
     for name, field in section.model_fields.items():
         yield prefix + name
         for inner in sections_of(field.annotation):
-            yield from _fields(inner, f"{prefix}{name}.")
+            yield from list_fields(inner, f"{prefix}{name}.")
 
 
 def _suggest_field(field: str, root: Any) -> str:
-    """Return a hint about an unknown field: its name here if other trainers have it, or the nearest
-    in its section, or the only one of that name, or its section's."""
+    """Return a hint about an unknown field.
+
+    It is the name here of another trainer's setting, or else the nearest in its section, the only
+    field of that name elsewhere, or its section's fields if they are few.
+    """
     section, _, name = field.rpartition(".")
-    for pattern, own_name in OTHER_NAMES.items():
+    for pattern, name_here in OTHER_NAMES.items():
         if re.fullmatch(pattern, name):
-            return f"; did you mean {own_name!r}?"
+            return f"; did you mean {name_here!r}?"
     siblings: dict[str, str] = {}
     namesakes: list[str] = []
-    for valid_field in _fields(root):
+    for valid_field in list_fields(root):
         valid_section, _, valid_name = valid_field.rpartition(".")
         if valid_section == section:
             siblings[valid_name] = valid_field
         if valid_name == name:
             namesakes.append(valid_field)
-    if name in siblings:  # of another `source`
+    if name in siblings:
+        # The section has another `source`.
         return f"; only another kind of {section} has it"
     near = find_near(name, siblings)
     if near is not None:
@@ -214,29 +218,36 @@ def explain(details: Any, root: Any) -> str:
     kind = details["type"]
     if kind == "extra_forbidden":
         return f"{field}: no such field{_suggest_field(field, root)}"
-    message = details["msg"]
     value = details["input"]
     context = details.get("ctx", {})
-    if kind == "string_pattern_mismatch":
-        pattern = context["pattern"]
-        message = f"expected {PATTERNS.get(pattern, pattern)}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        message = "expected an object"
-    if kind == "too_short":
-        message = f"expected at least {context['min_length']} items"
-    if kind == "too_long":
-        message = f"expected at most {context['max_length']} items"
     if kind == "union_tag_invalid":
         field += "." + context["discriminator"].strip("'")
         value = context["tag"]
-        message = f"expected {context['expected_tags'].replace(', ', ' or ')}"
-    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
-    valid_values = (
-        re.findall(r"'([^']*)'", message) if kind in ("literal_error", "union_tag_invalid") else ()
-    )
-    message = f"{field}: {message[0].lower()}{message[1:]}"
+    message = f"{field}: {_describe_expected(kind, details['msg'], context)}"
     if kind not in ("missing", "value_error", "union_tag_not_found"):
         message += f", found {json.dumps(value, default=str)}"
     if value == "auto":
         return message + '; nothing replaces "auto" here, as Hugging Face\'s Trainer does'
+    if kind not in ("literal_error", "union_tag_invalid"):
+        return message
+    # The message quotes all valid values.
+    valid_values = re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])
     return message + did_you_mean(str(value), valid_values, most_listed=0)
+
+
+def _describe_expected(kind: str, message: str, context: dict[str, Any]) -> str:
+    """Return the expectation in this project's words, or else pydantic's message."""
+    match kind:
+        case "string_pattern_mismatch":
+            pattern = context["pattern"]
+            return f"expected {PATTERNS.get(pattern, pattern)}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "expected an object"
+        case "too_short":
+            return f"expected at least {context['min_length']} items"
+        case "too_long":
+            return f"expected at most {context['max_length']} items"
+        case "union_tag_invalid":
+            return f"expected {context['expected_tags'].replace(', ', ' or ')}"
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
+    return message[0].lower() + message[1:]

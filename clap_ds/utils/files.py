@@ -21,9 +21,11 @@ from typing import Any, BinaryIO
 
 from clap_ds.utils.errors import UserError
 
+# limit for files read whole; the manifest of 100,000 shards has 15 MB
 MOST_BYTES = 64 * 2**20
-"""Limit for files read whole; the manifest of 100,000 shards has 15 MB."""
 LONGEST_LINE = 2**20
+# Opening a pipe doesn't block, a terminal doesn't become this process's, and children get no file.
+_SAFE_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class RefusedFileError(OSError):
@@ -33,22 +35,23 @@ class RefusedFileError(OSError):
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> BufferedReader:
     """Open a regular file for reading. Raises OSError for other kinds, which might block
     forever."""
-    number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
+    descriptor = os.open(path, flags | _SAFE_FLAGS)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise RefusedFileError(errno.EINVAL, "expected a regular file", str(path))
-    return os.fdopen(number, "rb")
+    return os.fdopen(descriptor, "rb")
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
     """Return whether a path inside a folder of others leads out of it, by `..` or a link."""
-    target = (
-        Path(os.path.realpath(path)) if path.is_symlink() else _resolve(path.parent) / path.name
-    )
+    # A folder has many files, so its path is resolved once.
+    target = _resolve(path.parent) / path.name
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
     return not target.is_relative_to(_resolve(folder))
 
 
-@functools.cache  # a folder has many files
+@functools.cache
 def _resolve(folder: Path) -> Path:
     return Path(os.path.realpath(folder))
 
@@ -64,10 +67,12 @@ def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Read a regular file. Raises OSError if it is unreadable or has more than `most` bytes."""
     with open_regular(path) as file:
-        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-        if content is None or len(content) > most:  # it may have grown
-            raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
-        return content
+        if os.fstat(file.fileno()).st_size <= most:
+            content = file.read(most + 1)
+            # It may have grown.
+            if len(content) <= most:
+                return content
+    raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
 
 
 def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
@@ -84,9 +89,11 @@ def parse_json(
     *,
     allow_nan: bool = False,
 ) -> Any:
-    """Parse UTF-8 JSON. Raises ValueError if it is invalid or can't be encoded as UTF-8 again, and
-    for numbers no float can hold. `allow_nan` accepts NaN and infinity, which Python's own writer
-    produces."""
+    """Parse UTF-8 JSON.
+
+    Raises ValueError if it is invalid or can't be encoded as UTF-8 again, and for numbers no float
+    can hold. `allow_nan` accepts NaN and infinity, which Python's own writer produces.
+    """
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     finite = None if allow_nan else _parse_finite
     try:
@@ -99,7 +106,8 @@ def parse_json(
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if "\\u" in text:  # half a surrogate pair raises ValueError
+    # Half a surrogate pair raises ValueError.
+    if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
@@ -123,14 +131,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_object(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError, with the place, if it is unreadable, no object, or
-    repeats a field."""
+    """Read a JSON object. Raises UserError, with line and column if there are any, if it is
+    unreadable, no object, or repeats a field."""
     try:
         content = parse_json(read_bytes(path), refuse_duplicates, allow_nan=allow_nan)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}"
-        ) from None
+        position = f"{path}:{error.lineno}:{error.colno}"
+        raise UserError(f"{position}: not valid JSON: {error.msg}") from None
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -170,54 +177,54 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested fields to dotted names, dropping empty sections."""
     flat: dict[str, Any] = {}
     for name, value in section.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {prefix + name: value}
-        )
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file or folder inside a run's folder and return its descriptor. Raises OSError for a
     link, possibly an attack."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | _SAFE_FLAGS, 0o666)
 
 
 @contextlib.contextmanager
 def own_folder(path: Path, *, creates: bool = True) -> Iterator[Path]:
     """Create a folder inside a run's folder and yield a path that stays valid if it is replaced.
-    Raises OSError."""
+    Raises OSError, also for a link."""
     if creates:
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
-    number = open_own(path, os.O_DIRECTORY)
+    descriptor = open_own(path, os.O_DIRECTORY)
     try:
-        yield Path(f"/proc/self/fd/{number}")
+        yield Path(f"/proc/self/fd/{descriptor}")
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path]:
-    """Yield the path of a file by its name in a folder, which has no `..`. No folder in `name` is a
-    link, also if one is planted meanwhile; `creates` makes missing ones. Raises RefusedFileError
-    for links, also if the caller opens one with `O_NOFOLLOW`."""
+    """Yield the path of a file by its name in a folder, which has no `..`.
+
+    No folder in `name` is a link, also if one is planted meanwhile; `creates` makes missing ones.
+    Raises RefusedFileError for links, also if the caller opens one with `O_NOFOLLOW`.
+    """
+    relative_path = Path(name)
     path = folder
     try:
         with contextlib.ExitStack() as stack:
-            for part in Path(name).parent.parts:
-                path = stack.enter_context(own_folder(path / part, creates=creates))
-            yield path / Path(name).name
+            for inner_folder in relative_path.parent.parts:
+                path = stack.enter_context(own_folder(path / inner_folder, creates=creates))
+            yield path / relative_path.name
     except OSError as error:
-        if not str(error.filename).startswith(
-            ("/proc/self/fd/", str(folder))
-        ):  # of another file system
+        # The caller may have met errors of other file systems.
+        if not str(error.filename).startswith(("/proc/self/fd/", str(folder))):
             raise
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EINVAL):
-            raise RefusedFileError(
-                f"{folder / name}: expected a regular file and no link"
-            ) from None
+            problem = f"{folder / name}: expected a regular file and no link"
+            raise RefusedFileError(problem) from None
         error.filename = str(folder / name)
         raise
 
@@ -226,10 +233,10 @@ def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path
 def replacing_files(folder: Path) -> Iterator[Path]:
     """Yield a new folder, whose files then replace those of `folder`, inside a run's folder. Raises
     OSError."""
-    with own_folder(folder) as there, tempfile.TemporaryDirectory(dir=there) as draft:
+    with own_folder(folder) as target, tempfile.TemporaryDirectory(dir=target) as draft:
         yield Path(draft)
         for file in Path(draft).iterdir():
-            os.replace(file, there / file.name)
+            os.replace(file, target / file.name)
 
 
 @contextlib.contextmanager
@@ -237,14 +244,16 @@ def drafted(target: Path) -> Iterator[Path]:
     """Yield a new private folder that becomes `target` unless an error is raised. Raises
     OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    outer = Path(tempfile.mkdtemp(".partial", f".{target.name}.", target.parent))
+    # Others can't enter it, nor guess its name.
+    private = Path(tempfile.mkdtemp(".partial", f".{target.name}.", target.parent))
     try:
-        with own_folder(outer) as there:
-            (draft := there / target.name).mkdir()
+        with own_folder(private) as folder:
+            draft = folder / target.name
+            draft.mkdir()
             yield draft
             draft.rename(target)
     finally:
-        shutil.rmtree(outer, ignore_errors=True)
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -255,13 +264,14 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 def create_atomically(path: Path, text: str) -> None:
     """Create a file with its text. Raises FileExistsError if there is one, or another OSError."""
-    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    draft = _name_draft(path)
     write_atomically(draft, text)
     try:
         os.link(draft, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without hard links
+    # a file system without hard links
+    except OSError:
         if os.path.lexists(path):
             raise FileExistsError(path) from None
         os.replace(draft, path)
@@ -270,19 +280,23 @@ def create_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file, by default in the folder of `path`, that replaces `path` once it is on
-    disk. On OSError the old file stays."""
-    if os.path.realpath(path.parent) == "/dev":  # root can replace devices and /dev/stdout
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`, which replaces it once it is on disk. On OSError the old
+    file stays."""
+    # Root can replace devices and /dev/stdout.
+    if os.path.realpath(path.parent) == "/dev":
         raise OSError(errno.EINVAL, "expected a file outside /dev", str(path))
-    partial = (
-        folder or path.parent
-    ) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat across hosts
+    draft = _name_draft(path)
     try:
-        with partial.open("xb") as file:
+        with draft.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        os.replace(draft, path)
     finally:
-        partial.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
+
+
+def _name_draft(path: Path) -> Path:
+    # Process ids repeat across hosts, so the name is random.
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}")

@@ -15,12 +15,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
 """The checkout of this code, also for an editable installation; None for a wheel."""
 CONFIGS = PACKAGE / "ds_configs"
+# folders of the checkout with the package's code
 CODE = ("clap_ds", "launch", "analysis")
-"""Folders of the checkout with the package's code."""
 CODE_SUFFIXES = (".py", ".json", ".cpp", ".h")
-GIT_LIMIT_S = 10.0  # git may wait for a slow disk, and only describes a run
+# git may wait for a slow disk, and only describes a run
+GIT_LIMIT_S = 10.0
+# file in built packages with the commit they were built from
 COMMIT_FILE = "commit.txt"
-"""File in built packages with the commit they were built from."""
 
 
 def work_folder() -> Path:
@@ -54,34 +55,32 @@ def make_private(folder: Path) -> Path:
 def find_config(path: Path) -> Path:
     """Return the path of a run's JSON: this file, or the packaged one of that name (`htsat_tiny`).
     Raises UserError with the packaged names if there is neither."""
-    packaged = CONFIGS / path.with_suffix(".json").name
-    if (
-        path.parent == Path()
-        and path.suffix in ("", ".json")
-        and not path.is_file()
-        and packaged.is_file()
-    ):
-        return packaged
-    if not path.exists():
-        from clap_ds.utils.errors import (
-            UserError,
-            did_you_mean,
-        )  # not at the top: setup.py runs this file alone
+    # not at the top: setup.py runs this file alone
+    from clap_ds.utils.errors import UserError, did_you_mean
 
-        names = sorted(file.stem for file in CONFIGS.glob("*.json"))
-        near = did_you_mean(path.stem, names, most_listed=0)
-        raise UserError(f"{path}: no such file{near} (packaged configurations: {', '.join(names)})")
+    packaged = {file.stem: file for file in sorted(CONFIGS.glob("*.json"))}
+    is_name = path.parent == Path() and path.suffix in ("", ".json")
+    if is_name and path.stem in packaged and not path.is_file():
+        return packaged[path.stem]
+    if not path.exists():
+        hint = did_you_mean(path.stem, packaged, most_listed=0)
+        names = ", ".join(packaged)
+        raise UserError(f"{path}: no such file{hint} (packaged configurations: {names})")
     return path
 
 
 def commit() -> str | None:
-    """Return the commit of this code, or None if unknown. If a checkout's code differs, a `+` and a
-    digest of the difference follow, so that hosts can be compared."""
+    """Return the commit of this code, or None if unknown.
+
+    If a checkout's code differs, a `+` and a digest of the difference follow, so that hosts can be
+    compared.
+    """
     if CHECKOUT is None:
-        recorded = PACKAGE / COMMIT_FILE
-        return recorded.read_text().strip() if recorded.is_file() else None
+        record = PACKAGE / COMMIT_FILE
+        return record.read_text().strip() if record.is_file() else None
+    # no repository, or inside another one
     if not (CHECKOUT / ".git").exists():
-        return None  # no repository, or inside another one
+        return None
     git: Any = partial(
         subprocess.check_output, cwd=CHECKOUT, stderr=subprocess.DEVNULL, timeout=GIT_LIMIT_S
     )
@@ -90,7 +89,9 @@ def commit() -> str | None:
         changes = git(["git", "diff", "--no-ext-diff", "HEAD", "--", *CODE])
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + ("+" + hashlib.blake2b(changes, digest_size=4).hexdigest() if changes else "")
+    if not changes:
+        return head
+    return f"{head}+{hashlib.blake2b(changes, digest_size=4).hexdigest()}"
 
 
 def digest_code() -> str:
@@ -99,23 +100,21 @@ def digest_code() -> str:
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE)
-        # A wheel contains what a checkout has as links.
-        if (
-            path.suffix in CODE_SUFFIXES
-            and name.parts[0] not in (*CODE, "ds_configs")
-            and path.is_file()
-        ):
+        # A checkout has these as links, a wheel as folders.
+        is_linked = name.parts[0] in (*CODE, "ds_configs")
+        if path.suffix in CODE_SUFFIXES and not is_linked and path.is_file():
             digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def describe_software() -> dict[str, str | None]:
-    """Return what must be the same on all hosts of a run. The commit only describes the code: git
-    may be missing."""
+    """Return what must be the same on all hosts of a run."""
     return {
+        # only describes the code: git may be missing
         "commit": commit(),
         "code": digest_code(),
-        **{name: version(name) for name in ("torch", "deepspeed")},
+        "torch": version("torch"),
+        "deepspeed": version("deepspeed"),
     }
 
 

@@ -51,21 +51,25 @@ def _redact_query(match: re.Match[str]) -> str:
 
 
 def redacted_all(content: Any, name: str = "") -> Any:
-    """Redact all strings of a JSON value, those under names of secrets whole. `name`: the field's,
-    after its section's."""
-    is_secret = any(_SECRET_NAME.fullmatch(part) for part in (name, name.rpartition(".")[2]))
+    """Redact all strings of a JSON value.
+
+    Args:
+        name: the value's field after its section's, such as `wandb.api_key`. All strings in a
+            field with the name of a secret are hidden whole.
+    """
+    field = name.rpartition(".")[2]
+    is_secret = bool(_SECRET_NAME.fullmatch(name) or _SECRET_NAME.fullmatch(field))
     if isinstance(content, str):
         return HIDDEN if is_secret else redacted(content)
     if isinstance(content, dict):
-        section = name.rpartition(".")[2]
         return {
-            redacted_all(key): redacted_all(value, f"{section}.{key}")
+            redacted_all(key): redacted_all(value, f"{field}.{key}")
             for key, value in content.items()
         }
-    if isinstance(content, list | tuple):
-        is_command = content and all(isinstance(word, str) for word in content)
-        if is_command and not is_secret:
-            # In a command a secret may follow its option.
-            return redacted("\0".join(content)).split("\0")
-        return [redacted_all(item, name) for item in content]
-    return content
+    if not isinstance(content, list | tuple):
+        return content
+    is_command = content and all(isinstance(word, str) for word in content)
+    if is_command and not is_secret:
+        # In a command a secret may follow its option.
+        return redacted("\0".join(content)).split("\0")
+    return [redacted_all(item, name) for item in content]

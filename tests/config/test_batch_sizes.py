@@ -13,9 +13,10 @@ from clap_ds.config.settings import load_run
 from clap_ds.utils.errors import UserError
 
 
-def _by_deepspeed(given: tuple[Any, ...], world_size: int) -> tuple[int, ...] | None:
+def by_deepspeed(numbers: tuple[Any, ...], world_size: int) -> tuple[int, ...] | None:
+    """Return DeepSpeed's sizes, or None if it rejects the numbers."""
     config = object.__new__(DeepSpeedConfig)
-    vars(config).update(zip(NAMES, given, strict=True), world_size=world_size)
+    vars(config).update(zip(NAMES, numbers, strict=True), world_size=world_size)
     try:
         config._configure_train_batch_size()
     except AssertionError:
@@ -23,48 +24,62 @@ def _by_deepspeed(given: tuple[Any, ...], world_size: int) -> tuple[int, ...] | 
     return tuple(getattr(config, name) for name in NAMES)
 
 
-def _by_us(given: tuple[Any, ...], world_size: int) -> tuple[int, ...] | None:
+def by_us(numbers: tuple[Any, ...], world_size: int | None) -> tuple[int, ...] | None:
     try:
-        sizes = BatchSizes.of(dict(zip(NAMES, given, strict=True)), world_size)
+        sizes = BatchSizes.of(dict(zip(NAMES, numbers, strict=True)), world_size)
     except ValueError:
         return None
     return sizes.micro_batch, sizes.accumulation_steps, sizes.global_batch
 
 
-def test_every_combination_is_read_as_deepspeed_reads_it() -> None:
-    cases = list(
-        itertools.product((None, 1, 3, 8), (None, 1, 2, 6), (None, 1, 6, 24, 64), (1, 2, 3, 4))
-    )
-    found = {(*given, ranks): _by_us(given, ranks) for *given, ranks in map(tuple, cases)}
-    assert found == {
-        (*given, ranks): _by_deepspeed(given, ranks) for *given, ranks in map(tuple, cases)
-    }
-    assert found[8, None, 64, 2] == (8, 4, 64)
-    assert sum(sizes is None for sizes in found.values()) > 50
+def test_batch_sizes_of_any_numbers_equal_deepspeeds() -> None:
+    num_rejected = 0
+    micro_batches = (None, 1, 3, 8)
+    accumulation_steps = (None, 1, 2, 6)
+    global_batches = (None, 1, 6, 24, 64)
+    for numbers in itertools.product(micro_batches, accumulation_steps, global_batches):
+        for num_ranks in (1, 2, 3, 4):
+            expected = by_deepspeed(numbers, num_ranks)
+            assert by_us(numbers, num_ranks) == expected, (numbers, num_ranks)
+            num_rejected += expected is None
+    assert num_rejected > 50
+    assert by_us((8, None, 64), 2) == (8, 4, 64)
 
 
-def test_what_is_wrong_is_one_line_with_its_numbers(write_run: Callable[..., Path]) -> None:
-    for given, message in (
+def test_batch_sizes_without_world_size_are_of_the_fewest_ranks() -> None:
+    assert by_us((8, 2, 64), None) == (8, 2, 64)
+    assert by_us((None, None, 64), None) == (64, 1, 64)
+    assert by_us((8, None, None), None) == (8, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
         ((8, 2, 64), "8 × 2 × 2 = 32, found 64"),
-        (
-            (None, 2, None),
-            "train_micro_batch_size_per_gpu: missing; expected .* or train_batch_size",
-        ),
+        ((None, 2, None), "train_micro_batch_size_per_gpu: missing; .* or train_batch_size"),
         (("auto", None, 64), f'{NAMES[0]}: expected a whole number, at least 1, found "auto"'),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            load_run(write_run(**dict(zip(NAMES, given, strict=True))), 2)
-        assert len(str(caught.value).splitlines()) == 1
+        ((True, None, 64), "found true"),
+    ],
+)
+def test_batch_sizes_that_contradict_are_refused_in_a_line(
+    numbers: tuple[Any, ...], message: str, write_run: Callable[..., Path]
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_run(write_run(**dict(zip(NAMES, numbers, strict=True))), 2)
+    assert len(str(caught.value).splitlines()) == 1
 
 
-def test_deepspeed_gets_what_was_worked_out(write_run: Callable[..., Path]) -> None:
-    for given, expected in (
+@pytest.mark.parametrize(
+    ("numbers", "filled"),
+    [
         ((None, None, 64), [16, 1, 64]),
         ((8, None, 64), [8, 2, 64]),
         ((None, 4, 64), [4, 4, 64]),
-    ):
-        path = write_run(**dict(zip(NAMES, given, strict=True)))
-        assert [load_run(path, 4).deepspeed[name] for name in NAMES] == expected
-        assert load_run(path).batch_sizes().global_batch == 64, "one rank if the number is unknown"
-    agreeing = BatchSizes.of(dict(zip(NAMES, (8, 2, 64), strict=True)), None)
-    assert agreeing.global_batch == 64, "four ranks are the fewest"
+        ((8, None, None), [8, 1, None]),
+    ],
+)
+def test_run_with_world_size_has_all_sizes_for_deepspeed(
+    numbers: tuple[Any, ...], filled: list[Any], write_run: Callable[..., Path]
+) -> None:
+    run = load_run(write_run(**dict(zip(NAMES, numbers, strict=True))), 4)
+    assert [run.deepspeed.get(name) for name in NAMES] == filled

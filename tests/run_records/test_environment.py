@@ -27,62 +27,71 @@ from clap_ds.run_records.environment import (
 CPU = torch.device("cpu")
 
 
-def test_what_a_run_ran_on_can_be_written_down() -> None:
-    found = environment(CPU, "avx512")
-    assert json.loads(json.dumps(found)) == found
-    assert found["versions"]["torch"] == torch.__version__
-    assert (found["cpu_kernels"], found["cuda"], found["driver"]) == (
-        "avx512",
-        torch.version.cuda,
-        None,
-    )
-    assert found["device_name"] in Path("/proc/cpuinfo").read_text()
-    assert found["command"] == [sys.executable, *sys.argv]
-    kib = int(Path("/proc/meminfo").read_text().split()[1])
-    assert found["host_memory_bytes"] == 1024 * kib
+def test_environment_describes_device_software_and_command() -> None:
+    content = environment(CPU, "avx512")
+    assert json.loads(json.dumps(content)) == content
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["cpu_kernels"] == "avx512"
+    assert content["cuda"] == torch.version.cuda
+    assert content["driver"] is None
+    assert content["device_name"] in Path("/proc/cpuinfo").read_text()
+    assert content["command"] == [sys.executable, *sys.argv]
+    total_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    assert content["host_memory_bytes"] == 1024 * total_kib
 
 
-def test_ports_of_infiniband_that_are_up_have_rates(tmp_path: Path) -> None:
+def test_infiniband_ports_that_are_up_have_rates(tmp_path: Path) -> None:
     for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
-        (port := tmp_path / device / "ports" / "1").mkdir(parents=True)
+        port = tmp_path / device / "ports" / "1"
+        port.mkdir(parents=True)
         (port / "state").write_text(state)
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     assert infiniband_rates(tmp_path) == {"mlx5_0/1": "400 Gb/sec (4X NDR)"}
-    assert infiniband_rates(tmp_path / "gone") == {}
-    highest_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+    assert infiniband_rates(tmp_path / "none") == {}
+
+
+def test_peak_memory_on_cpu_is_the_kernels() -> None:
+    status = Path("/proc/self/status").read_text()
+    highest_kib = int(status.partition("VmHWM:")[2].split()[0])
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)
 
 
-def test_memory_of_a_gpu_includes_what_torch_does_not_allocate(
+def test_largest_memory_of_gpus_includes_memory_outside_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = {
         "max_memory_allocated": 5,
         "memory_reserved": 6,
         "max_memory_reserved": 8,
+        # free, total
         "mem_get_info": (3, 10),
     }
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
     ranks = [peak_memory(torch.device("cuda")), [7, 7, 0]]
-    names = ("memory_peak_bytes", "memory_reserved_peak_bytes", "memory_context_bytes")
-    assert largest_memory(ranks) == dict(zip(names, (7, 8, 1), strict=True))
+    assert largest_memory(ranks) == {
+        "memory_peak_bytes": 7,
+        "memory_reserved_peak_bytes": 8,
+        "memory_context_bytes": 1,
+    }
 
 
-def test_energy_is_by_nvmls_counter_and_absent_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counters = SimpleNamespace(
-        nvmlDeviceGetTotalEnergyConsumption={"handle of 1": 7_200_000}.__getitem__
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", counters)
-    monkeypatch.setattr(
-        torch.cuda, "_get_pynvml_handler", lambda device: f"handle of {device.index}"
-    )
+def test_energy_is_by_nvmls_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    millijoules = {"handle of 1": 7_200_000}
+    nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=millijoules.__getitem__)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    find_handle = lambda device: f"handle of {device.index}"  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", find_handle)
     assert energy_joules(torch.device("cuda", 1)) == 7200
+    # a GPU without a counter, and a CPU
+    assert math.isnan(energy_joules(torch.device("cuda", 2)))
+    assert math.isnan(energy_joules(CPU))
+
+
+def test_energy_fields_are_absent_if_unknown() -> None:
     assert energy(7200.0, 100) == {"energy_kwh": 0.002, "joules_per_sample": 72.0}
-    assert math.isnan(energy_joules(torch.device("cuda", 2)))  # without a counter
-    assert energy(energy_joules(CPU), 100) == {}
+    assert energy(math.nan, 100) == {}
+    assert energy(7200.0, 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,7 @@ def test_energy_is_by_nvmls_counter_and_absent_without_a_gpu(
         ),
     ],
 )
-def test_limits_of_a_cgroup_and_its_ancestors_count_without_file_caches(
+def test_cgroup_limits_include_ancestors_and_exclude_file_caches(
     tmp_path: Path, line: str, folder: str, files: tuple[str, str], cache: str
 ) -> None:
     (tmp_path / "proc" / "self").mkdir(parents=True)
@@ -113,10 +122,9 @@ def test_limits_of_a_cgroup_and_its_ancestors_count_without_file_caches(
     assert [*cgroup_limits(tmp_path)] == [MemoryLimit("memory limit of cgroup /job_1", 400)]
 
 
-def test_the_address_space_is_this_processs_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        0 < memory_limits(CPU)[0].free < psutil.virtual_memory().total + psutil.swap_memory().total
-    )
+def test_address_space_limit_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = memory_limits(CPU)[0]
+    assert 0 < available.free < psutil.virtual_memory().total + psutil.swap_memory().total
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, 10**15))
     limit = memory_limits(CPU)[-1]
     assert "ulimit -v" in limit.name

@@ -10,11 +10,11 @@ from clap_ds.utils.csv_text import guard_formula, unguarded, write_csv
 @pytest.mark.parametrize(
     "cell", ["=1+1", "+cmd|' /C calc'!A1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "'=1"]
 )
-def test_text_that_a_spreadsheet_would_compute_gets_an_apostrophe(cell: str) -> None:
+def test_cell_with_formula_gets_apostrophe_and_loses_it_when_read(cell: str) -> None:
     assert guard_formula(cell) == f"'{cell}"
     assert unguarded(f"'{cell}") == cell
 
 
-def test_a_file_has_numbers_guarded_text_and_gaps(tmp_path: Path) -> None:
+def test_csv_file_has_numbers_guarded_text_and_empty_cells_for_nan(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", [("=a.wav", "-0.25", "+1e-3", "a=b", "'=1", -1.5, float("nan"))])
     assert (tmp_path / "t.csv").read_text() == "'=a.wav,-0.25,+1e-3,a=b,''=1,-1.5,\n"

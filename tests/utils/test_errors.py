@@ -5,18 +5,18 @@ import pytest
 from clap_ds.utils.errors import LONGEST_LINE, LONGEST_NAME, UserError, exit_code_of, printable
 
 
-def test_two_problems_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_is_escaped_and_its_further_lines_indented(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def refuse() -> None:
         raise UserError("a\x1b[2J: wrong\nb: wrong, too\n\n    try this")
 
     assert exit_code_of(refuse) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: a\\x1b[2J: wrong\n       b: wrong, too\n\n           try this\n"
-    )
+    message = "error: a\\x1b[2J: wrong\n       b: wrong, too\n\n           try this\n"
+    assert capsys.readouterr().err == message
 
 
-def test_a_missing_packages_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_package_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
     def lack(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -32,20 +32,21 @@ LONG = "-token" * 1000
 @pytest.mark.parametrize(
     "name", [f"a/{LONG}/manifest.json", repr(LONG.replace("-", " ")), f'"{LONG}"', LONG]
 )
-def test_a_long_name_from_a_file_is_cut_in_messages(name: str) -> None:
-    for message in (
-        str(UserError(f"can't read {name}: damaged")),
-        printable(f"can't read {name}: damaged"),
-    ):
+def test_long_name_is_cut_in_message(name: str) -> None:
+    text = f"can't read {name}: damaged"
+    for message in (str(UserError(text)), printable(text)):
         assert message.startswith("can't read ")
         assert message.endswith(": damaged")
         assert LONGEST_NAME <= len(message) < LONGEST_NAME + 50
 
 
-def test_a_line_that_lists_many_names_is_cut() -> None:
-    first, second = printable("no column x; found " + "column, " * 10**5 + "\nother", "\n").split(
-        "\n"
-    )
-    assert (len(first), second) == (LONGEST_LINE, "other")
+def test_long_line_is_cut_in_message() -> None:
+    text = "no column x; found " + "column, " * 10**5
+    lines = printable(f"{text}\nother", "\n").split("\n")
+    assert len(lines[0]) == LONGEST_LINE
+    assert lines[1] == "other"
+
+
+def test_path_of_short_names_is_uncut_in_message() -> None:
     path = "/".join(["folder" * 30] * 8)
     assert printable(f"{path}: can't be read") == f"{path}: can't be read"

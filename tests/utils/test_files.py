@@ -9,24 +9,25 @@ import pytest
 from clap_ds.utils.files import parse_json, read_bytes, read_lines, show_results, write_atomically
 
 
-def test_what_is_there_stays_where_the_new_cannot_be_written(
+def test_write_that_fails_leaves_the_old_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.txt"
     write_atomically(path, "old\n")
-    monkeypatch.setattr(os, "fsync", lambda number: os.pwrite(-1, b"", 0))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.pwrite(-1, b"", 0))
     with pytest.raises(OSError, match="Bad file"):
         write_atomically(path, "new\n")
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("a.txt", "old\n")]
+    assert path.read_text() == "old\n"
+    assert [*tmp_path.iterdir()] == [path]
 
 
-def test_devices_are_not_replaced() -> None:
+def test_write_to_device_is_refused() -> None:
     """Root could replace /dev/null, for all programs of its host."""
     with pytest.raises(OSError, match="expected a file outside"):
         write_atomically("/dev/null-of-a-test", "")
 
 
-def test_results_are_text_and_a_json_file_or_only_json(
+def test_results_are_printed_as_text_or_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_results("| a |", {"a": 1}, tmp_path / "a.json")
@@ -36,45 +37,59 @@ def test_results_are_text_and_a_json_file_or_only_json(
     assert json.loads(capsys.readouterr().out) == {"a": 1}
 
 
-def test_only_regular_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
-    pipe, sparse, link, small = (tmp_path / name for name in ("pipe", "sparse", "link", "small"))
+def test_read_of_other_kinds_of_files_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    sparse.touch()
-    os.truncate(sparse, 200 * 10**9)
-    small.write_bytes(b"a\nbc\r\n" + b"x" * 20 + b"\nd\n")
+    link = tmp_path / "link"
     link.symlink_to("/dev/zero")
-    for path, reason in (
-        (pipe, "regular file"),
-        (link, "regular file"),
-        (tmp_path, "regular file"),
-        (sparse, "more"),
-    ):
-        with pytest.raises(OSError, match=reason):
+    for path in (pipe, link, tmp_path):
+        with pytest.raises(OSError, match="regular file"):
             read_bytes(path)
-    assert list(read_lines(small, longest=20)) == [b"a", b"bc"]  # lines after it are dropped
-    assert read_bytes(small, most=29) == small.read_bytes()
-    with pytest.raises(OSError, match="more than 28 bytes"):
-        read_bytes(small, most=28)
+
+
+def test_read_of_large_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345678")
+    assert read_bytes(path, most=8) == b"12345678"
+    with pytest.raises(OSError, match="more than 7 bytes"):
+        read_bytes(path, most=7)
+    # without reading it
+    os.truncate(path, 200 * 10**9)
+    with pytest.raises(OSError, match="more than"):
+        read_bytes(path)
+
+
+def test_lines_end_at_the_first_long_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a\nbc\r\n" + b"x" * 20 + b"\nd\n")
+    assert [*read_lines(path, longest=20)] == [b"a", b"bc"]
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "[" * 100_000,
+        # no float holds these
         "9" * 5000,
         "9" * 400,
         "-1e999",
         "[NaN]",
+        # half a surrogate pair
         '"\\ud800"',
         '{"\\uDFFF": 1}',
+        # UTF-16
         b"\xff\xfe1\x00",
     ],
 )
-def test_json_that_could_not_be_written_again_is_refused(text: str | bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  (each of its own words)
+def test_json_that_cannot_be_written_again_is_refused(text: str | bytes) -> None:
+    # Each has a message of its own.
+    with pytest.raises(ValueError):  # noqa: PT011
         parse_json(text)
+
+
+def test_json_with_byte_order_mark_and_surrogate_pair_is_read() -> None:
     assert parse_json('\ufeff["\\ud83d\\ude00"]'.encode()) == ["\N{GRINNING FACE}"]
 
 
-def test_nan_of_former_versions_is_read_where_it_may_be() -> None:
+def test_json_with_nan_is_read_if_allowed() -> None:
     assert str(parse_json("[NaN, 1e999, -Infinity, 2]", allow_nan=True)) == "[nan, inf, -inf, 2]"

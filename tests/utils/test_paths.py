@@ -23,26 +23,28 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_file_or_else_the_packaged_one_of_that_name(elsewhere: Path) -> None:
-    (elsewhere / "htsat_tiny").mkdir()  # a folder is no configuration
+def test_configuration_name_without_file_is_the_packaged_one(elsewhere: Path) -> None:
+    # A folder is no configuration.
+    (elsewhere / "htsat_tiny").mkdir()
     for name in ("htsat_tiny", "htsat_tiny.json"):
         assert find_config(Path(name)) == CONFIGS / "htsat_tiny.json"
     assert load_run("htsat_tiny").run_name == "htsat_tiny"
     (elsewhere / "htsat_tiny.json").write_text("{}")
     assert find_config(Path("htsat_tiny.json")) == Path("htsat_tiny.json")
-    for name in ("htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny"):
-        with pytest.raises(
-            UserError,
-            match=r"no such file; did you mean 'htsat_tiny'.*packaged configurations: fine_tune, .*train_demo_cpu\)",
-        ):
-            find_config(Path(name))
-    with pytest.raises(UserError, match="did you mean 'htsat_tiny'"):
-        find_config(Path("htsat_tiny.jsn"))
 
 
-def test_compiled_code_is_kept_where_nobody_else_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny", "htsat_tiny.jsn"],
+)
+def test_missing_configuration_is_named_with_nearest_and_all(elsewhere: Path, name: str) -> None:
+    hint = r"no such file; did you mean 'htsat_tiny'"
+    names = r"packaged configurations: fine_tune, .*train_demo_cpu\)"
+    with pytest.raises(UserError, match=f"{hint}.*{names}"):
+        find_config(Path(name))
+
+
+def test_compile_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "clap_ds/triton").mkdir(parents=True)
     (tmp_path / "clap_ds/triton").chmod(0o777)
@@ -53,17 +55,19 @@ def test_compiled_code_is_kept_where_nobody_else_can_write(
         paths.compile_cache_dir("triton")
 
 
-def test_commit_is_the_checkouts_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    assert str(commit()).partition("+")[0] == head.stdout.strip()
-    monkeypatch.setattr(paths, "CHECKOUT", elsewhere / "copy")  # inside another repository
+def test_commit_is_of_the_checkout_and_not_of_a_repository_around_it(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True)
+    assert str(commit()).partition("+")[0] == head.strip()
     (elsewhere / "copy").mkdir()
+    monkeypatch.setattr(paths, "CHECKOUT", elsewhere / "copy")
     assert commit() is None
 
 
-def test_uncommitted_code_is_told_apart(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_changed_code_has_a_digest_of_the_change(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(paths, "CHECKOUT", elsewhere)
     for folder in (*paths.CODE, "docs"):
         (elsewhere / folder).mkdir()
@@ -71,19 +75,20 @@ def test_uncommitted_code_is_told_apart(elsewhere: Path, monkeypatch: pytest.Mon
     git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.org"]
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "All"], check=True)
+    # Documentation isn't code.
     (elsewhere / "docs/a.py").write_text("a = 2\n")
-    clean = commit()
-    found = list[str | None]()
+    unchanged = str(commit())
+    assert len(unchanged) == 40
+    commits = []
     for text in ("a = 2\n", "a = 3\n", "a = 2\n"):
         (elsewhere / "launch/a.py").write_text(text)
-        found.append(commit())
-    assert len(str(clean)) == 40
-    assert all(str(each).startswith(f"{clean}+") for each in found)
-    assert found[0] == found[2] != found[1]
+        commits.append(str(commit()))
+        assert commits[-1].startswith(f"{unchanged}+")
+    assert commits[0] == commits[2] != commits[1]
 
 
 @pytest.mark.parametrize("program", ["exec sleep 60", "echo dubious ownership >&2; exit 128"])
-def test_git_that_hangs_or_refuses_is_done_without(
+def test_commit_is_unknown_if_git_hangs_or_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     (tmp_path / "git").write_text(f"#!/bin/sh\n{program}\n")
@@ -93,7 +98,7 @@ def test_git_that_hangs_or_refuses_is_done_without(
     assert commit() is None
 
 
-def test_digest_of_code_depends_on_files_and_not_on_the_kind_of_installation(
+def test_code_digest_depends_on_files_and_not_on_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = []
