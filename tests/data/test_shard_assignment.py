@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.shard_assignment import EpochPartition, Part, Source, assign_shards
+from clap_ds.data.shard_assignment import EpochPartition, Source, TarPart, assign_shards
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_items, numbers_in, write_tar
@@ -32,7 +32,7 @@ def test_the_parts_of_all_workers_are_an_epoch(
         (tar, number) for tar, size in sizes_by_tar.items() for number in range(size)
     )
 
-    def samples_in(parts: list[Part]) -> Counter[Any]:
+    def samples_in(parts: list[TarPart]) -> Counter[Any]:
         return Counter(
             (tar, i)
             for tar, first, end in parts
@@ -42,9 +42,11 @@ def test_the_parts_of_all_workers_are_an_epoch(
     read = Counter[Any]()
     opened = set[str]()
     for number in range(world_size * num_workers):
-        deal = EpochPartition(tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number)
-        own, others = deal.parts([*sizes_by_tar], epoch)
-        assert samples_in(own).total() == deal.given(epoch + 1) - deal.given(epoch)
+        partition = EpochPartition(
+            tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number
+        )
+        own, others = partition.parts([*sizes_by_tar], epoch)
+        assert samples_in(own).total() == partition.samples_in(epoch, number)
         assert samples_in(own) + samples_in(others) == everything
         read += samples_in(own)
         opened |= {tar for tar, _, _ in own}
