@@ -31,10 +31,10 @@ LENGTH = 100_000
 LIMIT_S = 0.5
 COMPUTED = {
     "analysis/log_formats.py", "launch/attempt.py", "launch/preflight.py",
-    "data/build_shards/caption_lists.py", "utils/errors.py",
+    "utils/errors.py",
 }  # fmt: skip
-"""Modules with patterns from tables (log formats are tried, too), of hosts' names, of this
-project's words, and of a list's delimiter (in `FUNCTIONS`)."""
+"""Modules with patterns from tables (log formats are tried, too), of hosts' names and of
+this project's words."""
 OF_OWN_TEXT = {"config/reference.py", "run_records/environment.py"}
 REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 LETTERS = (codes.IN, codes.ANY, codes.NOT_LITERAL)
@@ -192,8 +192,8 @@ def merge_rows(names: list[str]) -> object:
     [
         lambda nodes: expand(",".join(nodes)),
         lambda fields: refuse_duplicates([(name, 0) for name in [*fields, "a", "a"]]),
-        lambda columns: caption_lists._headings(Path("list.csv"), columns),
-        lambda columns: caption_lists._divided(dict.fromkeys(columns, "text"), columns, []),
+        lambda columns: caption_lists._parse_headings(Path("list.csv"), columns),
+        lambda columns: caption_lists._split_row(dict.fromkeys(columns, "text"), columns, []),
         merge_rows,
     ],
 )

@@ -199,26 +199,23 @@ def test_lists_that_cannot_be_used(
     assert not (tmp_path / "out").exists()
 
 
-QUOTES = [  # rows, and the line in which the field with unmatched quotes begins
+QUOTES = [
+    # rows, and the first line of the row with unmatched quotes
     ('a.wav,x\nb.wav,y\nc.wav,z\nd.wav,"bad" quote\n', 5),
     ('a.wav,x\nb.wav,"never closed\nc.wav,z\n', 3),
     ('a.wav,x\nb.wav,"not closed\nc.wav,"a caption, with a comma"\n', 3),
     ('a.wav,"one\ntwo ""three"""\nb.wav,x\nc.wav,"bad" quote\n', 5),
-    ('\n\na.wav,x\n\nb.wav,"bad" quote\n', 6),
-    ('"one\ntwo.wav","never closed\nb.wav,x\n', 3),
-    ('"one\ntwo.wav","bad" quote\n', 3),
-    ('a.wav,a 5" nail\nb.wav,"bad" quote\n', 3),
+    ('\n\na.wav,a 5" nail\n\nb.wav,"bad" quote\n', 6),
 ]
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
+@pytest.mark.parametrize(("delimiter", "line_end"), [(",", "\n"), (";", "\r\n"), ("\t", "\r")])
 @pytest.mark.parametrize(("rows", "line"), QUOTES)
-def test_a_quote_that_does_not_match_is_reported_with_its_line(
-    tmp_path: Path, rows: str, line: int, suffix: str, delimiter: str, line_end: str
+def test_csv_with_unmatched_quote_names_line_of_row(
+    tmp_path: Path, rows: str, line: int, delimiter: str, line_end: str
 ) -> None:
-    path = tmp_path / f"list.{suffix}"
+    path = tmp_path / "list.csv"
     content = f"path,caption\n{rows}".replace(",", delimiter).replace("\n", line_end)
     path.write_bytes(content.encode("utf-8-sig"))
-    with pytest.raises(UserError, match=rf"list.{suffix}:{line}: quotes"):
+    with pytest.raises(UserError, match=rf"list.csv:{line}: quotes"):
         rows_of(path)

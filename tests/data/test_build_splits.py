@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.data.build_shards.build import Numbered, divide
+from clap_ds.data.build_shards.build import NumberedEntries, divide
 from clap_ds.data.build_shards.caption_lists import Entry
 from clap_ds.utils.errors import UserError
 
@@ -15,7 +15,7 @@ def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
     return [Entry(Path(str(n)), ["x"], {column: value}, size=100) for n, value in enumerate(values)]
 
 
-def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
+def divided(items: list[Entry], **options: Any) -> dict[str, NumberedEntries]:
     unsaid = {
         "split_column": None,
         "fold_column": None,

@@ -150,7 +150,7 @@ def test_the_same_command_resumes(
         write_tar(
             tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")})
         )
-    clip = prepare.Preparation.clip
+    clip = prepare.Preparation.convert
     num_read = 0
     is_failing = True
 
@@ -161,7 +161,7 @@ def test_the_same_command_resumes(
             raise OSError(28, os.strerror(28))
         return clip(*arguments)
 
-    monkeypatch.setattr(prepare.Preparation, "clip", fail)
+    monkeypatch.setattr(prepare.Preparation, "convert", fail)
     command = [f"{tmp_path}/*.tar", out, "--kind", "mel"]
     assert run(*command) == 2
     is_failing = False

@@ -11,7 +11,7 @@ import soundfile
 import torch
 
 from clap_ds.config.model import load_preset
-from clap_ds.data.build_shards.prepare import Preparation, as_it_is
+from clap_ds.data.build_shards.prepare import Preparation, keep_file
 from clap_ds.data.decoding import BrokenItemError, decode_audio
 from clap_ds.evaluation.clips import Middle
 from clap_ds.inference.audio_windows import Sound, read_windows
@@ -31,9 +31,9 @@ def embed(content: bytes) -> None:
 
 
 COMMANDS: dict[str, Callable[[bytes], object]] = {
-    "build": lambda content: as_it_is(content, "wav"),
-    "build --kind waveform": lambda content: Preparation("waveform", AUDIO).clip(content),
-    "prepare --kind mel": lambda content: Preparation("mel", AUDIO).clip(content),
+    "build": lambda content: keep_file(content, "wav"),
+    "build --kind waveform": lambda content: Preparation("waveform", AUDIO).convert(content),
+    "prepare --kind mel": lambda content: Preparation("mel", AUDIO).convert(content),
     "train": lambda content: decode(content, torch.int16, random.Random(0)),
     "train in float32": lambda content: decode(content, torch.float32, random.Random(0)),
     "evaluate": lambda content: decode(content, torch.int16, Middle()),

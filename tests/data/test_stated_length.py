@@ -13,7 +13,7 @@ import torch
 
 from clap_ds.config.model import load_preset
 from clap_ds.data.build_shards.caption_lists import audio_files_in
-from clap_ds.data.build_shards.prepare import Preparation, as_it_is
+from clap_ds.data.build_shards.prepare import Preparation, keep_file
 from clap_ds.data.decoding import BrokenItemError, decode_audio, open_audio
 from clap_ds.inference.audio_windows import read_windows
 
@@ -271,8 +271,8 @@ def test_every_reader_knows_the_length_that_the_header_does_not_state(
     audio = load_preset("micro").audio
     num_samples, _ = read_all(content)
     seconds = num_samples / 44100
-    assert as_it_is(content, extension).seconds == seconds
-    assert Preparation("waveform", audio).clip(content).seconds == pytest.approx(
+    assert keep_file(content, extension).seconds == seconds
+    assert Preparation("waveform", audio).convert(content).seconds == pytest.approx(
         seconds, abs=1 / audio.sample_rate
     )
     rows = [row for row, _ in read_windows([path], audio, "none", 0, num_workers=0, ahead=1)]
