@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 
 from clap_ds.config.arguments import make_parser
 from clap_ds.utils.errors import run_alone
@@ -20,17 +21,20 @@ MODULES = {"build": "build_shards.build", "prepare": "build_shards.prepare"}
 """Subcommand → module of `clap_ds.data` with `add_…_options(parser)` and `run_…(options)`."""
 
 
-def main(argv: Sequence[str] | None = None) -> int | None:
-    """Run a subcommand and return its exit code, if any."""
-    words = sys.argv[1:] if argv is None else [*argv]
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else [*argv]
     parser = make_parser(__doc__)
     parser.add_argument("command", choices=MODULES, help="what to do")
-    name = parser.parse_args(words[:1]).command
+    name = parser.parse_args(arguments[:1]).command
+    # Only the subcommand's module, because both import torch.
     module = importlib.import_module(f"clap_ds.data.{MODULES[name]}")
     subparser = make_parser(module.__doc__, name)
-    getattr(module, f"add_{name}_options")(subparser)
-    code: int | None = getattr(module, f"run_{name}")(subparser.parse_intermixed_args(words[1:]))
-    return code
+    add_options: Callable[[ArgumentParser], None] = getattr(module, f"add_{name}_options")
+    run: Callable[[Namespace], int] = getattr(module, f"run_{name}")
+    add_options(subparser)
+    # Options may stand between SHARDS and FOLDER.
+    return run(subparser.parse_intermixed_args(arguments[1:]))
 
 
 if __name__ == "__main__":

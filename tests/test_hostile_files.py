@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from clap_ds.checkpoint.remote import RemoteFolder, try_target
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
-from clap_ds.data.build_shards.build import as_it_is, identify_audio, members_of
+from clap_ds.data.build_shards.build import identify_audio, keep_file, members_of
 from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries, read_paths
 from clap_ds.data.shard_manifest import describe_contents, list_items, read_manifest
 from clap_ds.distributed import error_file
@@ -69,7 +70,7 @@ def build_from(path: Path) -> None:
     other.write_text("a caption")
     (entry,) = read_entries(path.parent, BUILD_OPTIONS)
     identify_audio(9, entry)
-    list(members_of([(0, entry)], as_it_is, []))
+    list(members_of([(0, entry)], keep_file, []))
 
 
 def download(checkpoints: Path) -> None:

@@ -32,10 +32,9 @@ from clap_ds.utils.redaction import redacted
 LENGTH = 100_000
 LIMIT_S = 0.5
 # Modules with patterns that are computed: of log formats, which are added below, of hosts' names,
-# of this project's words, and of a list's delimiter, which `FUNCTIONS` tries.
+# and of this project's words.
 COMPUTED = {
-    "analysis/log_formats.py", "launch/attempt.py",
-    "data/build_shards/caption_lists.py", "utils/errors.py",
+    "analysis/log_formats.py", "launch/attempt.py", "utils/errors.py",
 }  # fmt: skip
 # modules with patterns for text of this project and the kernel
 TRUSTED = {"config/reference.py", "run_records/environment.py"}
@@ -194,8 +193,8 @@ def merge_rows(names: list[str]) -> object:
     [
         lambda nodes: expand(",".join(nodes)),
         lambda fields: refuse_duplicates([(name, 0) for name in [*fields, "a", "a"]]),
-        lambda columns: caption_lists._headings(Path("list.csv"), columns),
-        lambda columns: caption_lists._divided(dict.fromkeys(columns, "text"), columns, []),
+        lambda columns: caption_lists._parse_headings(Path("list.csv"), columns),
+        lambda columns: caption_lists._split_row(dict.fromkeys(columns, "text"), columns, []),
         merge_rows,
     ],
 )

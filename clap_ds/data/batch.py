@@ -1,8 +1,6 @@
 """Define `Batch`, the model's input, and `MicroBatchStream`, the protocol of data sources whose
-host rows `join` assembles.
-
-Compare the data loader's throughput with the step's and recommend settings.
-"""
+pieces `join` assembles to batches on the device. `describe` compares a source's throughput with the
+step's."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from clap_ds.model.packed import Packing, pack
 
 @dataclass(slots=True)
 class Batch:
-    """Hold B audio–caption pairs of L text tokens (including padding), all on one device.
+    """B audio–caption pairs of L text tokens (including padding), all on one device.
 
     `num_tokens` excludes padding; it is counted from the mask by default. `packed` optionally holds
     the captions as token ids (tokens,) and their `Packing` (`clap_ds.model.packed`).
@@ -29,8 +27,10 @@ class Batch:
 
     # input of `ClapModel.encode_audio`: int16 or float32; in pieces also float16 features
     audio: Tensor
-    input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
-    attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
+    # (B, L) int64: <s> … </s>, then padding
+    input_ids: Tensor
+    # (B, L) int64, 1 at real tokens, 0 at padding
+    attention_mask: Tensor
     num_tokens: int = -1
     packed: tuple[Tensor, Packing] | None = None
 
@@ -66,9 +66,8 @@ class Batch:
     def rows(self, start: int, stop: int) -> Batch:
         """Return views of pairs `start` to `stop`. For host batches only, because it recounts the
         tokens."""
-        return Batch(
-            self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop]
-        )
+        audio, input_ids, mask = (tensor[start:stop] for tensor in self.tensors())
+        return Batch(audio, input_ids, mask)
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked host memory for asynchronous copies to the GPU."""
@@ -78,14 +77,17 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
+        packed = None
+        if self.packed:
+            input_ids, packing = self.packed
+            packed = function(input_ids), packing._replace(bounds=function(packing.bounds))
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Specify a rank's batches; see `clap_ds.data.dataloader.build_batches`."""
+    """What a rank's batches are like; see `clap_ds.data.dataloader.build_batches`."""
 
     model: ClapConfig
     context_length: int = CONTEXT_LENGTH
@@ -94,11 +96,12 @@ class BatchSpec:
     world_size: int = 1
     ranks_per_host: int = 1
     seed: int = 0
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
+    # A device is immutable.
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
 
 class MicroBatchStream(Protocol):
-    """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
+    """Endless micro-batches, each a list of `Batch` pieces to be concatenated.
 
     `state` is JSON-serializable. `statistics` go into the run's record. `throughput` is the
     workers' throughput, if known.
@@ -121,51 +124,57 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
     page-locked memory. A single piece caches its packed captions, because synthetic batches
     repeat."""
     if len(pieces) == 1:
+        (piece,) = pieces
         if pack_captions:
-            pieces[0].pack()
-        whole = pieces[0].to(device, non_blocking=True)
+            piece.pack()
+        batch = piece.to(device, non_blocking=True)
     else:
-        audio = pieces[0].audio
-        rows = torch.empty(
-            sum(map(len, pieces)), *audio.shape[1:], dtype=audio.dtype, device=device
-        )
-        for part, piece in zip(rows.split(list(map(len, pieces))), pieces, strict=True):
-            part.copy_(piece.audio, non_blocking=True)
+        audio = _join_audio([piece.audio for piece in pieces], device)
         ids = _move(torch.cat([piece.input_ids for piece in pieces]), device)
         mask = _move(torch.cat([piece.attention_mask for piece in pieces]), device)
         packed = _pack(pieces, device) if pack_captions else None
-        whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
-    if whole.audio.dtype == torch.float16:  # after the copy, because the device converts faster
-        whole.audio = whole.audio.float()
-    elif whole.audio is pieces[0].audio and device.type == "cpu":
-        whole.audio = whole.audio.clone()
-    return whole
+        batch = Batch(audio, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
+    if batch.audio.dtype == torch.float16:
+        # after the copy, because the device converts faster
+        batch.audio = batch.audio.float()
+    elif device.type == "cpu" and len(pieces) == 1:
+        # Workers reuse the piece's memory.
+        batch.audio = batch.audio.clone()
+    return batch
+
+
+def _join_audio(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Copy each part to its rows on the device, because the host may hold only one copy."""
+    num_rows = [len(part) for part in parts]
+    first = parts[0]
+    audio = torch.empty(sum(num_rows), *first.shape[1:], dtype=first.dtype, device=device)
+    for target, part in zip(audio.split(num_rows), parts, strict=True):
+        target.copy_(part, non_blocking=True)
+    return audio
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
+    if device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:
     ids, packing = pack([(piece.input_ids.cpu(), piece.attention_mask.cpu()) for piece in pieces])
-    return _move(ids, device), _with_bounds(packing, lambda tensor: _move(tensor, device))
-
-
-def _with_bounds(packing: Packing, function: Callable[[Tensor], Tensor]) -> Packing:
-    return packing._replace(bounds=function(packing.bounds))
-
-
-MARGIN = 1.25
-"""Factor by which the loader should exceed the step's throughput, so that uneven clips don't make
-the step wait."""
+    return _move(ids, device), packing._replace(bounds=_move(packing.bounds, device))
 
 
 class LoaderThroughput(NamedTuple):
-    """Describe the total throughput of a rank's workers."""
+    """The total throughput of a rank's workers."""
 
     samples_per_s: float
-    num_workers: int  # 0: loading in the training process
+    # 0: loading in the training process
+    num_workers: int
     kind: Kind
+
+
+# The loader should be faster than the step by this factor, so that uneven clips don't make it wait.
+MARGIN = 1.25
 
 
 def describe(
@@ -173,24 +182,23 @@ def describe(
 ) -> str:
     """Report whether the loader sustains the `needed` clips per second of a rank's step, and what
     to do if not."""
-    if throughput.num_workers == 0:
-        share = needed / throughput.samples_per_s
-        return f"clap.data.num_workers: 0: loading in the training process makes each step {share:.0%} longer"
-    found = (
-        f"clap.data: {throughput.num_workers} worker(s) can load {throughput.samples_per_s:,.0f} clips/s,"
+    rate = throughput.samples_per_s
+    num_workers = throughput.num_workers
+    if num_workers == 0:
+        cost = f"makes each step {needed / rate:.0%} longer"
+        return f"clap.data.num_workers: 0: loading in the training process {cost}"
+    report = (
+        f"clap.data: {num_workers} worker(s) can load {rate:,.0f} clips/s,"
         f" their rank's step needs {needed:,.0f}"
     )
-    wanted = math.ceil(MARGIN * needed * throughput.num_workers / throughput.samples_per_s)
-    if wanted <= throughput.num_workers:
-        return f"{found}: enough"
-    waits = (
-        "the step will wait"
-        if needed > throughput.samples_per_s
-        else f"margin below {MARGIN - 1:.0%}"
-    )
-    found += f": {waits}. Set clap.data.num_workers to {wanted}"
-    if (wanted + 1) * ranks_per_host > cores:
-        found += f", which is more than this host's {cores} cores for {ranks_per_host} rank(s)"
+    advised_workers = math.ceil(MARGIN * needed * num_workers / rate)
+    if advised_workers <= num_workers:
+        return f"{report}: enough"
+    problem = "the step will wait" if needed > rate else f"margin below {MARGIN - 1:.0%}"
+    report += f": {problem}. Set clap.data.num_workers to {advised_workers}"
+    # Each rank has a process of its own, too.
+    if (advised_workers + 1) * ranks_per_host > cores:
+        report += f", which is more than this host's {cores} cores for {ranks_per_host} rank(s)"
     if throughput.kind == "encoded":
-        found += "; prepared shards need fewer (clap-ds shards prepare)"
-    return found
+        report += "; prepared shards need fewer (clap-ds shards prepare)"
+    return report

@@ -34,14 +34,15 @@ from clap_ds.utils.files import parse_json
 FEATURES = "npy"
 CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
 CAPTION_FORMATS = ("txt", "json")
-MOST_CLIPS = 10
+MAX_FUSED_CLIPS = 10
 """Files for feature fusion that are longer are first cropped to this many clip lengths."""
-_NUDGE_DB = 0.5  # beyond the rounding of float16
+# beyond the rounding of float16
+_NUDGE_DB = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Name an unusable item, or a tar by its path, with the reason."""
+    """The name of an unusable item, or a tar's path, and the reason."""
 
     name: str
     reason: str
@@ -56,12 +57,10 @@ def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]
     values = values_by_name(members, key)
     for name in key.split(";"):
         value = values.get(name)
-        captions = value if isinstance(value, list) else [value]
-        usable = [
-            caption.strip() for caption in captions if isinstance(caption, str) and caption.strip()
-        ]
-        if usable:
-            return usable
+        texts = value if isinstance(value, list) else [value]
+        captions = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+        if captions:
+            return captions
     if any(isinstance(value, str) for value in values.values()):
         raise BrokenItemError("empty caption")
     expected = f"expected text, or a list of texts, in {key.replace(';', ' or ')}"
@@ -87,9 +86,8 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
     for extension in formats:
         if extension in members:
             return members[extension]
-    raise BrokenItemError(
-        f"no audio ({', '.join(formats)}) among its files: {_list_files(members)}"
-    )
+    expected = f"no audio ({', '.join(formats)})"
+    raise BrokenItemError(f"{expected} among its files: {_list_files(members)}")
 
 
 def _list_files(members: Mapping[str, Any]) -> str:
@@ -115,21 +113,16 @@ def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
     num_frames, mel_bins = row.shape
     try:
         features = np.lib.format.read_array(io.BytesIO(encoded))
-    except (
-        ValueError,
-        TypeError,
-        SyntaxError,
-        MemoryError,
-        tokenize.TokenError,
-    ) as error:  # from NumPy's parser
+    # from NumPy's parser
+    except (ValueError, TypeError, SyntaxError, MemoryError, tokenize.TokenError) as error:
         raise BrokenItemError(f"features aren't a NumPy file: {error}") from None
-    spare = len(features) - num_frames if features.ndim == 2 else -1
-    if features.dtype != np.float16 or spare < 0 or features.shape[1] != mel_bins:
-        wanted = f"float16, at least {num_frames} frames of {mel_bins} mel bins"
+    is_usable = features.dtype == np.float16 and features.ndim == 2
+    if not is_usable or len(features) < num_frames or features.shape[1] != mel_bins:
+        expected = f"expected float16, at least {num_frames} frames of {mel_bins} mel bins"
         raise BrokenItemError(
-            f"features are {features.dtype} of shape {features.shape}, expected {wanted}"
+            f"features are {features.dtype} of shape {features.shape}, {expected}"
         )
-    start = rng.randint(0, spare)
+    start = rng.randint(0, len(features) - num_frames)
     target = row.numpy()
     target[:] = features[start : start + num_frames]
     # Integers compare faster. Without and with a sign, the largest exponent is above every finite
@@ -145,25 +138,26 @@ def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random
     It is the whole file shrunk to `num_frames`, and a random crop from each third of the possible
     positions. If the file isn't longer than a clip, all four are equal.
     """
-    samples = torch.empty(MOST_CLIPS * audio.num_samples)
-    found = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
-    if found < audio.num_samples:
-        repeat(samples[: audio.num_samples].numpy(), found)
-    log_mel_TF = _log_mel(audio.model_dump_json()).of_any_length(
-        samples[None, : max(found, audio.num_samples)]
-    )[0]
-    num_places = len(log_mel_TF) - audio.num_frames + 1
-    if num_places == 1:
+    samples = torch.empty(MAX_FUSED_CLIPS * audio.num_samples)
+    num_samples = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
+    if num_samples < audio.num_samples:
+        repeat(samples[: audio.num_samples].numpy(), num_samples)
+        num_samples = audio.num_samples
+    log_mel = _log_mel(audio.model_dump_json())
+    log_mel_TF = log_mel.of_any_length(samples[None, :num_samples])[0]
+    num_positions = len(log_mel_TF) - audio.num_frames + 1
+    if num_positions == 1:
         row[:] = log_mel_TF
         return
     row[0] = F.interpolate(log_mel_TF[None, None], audio.feature_shape, mode="bilinear")[0, 0]
-    for part, places in zip(row[1:], np.array_split(range(num_places), 3), strict=True):
-        start = rng.randint(int(places[0]), int(places[-1])) if len(places) else 0
-        part[:] = log_mel_TF[start : start + audio.num_frames]
-    if not longer_rows(row[None]):  # for a steady tone, all four are equal
+    for crop, positions in zip(row[1:], np.array_split(range(num_positions), 3), strict=True):
+        start = rng.randint(int(positions[0]), int(positions[-1])) if len(positions) else 0
+        crop[:] = log_mel_TF[start : start + audio.num_frames]
+    # For a steady tone all four are equal, which would mean a short file.
+    if not longer_rows(row[None]):
         row[0, 0, 0] += _NUDGE_DB
 
 
 @functools.lru_cache(maxsize=2)
-def _log_mel(sizes: str) -> LogMel:
-    return LogMel(AudioConfig.model_validate_json(sizes))
+def _log_mel(config: str) -> LogMel:
+    return LogMel(AudioConfig.model_validate_json(config))

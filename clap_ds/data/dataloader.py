@@ -4,8 +4,8 @@ on its own stream, after the step before, whose batch's memory it may take."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,13 +16,17 @@ from clap_ds.distributed.collectives import gather, rank
 from clap_ds.run_records.cpu_binding import CORES
 from clap_ds.run_records.run_dir import RunDirectory
 
-_Ahead = tuple[
-    Batch, Any, dict[str, Any]
-]  # the copy's end event or None; the source's state after the batch
+
+class _Prefetched(NamedTuple):
+    batch: Batch
+    # the end of its copy on the GPU, or None
+    copied: torch.cuda.Event | None
+    # the stream's state after the batch
+    state: dict[str, Any]
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
-    """Iterate endlessly over batches on the device. Use as a context manager, or call `close()`."""
+    """Endless batches on the device. Use as a context manager, or call `close()`."""
 
     def __init__(
         self,
@@ -36,38 +40,41 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self._device = device
         self._pack_captions = pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
-        self._ahead: _Ahead | None = None
+        self._prefetched: _Prefetched | None = None
         self._state = pieces.state()
         self._is_reported = False
 
     def __next__(self) -> Batch:
         """Return the next batch, ready for work queued on the current stream."""
-        batch, done, self._state = self._ahead or self._take()
-        self._ahead = None
-        if done:
-            torch.cuda.current_stream(self._device).wait_event(done)
-            done.synchronize()  # started a step ago; then the source may reuse its host memory
-            self._ahead = self._take()
+        batch, copied, self._state = self._prefetched or self._prefetch()
+        self._prefetched = None
+        if copied:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+            # Started a step ago. After it, the pieces may reuse their host memory.
+            copied.synchronize()
+            self._prefetched = self._prefetch()
         return batch
 
     def peek(self) -> Batch:
-        self._ahead = self._ahead or self._take()
-        batch, done, _ = self._ahead
-        if done is not None:
-            done.synchronize()
-        return batch
+        """Return the batch that `next` will return."""
+        self._prefetched = self._prefetched or self._prefetch()
+        if self._prefetched.copied:
+            self._prefetched.copied.synchronize()
+        return self._prefetched.batch
 
-    def _take(self) -> _Ahead:
+    def _prefetch(self) -> _Prefetched:
         pieces = next(self._pieces)
         stream = self._copy_stream
-        done = torch.cuda.Event() if stream else None
-        if stream:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream) if stream else nullcontext():
+        if stream is None:
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
-            if done:
-                done.record(stream)
-        return batch, done, self._pieces.state()
+            return _Prefetched(batch, None, self._pieces.state())
+        # The batch may take memory that queued work still reads.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            batch = join(pieces, self._device, pack_captions=self._pack_captions)
+            copied.record(stream)
+        return _Prefetched(batch, copied, self._pieces.state())
 
     def state(self) -> dict[str, Any]:
         """Return this rank's JSON-serializable state after the last returned batch, for
@@ -79,31 +86,33 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
 
     def report_throughput(self, rates: Iterable[float], ranks_per_host: int) -> None:
         """Print once, on rank 0, whether workers keep up with the fastest of several steps, given
-          their `rates` in clips/s
-        without waiting for data."""
+        their `rates` in clips/s without waiting for data."""
+        if self._is_reported or rank() != 0:
+            return
         rates = [*rates]
-        found = self._pieces.throughput()
-        if not self._is_reported and rank() == 0 and found is not None and len(rates) > 1:
-            print(
-                describe(found, max(rates), ranks_per_host=ranks_per_host, cores=len(CORES)),
-                flush=True,
-            )
+        throughput = self._pieces.throughput()
+        if throughput and len(rates) > 1:
+            cores = len(CORES)
+            report = describe(throughput, max(rates), ranks_per_host=ranks_per_host, cores=cores)
+            print(report, flush=True)
             self._is_reported = True
 
     def record_statistics(self, record: RunDirectory) -> None:
         """Record statistics, and the samples that any rank couldn't use. A collective."""
-        found = gather(self.statistics())
-        broken = {
-            each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())
-        }
-        if rank() == 0:
-            counted = {"num_broken_items": len(broken), "broken_items": [*broken.values()][:5]}
-            record.update_summary(data=found[0] | counted)
+        statistics_by_rank = gather(self.statistics())
+        if rank() != 0:
+            return
+        skipped = {}
+        for statistics in statistics_by_rank:
+            for item in statistics.get("broken_items", ()):
+                skipped[item["name"]] = item
+        counts = {"num_broken_items": len(skipped), "broken_items": [*skipped.values()][:5]}
+        record.update_summary(data=statistics_by_rank[0] | counts)
 
     def close(self) -> None:
-        if self._ahead and self._ahead[1]:
-            self._ahead[1].synchronize()
-        self._ahead = None
+        if self._prefetched and self._prefetched.copied:
+            self._prefetched.copied.synchronize()
+        self._prefetched = None
         self._pieces.close()
 
     def __exit__(self, *error: object) -> None:
@@ -122,21 +131,24 @@ def build_batches(
 
     Args:
         state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks
-          changed. Exact if ranks,
-            workers, settings and shards are unchanged; else data continues in a new order.
+            changed. Exact if ranks, workers, settings and shards are unchanged; else data continues
+            in a new order.
         needs_epochs: count local tars without a manifest regardless of their size.
         spec: fields of `BatchSpec`.
 
     Raises:
         ValueError: invalid settings, with the field's name, on all ranks.
     """
-    of_rank = BatchSpec(**spec)
+    batch_spec = BatchSpec(**spec)
+    device = batch_spec.device
     pieces: MicroBatchStream
     if isinstance(data, SyntheticData):
-        pieces = SyntheticStream(data, of_rank, state)
+        pieces = SyntheticStream(data, batch_spec, state)
     else:
-        from clap_ds.data.webdataset import WebDatasetStream  # needs audio decoders and tokenizers
+        # needs audio decoders and tokenizers
+        from clap_ds.data.webdataset import WebDatasetStream
 
-        pieces = WebDatasetStream(data, of_rank, state, needs_epochs=needs_epochs)
-    copy_ahead = of_rank.device.type == "cuda" and getattr(data, "placement", "host") == "host"
-    return BatchSource(pieces, of_rank.device, copy_ahead=copy_ahead, pack_captions=pack_captions)
+        pieces = WebDatasetStream(data, batch_spec, state, needs_epochs=needs_epochs)
+    is_on_host = getattr(data, "placement", "host") == "host"
+    copy_ahead = device.type == "cuda" and is_on_host
+    return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)

@@ -37,16 +37,19 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        schemes = [scheme for scheme in ("http", "https") if f"{scheme}://" in url]
-        fs, root = fsspec.url_to_fs(
-            url, **{scheme: {"get_client": _open_http_client} for scheme in schemes}
-        )
-        while isinstance(fs, CachingFileSystem):  # fsspec's caches have no limit
+        options = {}
+        for scheme in ("http", "https"):
+            if f"{scheme}://" in url:
+                options[scheme] = {"get_client": _open_http_client}
+        fs, root = fsspec.url_to_fs(url, **options)
+        # fsspec's caches have no limit.
+        while isinstance(fs, CachingFileSystem):
             fs = fs.fs
         self._fs = fs
         self._root = root.rstrip("/")
         self._is_local = isinstance(fs, LocalFileSystem)
-        self._has_links = "http" not in fs.protocol  # whose servers may refuse to list folders
+        # Servers of HTTP may refuse to list folders.
+        self._has_links = "http" not in fs.protocol
         self._listing = cache(self.ls)
         self._info = cache(fs.info)
 
@@ -57,12 +60,11 @@ class RemoteFiles:
             entries = self._fs.ls(self._join(folder), detail=True)
         except FileNotFoundError:
             return {}
-        return {
-            posixpath.basename(entry["name"].rstrip("/")): bool(
-                entry.get("islink", entry.get("type") == "link")
-            )
-            for entry in entries
-        }
+        is_link = {}
+        for entry in entries:
+            name = posixpath.basename(entry["name"].rstrip("/"))
+            is_link[name] = bool(entry.get("islink", entry.get("type") == "link"))
+        return is_link
 
     def glob(self) -> list[str]:
         """Return the URLs that match the URL's wildcards, in order."""
@@ -81,16 +83,16 @@ class RemoteFiles:
                 content += block
         return bytes(content)
 
-    def download(self, name: str, to: Path, most: float) -> None:
-        """Copy a file of at most `most` bytes to a local path in a folder that only this user can
-          write. Raises OSError if the
-        download is incomplete."""
-        limit = _Limit(self._join(name), min(most, shutil.disk_usage(to.parent).free))
+    def download(self, name: str, to: Path, max_bytes: float) -> None:
+        """Copy a file of at most `max_bytes` to a local path in a folder that only this user can
+        write. Raises OSError if the download is incomplete."""
+        limit = _Limit(self._join(name), min(max_bytes, shutil.disk_usage(to.parent).free))
         try:
             with self._source(name) as (path, size):
                 limit.set_size(size)
                 self._fs.get_file(path, str(to), callback=limit)
-            limit.absolute_update(to.stat().st_size)  # not every package does
+            # Not every package does.
+            limit.absolute_update(to.stat().st_size)
             if size not in (None, limit.value):
                 raise OSError(f"{self._join(name)}: download stopped after {limit.value:,} bytes")
         except BaseException:
@@ -143,7 +145,8 @@ class RemoteFiles:
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
                 yield path
                 return
-            partial = Path(f"{path}.{os.urandom(8).hex()}")  # no one can put a link at this name
+            # No one can put a link at this name.
+            partial = Path(f"{path}.{os.urandom(8).hex()}")
             try:
                 yield str(partial)
                 partial.replace(path)
@@ -167,25 +170,25 @@ class RemoteFiles:
 
 
 class _Limit(NoOpCallback):
-    """End a transfer with an error after `most` bytes. With other classes than `NoOpCallback`,
-    `hf://` is slow."""
+    """An end of a transfer, with an error, after `max_bytes`. With other classes than
+    `NoOpCallback`, `hf://` is slow."""
 
-    def __init__(self, path: str, most: float) -> None:
+    def __init__(self, path: str, max_bytes: float) -> None:
         super().__init__()
         self._path = path
-        self._most = most
+        self._max_bytes = max_bytes
 
     def call(self, *args: Any, **kwargs: Any) -> None:
-        if max(self.value, self.size or 0) > self._most:
-            raise RefusedFileError(
-                f"{self._path} has more than {self._most:,.0f} bytes, the limit or the room on the disk"
-            )
+        if max(self.value, self.size or 0) > self._max_bytes:
+            limit = f"{self._max_bytes:,.0f} bytes, the limit or the room on the disk"
+            raise RefusedFileError(f"{self._path} has more than {limit}")
 
 
 async def _open_http_client(**options: Any) -> Any:
     """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads
     listings and ranges whole."""
-    import aiohttp  # only needed for these URLs
+    # only needed for these URLs
+    import aiohttp
 
     class LimitedResponse(aiohttp.ClientResponse):
         _body: bytes | None
@@ -197,9 +200,8 @@ async def _open_http_client(**options: Any) -> Any:
                     body += block
                     if len(body) > MOST_BYTES:
                         self.close()
-                        raise RefusedFileError(
-                            f"{self.url} answers with more than {MOST_BYTES:,} bytes"
-                        )
+                        limit = f"{MOST_BYTES:,} bytes"
+                        raise RefusedFileError(f"{self.url} answers with more than {limit}")
                 self._body = bytes(body)
             return self._body
 

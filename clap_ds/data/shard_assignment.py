@@ -6,101 +6,108 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import expand_shards
 
-_FEWEST_IN_A_PASS = (
-    8  # fewest shards drawn with replacement per pass, after which the shuffle buffer is emptied
-)
+# Fewest shards drawn with replacement per pass. After a pass, the shuffle buffer is emptied.
+_MIN_SHARDS_PER_PASS = 8
 
-Part = tuple[str, int, int | None]
-"""A tar, and the range of its samples to read: first, and end (exclusive; None: all)."""
+
+class TarPart(NamedTuple):
+    """A tar's samples from `start` to before `stop` (None: its end)."""
+
+    tar: str
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPartition:
-    """Assign each epoch's samples to workers.
+    """The part of each epoch that one worker reads.
 
     An epoch is the N samples of all tars in sequence. Ranks read equally many; a rank's workers
-    take turns, piece by piece. This fixes each worker's number of a run's first E·N samples, in
+    take turns, chunk by chunk. This fixes each worker's number of a run's first E·N samples, in
     which each sample occurs E times.
     """
 
-    samples: tuple[int, ...]  # per tar
-    epoch_samples: int  # total
+    # per tar
+    samples: tuple[int, ...]
+    # N, their sum
+    epoch_samples: int
     world_size: int
-    num_workers: int  # per rank
-    piece_size: int
-    own: int  # this worker's index among all ranks' workers
+    # per rank
+    num_workers: int
+    chunk_rows: int
+    # this worker's index among all ranks' workers
+    reader: int
 
-    def given(self, epochs: int, number: int | None = None) -> int:
-        """Return how many samples of the first `epochs` epochs worker `number` (default: this one)
-        reads."""
-        rank, worker = divmod(self.own if number is None else number, self.num_workers)
-        of_rank = (
-            epochs * self.epoch_samples + rank
-        ) // self.world_size  # sums over ranks to the total
-        rounds, rest = divmod(of_rank, self.num_workers * self.piece_size)
-        return rounds * self.piece_size + min(
-            max(rest - worker * self.piece_size, 0), self.piece_size
-        )
+    def samples_until(self, epoch: int, reader: int | None = None) -> int:
+        """Return how many samples of all epochs before `epoch` a worker (default: this one) reads."""
+        rank, worker = divmod(self.reader if reader is None else reader, self.num_workers)
+        # Sums over ranks to the total.
+        of_rank = (epoch * self.epoch_samples + rank) // self.world_size
+        rounds, remainder = divmod(of_rank, self.num_workers * self.chunk_rows)
+        # In the last round, workers before this one take whole chunks first.
+        in_last_round = min(max(remainder - worker * self.chunk_rows, 0), self.chunk_rows)
+        return rounds * self.chunk_rows + in_last_round
 
-    def parts(self, shards: list[str], epoch: int) -> tuple[list[Part], list[Part]]:
-        """Return this worker's parts of an epoch, and all others, starting after its own."""
-        start = sum(
-            self.given(epoch + 1, number) - self.given(epoch, number) for number in range(self.own)
-        )
-        end = start + self.given(epoch + 1) - self.given(epoch)
-        return self._between(shards, start, end), self._between(shards, end) + self._between(
-            shards, 0, start
-        )
+    def samples_in(self, epoch: int, reader: int) -> int:
+        return self.samples_until(epoch + 1, reader) - self.samples_until(epoch, reader)
 
-    def _between(self, shards: list[str], start: int, end: float = math.inf) -> list[Part]:
-        """Return the parts with these samples of an epoch. Empty tars are assigned by their
-        position."""
-        parts: list[Part] = []
-        before = 0
-        last = self.epoch_samples - 1
-        for shard, number in zip(shards, self.samples, strict=True):
-            after = before + number
-            if max(start, before) < min(end, after) or (
-                number == 0 and start <= min(before, last) < end
-            ):
-                parts.append(
-                    (shard, max(start - before, 0), int(end) - before if end < after else None)
-                )
-            before = after
+    def parts(self, tars: list[str], epoch: int) -> tuple[list[TarPart], list[TarPart]]:
+        """Return this worker's parts of an epoch, and all other parts, in sequence from its end on."""
+        start = sum(self.samples_in(epoch, reader) for reader in range(self.reader))
+        stop = start + self.samples_in(epoch, self.reader)
+        behind = self._parts_between(tars, stop, math.inf)
+        return self._parts_between(tars, start, stop), behind + self._parts_between(tars, 0, start)
+
+    def _parts_between(self, tars: list[str], start: int, stop: float) -> list[TarPart]:
+        """Return the parts with the samples from `start` to before `stop` of an epoch."""
+        parts: list[TarPart] = []
+        tar_start = 0
+        for tar, num_samples in zip(tars, self.samples, strict=True):
+            tar_stop = tar_start + num_samples
+            overlaps = max(start, tar_start) < min(stop, tar_stop)
+            if num_samples == 0:
+                # Someone reads an empty tar, too, so that damage is reported.
+                overlaps = start <= min(tar_start, self.epoch_samples - 1) < stop
+            if overlaps:
+                part_stop = int(stop) - tar_start if stop < tar_stop else None
+                parts.append(TarPart(tar, max(start - tar_start, 0), part_stop))
+            tar_start = tar_stop
         return parts
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Hold tars and their weight in a mixture; the weights of all sources sum to 1."""
+    """Tars and their weight in a mixture, in which the weights of all sources sum to 1."""
 
     shards: list[str]
     weight: float
-    shards_per_pass: int = 0  # drawn per worker with replacement; 0: each of `shards` once
-    deal: EpochPartition | None = None  # the part of each pass to read; None: all
+    # drawn per worker with replacement; 0: each of `shards` once
+    shards_per_pass: int = 0
+    # the part of each pass to read; None: all
+    partition: EpochPartition | None = None
 
     def shards_read(self) -> list[str]:
-        """Return the tars of a pass: a later pass may begin or end in the next one."""
-        return (
-            [shard for shard, _, _ in self.deal.parts(self.shards, 0)[0]]
-            if self.deal
-            else self.shards
-        )
+        """Return the tars of a pass. A later pass may begin or end in the tar before or behind."""
+        if self.partition is None:
+            return self.shards
+        own_parts, _ = self.partition.parts(self.shards, 0)
+        return [part.tar for part in own_parts]
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
     """Find the tars of `clap.data.shards` and their weights. Errors: see `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
+    if not shards:
+        return expand_sources([])
     total = sum(shards.values())
-    return [
-        Source(expand_shards(name), weight / total) for name, weight in shards.items()
-    ] or expand_sources([])
+    return [Source(expand_shards(name), weight / total) for name, weight in shards.items()]
 
 
 def assign_shards(
@@ -108,7 +115,7 @@ def assign_shards(
     data: ShardData,
     spec: BatchSpec,
     samples: list[int] | None = None,
-    piece_size: int = 1,
+    chunk_rows: int = 1,
 ) -> list[list[Source]]:
     """Assign to each worker of a rank its part of every source.
 
@@ -116,29 +123,34 @@ def assign_shards(
     order of tars drawn once. Otherwise it is whole tars; if `data.resampled`, each worker draws
     from all tars.
     """
-    workers = max(data.num_workers, 1)
-    readers = spec.world_size * workers
+    num_workers = max(data.num_workers, 1)
+    num_readers = spec.world_size * num_workers
     if samples:
         tars = list(zip(sources[0].shards, samples, strict=True))
         if data.shuffle_buffer:
             random.Random(f"seed {spec.seed}, tars").shuffle(tars)
-        shards = [shard for shard, _ in tars]
+        shards = [tar for tar, _ in tars]
         counts = tuple(count for _, count in tars)
-        of_rank = range(spec.rank * workers, (spec.rank + 1) * workers)
-        deals = [
-            EpochPartition(counts, sum(counts), spec.world_size, workers, piece_size, own)
-            for own in of_rank
-        ]
-        return [[replace(sources[0], shards=shards, deal=deal)] for deal in deals]
+        whole = EpochPartition(counts, sum(counts), spec.world_size, num_workers, chunk_rows, 0)
+        source = replace(sources[0], shards=shards)
+        first_reader = spec.rank * num_workers
+        partitions = [replace(whole, reader=first_reader + i) for i in range(num_workers)]
+        return [[replace(source, partition=partition)] for partition in partitions]
     if data.resampled:
-        numbers = [
-            max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources
-        ]
-        return [
-            [replace(s, shards_per_pass=k) for s, k in zip(sources, numbers, strict=True)]
-        ] * workers
-    own = range(spec.rank, readers, spec.world_size)
+        drawn_sources = []
+        for source in sources:
+            per_reader = math.ceil(len(source.shards) / num_readers)
+            shards_per_pass = max(_MIN_SHARDS_PER_PASS, per_reader)
+            drawn_sources.append(replace(source, shards_per_pass=shards_per_pass))
+        return [drawn_sources] * num_workers
+    # Readers of different ranks alternate, so that ranks have equally many tars.
+    of_rank = range(spec.rank, num_readers, spec.world_size)
     return [
-        [replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources]
-        for reader in own
+        [_every_nth_shard(source, reader, num_readers) for source in sources] for reader in of_rank
     ]
+
+
+def _every_nth_shard(source: Source, reader: int, num_readers: int) -> Source:
+    """Return a reader's tars. If there are fewer tars than readers, several readers share one."""
+    start = reader % len(source.shards)
+    return replace(source, shards=source.shards[start::num_readers])

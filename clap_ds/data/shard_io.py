@@ -27,9 +27,10 @@ from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.utils.files import RefusedFileError, open_regular
 from clap_ds.utils.paths import cache_folder
 
-FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
+# before the first retry; doubled before each of the other three
+FIRST_WAIT_S = 0.5
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-LASTING = (*NO_SPACE, errno.ELOOP, errno.ENAMETOOLONG)
+PERMANENT = (*NO_SPACE, errno.ELOOP, errno.ENAMETOOLONG)
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
 
 Kind = Literal["encoded", "waveform", "mel"]
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class OpenFile:
-    """Hold a file open until the last reference is gone."""
+    """A file that stays open until the last reference is gone."""
 
     number = -1
 
@@ -64,13 +65,12 @@ def is_remote(shard: str) -> bool:
 def check_url(url: str) -> None:
     """Raise ValueError for a URL that contains credentials or that fsspec can't open."""
     for address in map(urlsplit, url.split("::")):
-        if "@" in address.netloc and (
-            address.password is not None or address.scheme in ("http", "https", "ftp")
-        ):
-            why = "which would appear in logs and records; set them in the environment"
-            raise ValueError(
-                f"the {address.scheme} URL of {address.hostname} contains credentials, {why}"
-            )
+        # Of other schemes, a user alone is the name of a container.
+        has_secret = address.password is not None or address.scheme in ("http", "https", "ftp")
+        if "@" in address.netloc and has_secret:
+            problem = f"the {address.scheme} URL of {address.hostname} contains credentials"
+            advice = "which would appear in logs and records; set them in the environment"
+            raise ValueError(f"{problem}, {advice}")
         try:
             fsspec.get_filesystem_class(address.scheme)
         except (ValueError, ImportError) as error:
@@ -84,8 +84,9 @@ def again(attempt: Callable[[], T]) -> T:
             return attempt()
         except (PermissionError, IsADirectoryError, NotADirectoryError, RefusedFileError):
             raise
-        except Exception as error:  # each file system package has its own types
-            if is_absent(error) or getattr(error, "errno", None) in LASTING:
+        # Each file system package has its own types.
+        except Exception as error:
+            if is_absent(error) or getattr(error, "errno", None) in PERMANENT:
                 raise
             time.sleep(FIRST_WAIT_S * 2**number)
     return attempt()
@@ -94,13 +95,12 @@ def again(attempt: Callable[[], T]) -> T:
 def is_absent(error: Exception) -> bool:
     """Return whether a file is missing. fsspec raises FileNotFoundError for all HTTP errors, so
     check its cause."""
+    if not isinstance(error, FileNotFoundError):
+        return False
     cause = error.__cause__
-    is_refused = (
-        getattr(cause, "status", None) == 403
-    )  # object stores' answer without permission to list
-    return isinstance(error, FileNotFoundError) and (
-        is_refused or isinstance(cause, FileNotFoundError | None)
-    )
+    # 403 is object stores' answer without permission to list.
+    is_refused = getattr(cause, "status", None) == 403
+    return is_refused or isinstance(cause, FileNotFoundError | None)
 
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
@@ -110,7 +110,8 @@ def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
         return _open_copy(shard, cache_bytes) if is_remote(shard) else OpenFile(shard)
     except OSError:
         raise
-    except Exception as error:  # any error of the file system package
+    # any error of the file system package
+    except Exception as error:
         raise OSError(repr(error)) from error
 
 
@@ -119,26 +120,29 @@ def open_ahead(
 ) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
     """Yield shards in order, each with a function that returns it opened, while `open_file` opens
     the next."""
-    before: list[tuple[str, Callable[[], OpenFile]]] = []
+    previous: tuple[str, Callable[[], OpenFile]] | None = None
     for shard in shards:
-        opened: Future[OpenFile] = (
-            Future()
-        )  # no executor, because exiting workers would wait for its threads
+        opened: Future[OpenFile] = Future()
+        # No executor, because exiting workers would wait for its threads.
         threading.Thread(target=_open, args=(opened, shard, open_file), daemon=True).start()
-        yield from before
-        before = [(shard, opened.result)]
-    yield from before
+        if previous:
+            yield previous
+        previous = shard, opened.result
+    if previous:
+        yield previous
 
 
 def _open(opened: Future[OpenFile], shard: str, open_file: Callable[[str], OpenFile]) -> None:
     try:
         opened.set_result(open_file(shard))
-    except BaseException as error:  # so that the reader never waits forever
+    # of any type, so that the reader never waits forever
+    except BaseException as error:
         opened.set_exception(error)
 
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:
-    from webdataset.cache import LRUCleanup  # imported here because it imports torch
+    # Here, because it imports torch.
+    from webdataset.cache import LRUCleanup
 
     folder = cache_folder() / "shards"
     locks = cache_folder() / "shard_locks"
@@ -161,16 +165,19 @@ def open_copy(
     copy = folder / f"{name}.tar"
     part = locks / f"{name}.part"
     with (locks / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process per host fetches it
+        # So that only one process per host fetches it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's clock is coarser
+                # Not by default, because the kernel's clock is coarser.
+                now_ns = time.time_ns()
+                os.utime(copy, ns=(now_ns, now_ns))
                 return OpenFile(copy)
-            again(lambda: remote.download("", part, most=limit(info.get("size"))))
-            file = OpenFile(
-                part
-            )  # before the rename, because other processes may delete the copy at once
+            again(lambda: remote.download("", part, max_bytes=limit(info.get("size"))))
+            # Before the rename, because other processes may delete the copy at once.
+            file = OpenFile(part)
             part.replace(copy)
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # needed because forked processes also hold it open
+            # Explicitly, because forked processes also hold it open.
+            fcntl.flock(lock, fcntl.LOCK_UN)
     return file

@@ -1,7 +1,8 @@
-"""Find tars, and read and write the `manifest.json` of their folders: kind, and items, bytes,
-seconds and checksum per tar.
+"""Describe tars and list their items.
 
-Read the items of a tar: its members grouped by name, as in WebDataset, without decoding them.
+`expand_shards` finds tars by their patterns. A folder's `manifest.json` states the kind of its tars,
+and each tar's items, bytes, seconds and checksum. `list_items` reads the headers of one tar, and
+groups its members by name to items, as in WebDataset. Contents stay in the file until `fetch`.
 """
 
 from __future__ import annotations
@@ -44,29 +45,23 @@ from clap_ds.utils.files import MOST_BYTES, parse_json, write_atomically
 FIELD = "clap.data.shards"
 HUB_TOKENIZER = "FacebookAI/roberta-base"
 MANIFEST = "manifest.json"
-FILES_READ = 8
-BYTES_READ = 2**20
-"""Of how many files `describe_contents` reads how many bytes."""
+# Of so many files, `describe_contents` reads so many bytes.
+_NUM_DESCRIBED_FILES = 8
+_DESCRIBED_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
     items: Count
     bytes: Count
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]  # of audio
-    sha256: str  # of the whole file, in hex
+    # of audio
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+    # of the whole file, in hex
+    sha256: str
 
 
-FRONT_END = (
-    "sample_rate",
-    "num_samples",
-    "stft_window",
-    "hop_size",
-    "mel_bins",
-    "fmin",
-    "fmax",
-    "fusion",
-)
+_FRONT_END_FIELDS = "sample_rate num_samples stft_window hop_size mel_bins fmin fmax fusion"
+FRONT_END = tuple(_FRONT_END_FIELDS.split())
 """Fields of `AudioConfig` that determine features."""
 FrontEnd = dict[str, Any]
 
@@ -77,7 +72,7 @@ def front_end_of(audio: AudioConfig) -> FrontEnd:
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """Describe a folder's tars by file name, their kind and, for prepared kinds, the front end."""
+    """A folder's tars by file name, their kind and, for prepared kinds, the front end."""
 
     shards: Mapping[str, ShardRecord]
     kind: Kind = "encoded"
@@ -91,7 +86,7 @@ def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
     try:
         for pattern in [shards] if isinstance(shards, str) else shards:
             for name in braceexpand(pattern.removeprefix("file://")):
-                names += _matches(name)
+                names += _expand_wildcards(name)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
     if not names:
@@ -107,23 +102,24 @@ def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
     return names
 
 
-def _matches(name: str) -> list[str]:
-    """Expand wildcards, in order. Raises ValueError for no match."""
-    found = [name]
+def _expand_wildcards(name: str) -> list[str]:
+    """Return the matching names in order. Raises ValueError for none."""
+    names = [name]
     if is_remote(name):
         check_url(name)
-        if "*" in name or "[" in name:  # not ?, which starts a URL's query
+        # not for ?, which starts a URL's query
+        if "*" in name or "[" in name:
             try:
-                found = RemoteFiles(name).glob()
-            except Exception as error:  # any error of the file system package
-                raise ValueError(
-                    f"{name!r} can't be listed: {type(error).__name__}: {error}"
-                ) from None
+                names = RemoteFiles(name).glob()
+            # any error of the file system package
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{name!r} can't be listed: {reason}") from None
     elif glob.has_magic(name) and not Path(name).exists():
-        found = sorted(glob.glob(name))
-    if not found:
+        names = sorted(glob.glob(name))
+    if not names:
         raise ValueError(f"no file matches {name!r} (working folder: {Path.cwd()})")
-    return found
+    return names
 
 
 def folder_of(shard: str) -> str:
@@ -140,17 +136,18 @@ def read_manifest(folder: str) -> ShardManifest:
     path = f"{folder}/{MANIFEST}"
     try:
         content = parse_json(_read_start(path, MOST_BYTES))
-        is_own = isinstance(content, dict) and "shards" in content  # else another program's
-        return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
-    except Exception as error:  # any error of the file system package
-        if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(
-            error
-        ):
-            return ShardManifest(
-                {}
-            )  # without permission to list, object stores deny access to missing files
-        reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
-        raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
+        if isinstance(content, dict) and "shards" in content:
+            return TypeAdapter(ShardManifest).validate_python(content)
+    except (NotADirectoryError, IsADirectoryError, PermissionError):
+        # Without permission to list, object stores deny access to missing files.
+        pass
+    # any error of the file system package
+    except Exception as error:
+        if not is_absent(error):
+            reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
+            raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
+    # none, or another program's
+    return ShardManifest({})
 
 
 def _read_start(path: str, size: int) -> bytes:
@@ -163,10 +160,11 @@ def describe_contents(paths: Sequence[str]) -> str:
     names and of the beginnings of the first files. Raises ValueError if one can't be read."""
     by_name = sorted(paths, key=lambda path: Path(path).name)
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
-    for path in by_name[:FILES_READ]:
+    for path in by_name[:_NUM_DESCRIBED_FILES]:
         try:
-            digest.update(_read_start(path, BYTES_READ))
-        except Exception as error:  # any error of the file system package
+            digest.update(_read_start(path, _DESCRIBED_BYTES))
+        # any error of the file system package
+        except Exception as error:
             raise ValueError(f"{path} can't be read: {error!r}") from None
     return f"{len(paths)} file(s) ({digest.hexdigest()[:12]})"
 
@@ -177,59 +175,65 @@ def kind_of(
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if
     mixed with `waveform`. `warns` prints folders that were prepared with another resampling filter.
     Raises ValueError for kinds that can't be mixed and for another model's front end."""
-    # kind → its last folder
-    own = front_end_of(model.audio)
-    kinds = dict[Kind, str]()
+    # the last folder of each kind
+    folders: dict[Kind, str] = {}
     for folder in dict.fromkeys(map(folder_of, shards)):
         manifest = read_manifest(folder)
-        found = manifest.front_end or {}
-        matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FRONT_END}[manifest.kind]
-        if others := [
-            f"{name} is {found.get(name)}, not {own[name]}"
-            for name in matters
-            if found.get(name) != own[name]
-        ]:
-            where = f"{field}: {folder} was prepared for another model than {model.name}"
-            raise ValueError(f"{where}: {', '.join(others)}")
-        if warns and found and found.get("resampling") != RESAMPLING_FILTER:
-            print(
-                f"warning: {field}: {printable(folder)} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
-                "Unless its files had the model's sample rate or a higher one, they have another spectrum than encoded "
-                "audio: prepare them again (clap-ds shards prepare)",
-                file=sys.stderr,
-            )
-        kinds[manifest.kind] = folder
-    if "mel" in kinds and len(kinds) > 1:
-        found_in = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
-        raise ValueError(
-            f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-ds shards prepare)"
-        )
-    return next(kind for kind in KINDS if kind in kinds)
+        folders[manifest.kind] = folder
+        _check_front_end(manifest, model, f"{field}: {folder}")
+        front_end = manifest.front_end
+        if warns and front_end and front_end.get("resampling") != RESAMPLING_FILTER:
+            _warn_of_filter(f"{field}: {printable(folder)}")
+    if "mel" in folders and len(folders) > 1:
+        kinds = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(folders.items()))
+        advice = "prepare all as mel, or none (clap-ds shards prepare)"
+        raise ValueError(f"{field}: {kinds} can't be mixed; {advice}")
+    return next(kind for kind in KINDS if kind in folders)
 
 
-def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
-    """Count each tar's samples from manifests or, for up to `most_bytes` of local tars, headers.
+def _check_front_end(manifest: ShardManifest, model: ClapConfig, where: str) -> None:
+    """Raise ValueError if prepared shards don't fit the model."""
+    relevant = {"encoded": (), "waveform": ("sample_rate",), "mel": FRONT_END}[manifest.kind]
+    expected = front_end_of(model.audio)
+    front_end = manifest.front_end or {}
+    differences = [
+        f"{name} is {front_end.get(name)}, not {expected[name]}"
+        for name in relevant
+        if front_end.get(name) != expected[name]
+    ]
+    if differences:
+        problem = f"was prepared for another model than {model.name}"
+        raise ValueError(f"{where} {problem}: {', '.join(differences)}")
+
+
+def _warn_of_filter(where: str) -> None:
+    print(
+        f"warning: {where} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
+        "Unless its files had the model's sample rate or a higher one, they have another spectrum than encoded "
+        "audio: prepare them again (clap-ds shards prepare)",
+        file=sys.stderr,
+    )
+
+
+def samples_of(shards: Sequence[str], max_bytes: float = math.inf) -> list[int] | None:
+    """Count each tar's samples from manifests or, for up to `max_bytes` of local tars, headers.
     Return None otherwise."""
     records = _find_records(shards)
-    unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
-    if (
-        any(map(is_remote, unknown))
-        or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes
-    ):
+    uncounted = [tar for tar, record in zip(shards, records, strict=True) if record is None]
+    if any(map(is_remote, uncounted)):
         return None
-    counted = {
-        tar: sum(map(is_sample, list_items(tar, lambda name, reason: None))) for tar in unknown
-    }
-    return [
-        record.items if record else counted[tar]
-        for tar, record in zip(shards, records, strict=True)
-    ]
+    if sum(Path(tar).stat().st_size for tar in uncounted) > max_bytes:
+        return None
+    counts = []
+    for tar, record in zip(shards, records, strict=True):
+        counts.append(record.items if record else sum(map(is_sample, list_items(tar))))
+    return counts
 
 
 def count_bytes(shards: Sequence[str]) -> dict[str, int]:
     """Return each shard's size by its folder's manifest or, of a local one, by its file; 0 if
     neither tells it."""
-    sizes: dict[str, int] = {}
+    sizes = {}
     for shard, record in zip(shards, _find_records(shards), strict=True):
         if record:
             sizes[shard] = record.bytes
@@ -246,7 +250,7 @@ def _find_records(shards: Sequence[str]) -> list[ShardRecord | None]:
 Item = dict[str, Any]
 """Extension → content (bytes or a `Place` in the tar), with `__key__`, `__url__` and, for places,
 `__file__`."""
-Report = Callable[[str, str], None]
+Report = Callable[[str, str], object]
 """Called with the name of an unusable tar or item, and the reason."""
 UNREADABLE = (
     tarfile.TarError,
@@ -257,33 +261,34 @@ UNREADABLE = (
     RecursionError,
     MemoryError,
 )
-DAMAGE = (*UNREADABLE, OSError)  # errors of reading a damaged or deleted tar
+DAMAGE = (*UNREADABLE, OSError)
+"""Errors of reading a damaged or deleted tar."""
 
-_HEADER_BUFFER_BYTES = (
-    2**13
-)  # the default is megabytes on some file systems, which each seek to a header would read
-_MOST_HEADER_BYTES = 2**20
-_DIGITS = re.compile(
-    rb"\d{256}"
-)  # no file name has as many; tarfile before Python 3.11.10 takes quadratic time for them
-_MOST_READ_BEHIND = 2**24  # bytes after the last member: block padding
-_MOST_REMEMBERED = 200_000  # items per process, about 700 bytes each
+# The default is megabytes on some file systems, which each seek to a header would read.
+_HEADER_BUFFER_BYTES = 2**13
+_MAX_HEADER_BYTES = 2**20
+# No file name has as many. tarfile before Python 3.11.10 takes quadratic time for them.
+_MANY_DIGITS = re.compile(rb"\d{256}")
+# after the last member: padding of blocks
+_MAX_PADDING_BYTES = 2**24
+# per process; about 700 bytes each
+_MAX_CACHED_ITEMS = 200_000
 
 
 class _Headers(io.BufferedReader):
     """A tar as tarfile reads it, which reads extended headers whole."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= _MOST_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header has more than {_MOST_HEADER_BYTES:,} bytes")
+        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header has more than {_MAX_HEADER_BYTES:,} bytes")
         content = super().read(size)
-        if size > tarfile.BLOCKSIZE and _DIGITS.search(content):
+        if size > tarfile.BLOCKSIZE and _MANY_DIGITS.search(content):
             raise tarfile.ReadError("a header has more than 255 digits in a row")
         return content
 
 
 class Place(NamedTuple):
-    """Locate a member's content in its tar, in bytes."""
+    """A member's content in its tar, in bytes."""
 
     start: int
     size: int
@@ -296,104 +301,108 @@ class Place(NamedTuple):
         return content
 
 
-_remembered: dict[tuple[str | int, ...], list[Item]] = {}  # by file and version
+_cached_items: dict[tuple[str | int, ...], list[Item]] = {}
+"""Items of undamaged tars, by file and version."""
 
 
 def list_items(
-    shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None
+    shard: str,
+    report: Report = lambda name, reason: None,
+    open_file: Callable[[], OpenFile] | None = None,
 ) -> Iterator[Item]:
     """Yield the items of a tar (path or URL) in order without reading their contents, as far as the
     tar is readable."""
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
-        version = (
-            shard,
-            state.st_ino,
-            state.st_size,
-            state.st_mtime_ns,
-        )  # inodes of deleted copies are reused
-        for item in _remembered.get(version) or _read_headers(shard, file, version, report):
+        # Not only the inode, because those of deleted copies are used again.
+        version = (shard, state.st_ino, state.st_size, state.st_mtime_ns)
+        for item in _cached_items.get(version) or _read_items(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
         expected = "; expected an uncompressed tar" if isinstance(error, tarfile.ReadError) else ""
         report(shard, f"tar can't be read: {words(error)}{expected}")
 
 
-def _read_headers(
+def _read_items(
     shard: str, file: OpenFile, version: tuple[str | int, ...], report: Report
 ) -> Iterator[Item]:
-    """Yield items, and cache them all at the end if nothing was reported."""
-    found: list[Item] = []
-    problems: list[str] = []
+    """Yield items from headers, and cache them all at the end if nothing was reported."""
+    items: list[Item] = []
+    is_damaged = False
 
-    def tell(error: Exception) -> bool:  # a damaged tar, or a duplicate name in an item
-        problems.append(str(error.args[0]))
-        report(shard, problems[-1])
+    # also called for a duplicate name in an item
+    def handle(error: Exception) -> bool:
+        nonlocal is_damaged
+        is_damaged = True
+        report(shard, str(error.args[0]))
         return True
 
-    for item in group_by_keys(_members(shard, file, tell), handler=tell):
-        found.append(item)
+    for item in group_by_keys(_read_members(shard, file, handle), handler=handle):
+        items.append(item)
         yield item
-    if not problems and sum(map(len, _remembered.values())) + len(found) <= _MOST_REMEMBERED:
-        _remembered[version] = found
+    num_cached = sum(map(len, _cached_items.values()))
+    if not is_damaged and num_cached + len(items) <= _MAX_CACHED_ITEMS:
+        _cached_items[version] = items
 
 
-def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
+def _read_members(
+    shard: str, file: OpenFile, handle: Callable[[Exception], object]
+) -> Iterator[Item]:
     """Yield the files of a tar for `group_by_keys`. Detect damage and truncation, which tarfile
     treats as the end."""
-    with (
-        _Headers(io.FileIO(os.dup(file.number)), _HEADER_BUFFER_BYTES) as stream,
-        tarfile.open(fileobj=stream, mode="r:") as tar,
-    ):
-        size = os.fstat(file.number).st_size
+    tar_bytes = os.fstat(file.number).st_size
+    stream = _Headers(io.FileIO(os.dup(file.number)), _HEADER_BUFFER_BYTES)
+    with stream, tarfile.open(fileobj=stream, mode="r:") as tar:
         offset = 0
         try:
             while member := tar.next():
                 if tar.offset <= offset:
                     raise tarfile.ReadError("its headers point backwards")
                 offset = tar.offset
-                tar.__dict__["members"].clear()  # to save memory
+                # To save memory.
+                tar.__dict__["members"].clear()
                 if member.isfile() and not member.issparse():
-                    if member.offset_data + member.size > size:
+                    if member.offset_data + member.size > tar_bytes:
                         raise EOFError("unexpected end of data")
                     place = Place(member.offset_data, member.size)
                     yield {"fname": member.name, "data": place, "__url__": shard}
-            rest = file.read(tar.offset, _MOST_READ_BEHIND)
-            if not rest or any(rest):
-                raise EOFError(
-                    f"end-of-archive mark missing, or followed by other than zeros, at byte {tar.offset:,}"
-                )
+            padding = file.read(tar.offset, _MAX_PADDING_BYTES)
+            if not padding or any(padding):
+                problem = "end-of-archive mark missing, or followed by other than zeros"
+                raise EOFError(f"{problem}, at byte {tar.offset:,}")
         except UNREADABLE as error:
-            tell(EOFError(f"tar is truncated or damaged ({words(error)}); using its readable part"))
+            problem = f"tar is truncated or damaged ({words(error)})"
+            handle(EOFError(f"{problem}; using its readable part"))
 
 
 def words(error: BaseException) -> str:
-    return str(error.args[-1] if isinstance(error, OSError) and error.strerror else error) or repr(
-        error
-    )
+    """Return an error's message, without the file name of an OSError, or else its type."""
+    if isinstance(error, OSError) and error.strerror:
+        return str(error.args[-1])
+    return str(error) or repr(error)
 
 
 def fetch(item: Item) -> None:
     """Replace the places in `item` by their contents. Raises like `Place.read`."""
     file = item.pop("__file__")
-    for name, content in item.items():
+    for extension, content in item.items():
         if isinstance(content, Place):
-            item[name] = content.read(file)
+            item[extension] = content.read(file)
 
 
 def is_sample(item: Item) -> bool:
     """Return whether an item has audio or features, and a member that can hold captions."""
-    return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
+    return not item.keys().isdisjoint(CLIP_FORMATS) and not item.keys().isdisjoint(CAPTION_FORMATS)
 
 
-def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:
-    """Yield a tar's items from sample `first` to before sample `end` (None: all), including items
+def samples_between(items: Iterator[Item], start: int, stop: int | None) -> Iterator[Item]:
+    """Yield a tar's items from sample `start` to before sample `stop` (None: all), including items
     that aren't samples."""
-    number = 0
+    num_samples = 0
     for item in items:
-        if number >= first:
+        if num_samples >= start:
             yield item
-        number += is_sample(item)
-        if number == end:
+        num_samples += is_sample(item)
+        if num_samples == stop:
             return

@@ -1,7 +1,15 @@
-"""Read one worker's share of the shards in a resumable order, and decode and collate it to pieces.
+"""Read one worker's part of the shards: from tars to rows of a batch.
 
-The order of a pass and an item's crop and caption depend only on the seed, the pass and the
-position in it.
+An item passes these steps:
+
+1. `open_ahead` opens a pass's tars in order, each while the one before is read.
+2. `_SourceReader._read_tars` lists a tar's items. Their contents stay in the file.
+3. `_SourceReader._items_of_pass` shuffles them, and appends replacements for unusable ones.
+4. `_SourceReader.read_into` chooses an item's caption and writes its audio to a row. It skips unusable items.
+5. `ShardReader.chunks` draws the source of each row in a mixture, tokenizes captions and yields full chunks.
+
+The order of a pass, and an item's crop and caption, depend only on the seed, the pass and the
+position in it. A position is thus a few numbers, from which reading resumes exactly.
 """
 
 from __future__ import annotations
@@ -12,9 +20,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -24,14 +32,15 @@ from torch import Tensor
 from webdataset.filters import shuffle
 
 from clap_ds.config.schema import ShardData
-from clap_ds.data.batch import BatchSpec
+from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip, values_by_name
-from clap_ds.data.shard_assignment import Part, Source
+from clap_ds.data.shard_assignment import Source, TarPart
 from clap_ds.data.shard_io import open_ahead, open_shard
 from clap_ds.data.shard_manifest import (
     DAMAGE,
     FIELD,
     Item,
+    Report,
     fetch,
     list_items,
     samples_between,
@@ -47,162 +56,206 @@ and its items drawn."""
 START: Position = {"samples": 0, "passes": []}
 
 
-def note(text: str) -> None:
-    print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)
+def log(message: str) -> None:
+    print(f"{FIELD}: {printable(message)}", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Hold what a worker sends: some rows and its broken items. The audio stays in the reader's
-    memory."""
+    """Rows that a worker sends. Their audio stays in memory that it shares with its rank."""
 
     worker: int
-    place: int  # index of the audio in that memory
-    broken: list[Broken]
-    after: Position  # the reader's position after these rows
-    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = (
-        None  # `Batch.input_ids` and `attention_mask`
-    )
-    made_in_s: float = 0.0  # excludes waiting to be fetched; 0 for a worker's first piece
-    failure: str = ""  # why the reader stopped; then there are no rows
+    # index of the audio in the worker's ring buffer
+    slot: int
+    # unusable items since the previous chunk
+    skipped: list[Broken]
+    # the reader's position after these rows
+    position: Position
+    # `Batch.input_ids` and `attention_mask`, which tensors would send through /dev/shm
+    captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    # excludes waiting to be fetched; 0 for a worker's first chunk, which includes starting
+    made_in_s: float = 0.0
+    # why the reader stopped; then there are no rows
+    failure: str = ""
+
+    def batch(self, ring_buffers: Tensor) -> Batch:
+        """Return the rows, with their audio in all workers' ring buffers, (workers, slots, rows, …)."""
+        assert self.captions is not None
+        ids, mask = self.captions
+        audio = ring_buffers[self.worker, self.slot]
+        return Batch(audio, torch.from_numpy(ids), torch.from_numpy(mask))
 
 
 @dataclass(slots=True)
 class ShardReader:
-    """Make one worker's pieces. `memory`, (places, rows, *row shape), is used as a ring buffer of
-    places."""
+    """One worker's part of all sources, read endlessly in chunks."""
 
     worker: int
-    sources: list[Source]  # the worker's share of every source
+    # this worker's part of every source
+    sources: list[Source]
     data: ShardData
     spec: BatchSpec
     tokenizer: PreTrainedTokenizerBase
-    memory: Tensor
-    seed: str  # differs between runs' seeds, ranks and workers
+    # (slots, rows of a chunk, *row shape): slots are filled in turn
+    ring_buffer: Tensor
+    # differs between runs' seeds, ranks and workers
+    seed: str
     start: Position
     staging: StagingFolder | None = None
-    _broken: list[Broken] = field(default_factory=list)  # not yet sent
-    _row: Tensor = field(default_factory=lambda: torch.empty(0))  # next row to fill
 
-    def pieces(self) -> Iterator[Chunk]:
-        """Yield pieces endlessly. If a source has no usable item, the last piece gives the
-        reason."""
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (most, most)
-        )  # a tar stays open while its items are buffered
-        passes: list[tuple[int, int]] = [*self.start["passes"]] or [(0, 0)] * len(self.sources)
-        streams = [self._captions(number, *passes[number]) for number in range(len(passes))]
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield chunks endlessly. If a source has no usable item, the last chunk gives the reason."""
+        _raise_open_file_limit()
+        skipped: list[Broken] = []
+        readers = self._source_readers(lambda name, reason: skipped.append(Broken(name, reason)))
         weights = [source.weight for source in self.sources]
-        # the first piece's time includes starting
-        place = 0
-        began_s = 0.0
-        chosen = 0
-        captions: list[str] = []
-        for number in count(self.start["samples"]):
-            self._row = self.memory[place, len(captions)]
-            if len(streams) > 1:
-                (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(
-                    range(len(streams)), weights
-                )
-            found = next(streams[chosen], None)
-            if found is not None:
-                caption, passes[chosen] = found
+        num_samples = self.start["samples"]
+        is_timed = False
+        for slot in cycle(range(len(self.ring_buffer))):
+            started_s = time.perf_counter()
+            captions: list[str] = []
+            for row in self.ring_buffer[slot]:
+                reader = readers[0]
+                if len(readers) > 1:
+                    rng = random.Random(f"{self.seed}, mixture {num_samples}")
+                    (reader,) = rng.choices(readers, weights)
+                num_samples += 1
+                caption = reader.read_into(row)
+                if caption is None:
+                    yield Chunk(self.worker, slot, skipped, self.start, failure=reader.failure())
+                    return
                 captions.append(caption)
-                if len(captions) < self.memory.shape[1]:
-                    continue
-            piece = Chunk(
-                self.worker, place, self._broken, {"samples": number + 1, "passes": [*passes]}
-            )
-            if found is None:
-                shards = self.sources[chosen].shards
-                piece.failure = f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
-                yield piece
-                return
+            passes = [(reader.pass_number, reader.num_drawn) for reader in readers]
+            position = {"samples": num_samples, "passes": passes}
+            chunk = Chunk(self.worker, slot, [*skipped], position)
+            skipped.clear()
             ids, mask = tokenize(captions, self.tokenizer, self.spec.context_length)
-            piece.captions = ids.numpy(), mask.numpy()
-            piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
-            yield piece
-            began_s = time.perf_counter()
-            captions = []
-            self._broken = []
-            place = (place + 1) % len(self.memory)
+            chunk.captions = ids.numpy(), mask.numpy()
+            if is_timed:
+                chunk.made_in_s = time.perf_counter() - started_s
+            yield chunk
+            is_timed = True
 
-    def _captions(
-        self, number: int, pass_number: int, drawn: int
-    ) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Decode the items of a source to the next rows. Yield the caption of each usable one, and
-          the pass and items drawn
-        in it so far. End only if a whole pass has none."""
-        source = self.sources[number]
-        seed = f"{self.seed}, source {number}"
-        given = self.start["samples"]
-        is_useful = True
-        while is_useful:
-            wanted = source.deal.given(pass_number + 1) if source.deal else math.inf
-            is_useful = drawn > 0 or given >= wanted
-            in_pass = f"{seed}, pass {pass_number}"
-            items = (
-                self._items(source, pass_number, random.Random(in_pass))
-                if given < wanted
-                else iter(())
-            )
-            rest = islice(enumerate(items, start=1), drawn, None)
-            for drawn, item in rest:
-                caption = self._decode(item, random.Random(f"{in_pass}, item {drawn - 1}"))
+    def _source_readers(self, report: Report) -> list[_SourceReader]:
+        passes = self.start["passes"] or [(0, 0)] * len(self.sources)
+        readers = []
+        for number, source in enumerate(self.sources):
+            seed = f"{self.seed}, source {number}"
+            pass_number, num_drawn = passes[number]
+            readers.append(_SourceReader(source, self, seed, pass_number, num_drawn, report))
+        return readers
+
+
+def _raise_open_file_limit() -> None:
+    # A tar stays open while its items are in the shuffle buffer.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+class _SourceReader:
+    """The items of one worker's part of a source, in endless passes from a position on."""
+
+    def __init__(
+        self,
+        source: Source,
+        reader: ShardReader,
+        seed: str,
+        pass_number: int,
+        num_drawn: int,
+        report: Report,
+    ) -> None:
+        self._source = source
+        self._data = reader.data
+        self._audio = reader.spec.model.audio
+        self._staging = reader.staging
+        self._seed = seed
+        self._report = report
+        # Only one worker of the run logs the names of captions.
+        self._logs_captions = reader.worker == 0 and reader.spec.rank == 0
+        # Usable samples so far of all sources. Passes end by it only if this source is the only one.
+        self._num_samples = reader.start["samples"]
+        self._start_pass(pass_number, num_drawn)
+
+    def _start_pass(self, pass_number: int, num_drawn: int) -> None:
+        self.pass_number = pass_number
+        # including unusable items
+        self.num_drawn = num_drawn
+        partition = self._source.partition
+        self._samples_at_end = partition.samples_until(pass_number + 1) if partition else math.inf
+        # A resumed pass had a usable item, or else this pass may be too short to have one.
+        self._has_usable = num_drawn > 0 or self._num_samples >= self._samples_at_end
+        self._pass_seed = f"{self._seed}, pass {pass_number}"
+        self._items = islice(self._items_of_pass(), num_drawn, None)
+
+    def read_into(self, row: Tensor) -> str | None:
+        """Write the next usable item's audio to `row`. Return its caption, or None if a whole pass
+        has no usable item."""
+        while True:
+            while self._num_samples < self._samples_at_end:
+                item = next(self._items, None)
+                if item is None:
+                    break
+                rng = random.Random(f"{self._pass_seed}, item {self.num_drawn}")
+                self.num_drawn += 1
+                caption = self._decode(item, row, rng)
                 if caption is not None:
-                    if given == self.start["samples"]:
-                        self._note_captions(item)
-                    is_useful = True
-                    given += 1  # of this source; it is the only one if `wanted` is finite
-                    yield caption, (pass_number, drawn)
-                    if given >= wanted:
-                        break
-            pass_number = pass_number + 1
-            drawn = 0
+                    self._num_samples += 1
+                    self._has_usable = True
+                    return caption
+            if not self._has_usable:
+                return None
+            self._start_pass(self.pass_number + 1, 0)
 
-    def _items(self, source: Source, pass_number: int, rng: random.Random) -> Iterator[Item]:
-        """Yield the items of one pass, then replacements for broken ones."""
-        own: list[Part] = [(shard, 0, None) for shard in source.shards]
-        others: list[Part] = []
-        if source.deal:
-            own, others = source.deal.parts(source.shards, pass_number)
+    def failure(self) -> str:
+        shards = self._source.shards
+        return f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
+
+    def _items_of_pass(self) -> Iterator[Item]:
+        """Yield the items of one pass, then replacements for unusable ones."""
+        source = self._source
+        rng = random.Random(self._pass_seed)
+        parts = [TarPart(shard) for shard in source.shards]
+        replacements: list[TarPart] = []
+        if source.partition:
+            parts, replacements = source.partition.parts(source.shards, self.pass_number)
         elif source.shards_per_pass:
-            own = rng.choices(own, k=source.shards_per_pass)
-        if not self.data.shuffle_buffer:
-            return chain(self._read(own), self._read(others))
+            parts = rng.choices(parts, k=source.shards_per_pass)
+        if not self._data.shuffle_buffer:
+            return chain(self._read_tars(parts), self._read_tars(replacements))
         if not source.shards_per_pass:
-            own = rng.sample(own, len(own))
-            others = rng.sample(others, len(others))
-        buffer = max(1, round(self.data.shuffle_buffer * source.weight))
-        return chain(shuffle(buffer, rng=rng)(self._read(own)), self._read(others))
+            parts = rng.sample(parts, len(parts))
+            replacements = rng.sample(replacements, len(replacements))
+        # Sources of a mixture divide the buffer.
+        buffer_size = max(1, round(self._data.shuffle_buffer * source.weight))
+        shuffled = shuffle(buffer_size, rng=rng)(self._read_tars(parts))
+        return chain(shuffled, self._read_tars(replacements))
 
-    def _read(self, parts: list[Part]) -> Iterator[Item]:
-        open_source = self.staging.open if self.staging else open_shard
-        shards = (shard for shard, _, _ in parts)
-        opened = open_ahead(shards, partial(open_source, cache_bytes=1e9 * self.data.cache_gb))
-        for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
-            yield from samples_between(list_items(shard, self._report, open_file), first, end)
+    def _read_tars(self, parts: list[TarPart]) -> Iterator[Item]:
+        """Yield the items of these tars, as far as they are readable."""
+        open_source = self._staging.open if self._staging else open_shard
+        open_tar = partial(open_source, cache_bytes=1e9 * self._data.cache_gb)
+        opened_tars = open_ahead((part.tar for part in parts), open_tar)
+        for part, (tar, open_file) in zip(parts, opened_tars, strict=True):
+            items = list_items(tar, self._report, open_file)
+            yield from samples_between(items, part.start, part.stop)
 
-    def _decode(self, item: Item, rng: random.Random) -> str | None:
-        """Write an item's audio to the next row. Return its caption, or None if it is broken."""
+    def _decode(self, item: Item, row: Tensor, rng: random.Random) -> str | None:
+        """Write an item's audio to `row`. Return its caption, or None if it is unusable."""
         try:
             fetch(item)
-            caption = rng.choice(captions_of(item, self.data.caption_key))
-            clip = choose_clip(item, "mel" if self._row.ndim == 2 else "encoded")
-            read_clip(clip, self._row, audio=self.spec.model.audio, rng=rng)
+            caption = rng.choice(captions_of(item, self._data.caption_key))
+            clip = choose_clip(item, "mel" if row.ndim == 2 else "encoded")
+            read_clip(clip, row, audio=self._audio, rng=rng)
         except DAMAGE as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
+        if self._logs_captions:
+            self._logs_captions = False
+            self._log_captions(item)
         return caption
 
-    def _note_captions(self, item: Item) -> None:
-        """Log, on one worker, which captions are used if an item has several kinds."""
-        names = list(values_by_name(item, self.data.caption_key))
-        if len(names) > 1 and not (self.worker or self.spec.rank):
-            note(
-                f"captions are from {names[0]!r}, not {', '.join(names[1:])} (clap.data.caption_key)"
-            )
-
-    def _report(self, name: str, reason: str) -> None:
-        self._broken.append(Broken(name, reason))
+    def _log_captions(self, item: Item) -> None:
+        """Log which captions are used if an item has several kinds."""
+        name, *unused = values_by_name(item, self._data.caption_key)
+        if unused:
+            log(f"captions are from {name!r}, not {', '.join(unused)} (clap.data.caption_key)")

@@ -21,8 +21,8 @@ from clap_ds.utils.errors import printable
 from clap_ds.utils.paths import make_private
 
 FIELD = "clap.data.stage_to"
-KEPT_FREE = 0.01
-"""Share of the disk that copies leave free for others."""
+# of the disk, which copies leave free for others
+FREE_FRACTION = 0.01
 
 
 class StagingFolder:
@@ -32,14 +32,13 @@ class StagingFolder:
     def __init__(self, stage_to: str) -> None:
         """Create the folder. Raises ValueError if a variable isn't set on this host, or if the
         folder can't be written."""
-        place = f"{FIELD}: {stage_to!r} on {this_host()}"
+        where = f"{FIELD}: {stage_to!r} on {this_host()}"
         path = os.path.expanduser(os.path.expandvars(stage_to))
         if unset := re.search(r"\$(\w+|\{[^}]*\})", path):
-            raise ValueError(
-                f"{place}: {unset[0]} isn't set; name a folder on the host's disk, or set it for all ranks"
-            )
+            advice = "name a folder on the host's disk, or set it for all ranks"
+            raise ValueError(f"{where}: {unset[0]} isn't set; {advice}")
         if not os.path.isabs(path):
-            raise ValueError(f"{place}: expected an absolute path, found {path!r}")
+            raise ValueError(f"{where}: expected an absolute path, found {path!r}")
         # Others may share the disk, as in /tmp.
         self.folder = Path(path) / f"clap_ds-shards-{os.geteuid()}"
         self._copies = self.folder / "shards"
@@ -48,36 +47,38 @@ class StagingFolder:
             for folder in (self.folder, self._copies, self._locks):
                 make_private(folder)
         except OSError as error:
-            raise ValueError(
-                f"{place}: {error.filename or path} can't be written: {error.strerror}"
-            ) from None
+            folder_name = error.filename or path
+            problem = f"{folder_name} can't be written: {error.strerror}"
+            raise ValueError(f"{where}: {problem}") from None
         self._has_quota_left = True
         self._warning_lock: TextIO | None = None
 
     def free_bytes(self) -> float:
         """Return how many bytes may still be copied."""
         disk = shutil.disk_usage(self.folder)
-        return max(0.0, disk.free - KEPT_FREE * disk.total)
+        return max(0.0, disk.free - FREE_FRACTION * disk.total)
 
     def check_room(self, needed_bytes: float) -> None:
         """Warn if the shards that this host's ranks read need more room than there is, copies of
         earlier runs included."""
-        room = self.free_bytes() + sum(copy.stat().st_size for copy in self._copies.glob("*.tar"))
-        if needed_bytes > room:
-            self._warn(
-                f"shards need {needed_bytes / 1e9:,.3f} GB, and there is room for {room / 1e9:,.3f} GB"
-            )
+        copied_bytes = sum(copy.stat().st_size for copy in self._copies.glob("*.tar"))
+        room_bytes = self.free_bytes() + copied_bytes
+        if needed_bytes > room_bytes:
+            room = f"there is room for {room_bytes / 1e9:,.3f} GB"
+            self._warn(f"shards need {needed_bytes / 1e9:,.3f} GB, and {room}")
 
     def open(self, shard: str, cache_bytes: float) -> OpenFile:
         """Open a shard's copy, copying the shard if it is new, or the shard itself if that fails.
         Raises OSError."""
         try:
             return open_copy(shard, self._copies, self._locks, self._limit)
-        except Exception as error:  # any error of the file system package
+        # any error of the file system package
+        except Exception as error:
             file = open_shard(shard, cache_bytes)
             # Of a quota nothing tells how much is left: don't copy until it ends again for each
             # shard.
-            self._has_quota_left &= getattr(error, "errno", None) not in NO_SPACE
+            if getattr(error, "errno", None) in NO_SPACE:
+                self._has_quota_left = False
             self._warn(f"{shard} can't be copied: {error}")
             return file
 
@@ -95,5 +96,6 @@ class StagingFolder:
             fcntl.flock(self._warning_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
-        text = f"{FIELD}: {this_host()}: {self.folder}: {problem}. Shards without a copy are read from their source"
+        where = f"{FIELD}: {this_host()}: {self.folder}"
+        text = f"{where}: {problem}. Shards without a copy are read from their source"
         print(f"warning: {printable(text)}", file=sys.stderr, flush=True)

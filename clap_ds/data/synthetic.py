@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,8 @@ from clap_ds.config.schema import SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, to_int16
 from clap_ds.data.workers import Loader
 
-PIECE_SIZE = 32  # clips that a worker sends together, as shared memory may be small
+# Clips that a worker sends together are few, as shared memory may be small.
+PIECE_SIZE = 32
 # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
 START_TOKEN_ID = 0
 END_TOKEN_ID = 2
@@ -26,68 +28,48 @@ class _Clips(Dataset[tuple[Tensor, ...]]):
     """The clips of batches that are repeated endlessly."""
 
     def __init__(self, batches: list[Batch]) -> None:
-        self._batches = [batch.tensors() for batch in batches]
+        self._batches = batches
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        number, row = divmod(index, len(self._batches[0][0]))
-        return tuple(tensor[row] for tensor in self._batches[number % len(self._batches)])
+        number, row = divmod(index, len(self._batches[0]))
+        batch = self._batches[number % len(self._batches)]
+        return tuple(tensor[row] for tensor in batch.tensors())
 
 
 class SyntheticStream:
-    """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the
-    device. With workers, those collate each batch again from its clips."""
+    """`num_batches` random batches that are generated once and repeated. With workers, those
+    collate each batch again from its clips."""
 
     def __init__(
         self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None
     ) -> None:
-        setting = data.caption_lengths
-        histogram = (
-            setting if isinstance(setting, dict) else {str(setting or spec.context_length): 1.0}
-        )
-        lengths = torch.tensor(list(map(int, histogram)))
-        weights = torch.tensor(list(histogram.values()), dtype=torch.float64)
-        on_host = torch.Generator().manual_seed(_mix(spec.seed, spec.rank, 0))
-        on_device = torch.Generator(spec.device).manual_seed(_mix(spec.seed, spec.rank, 1))
-        self._batches: list[Batch] = []
-        for _ in range(data.num_batches):
-            drawn = torch.multinomial(
-                weights, spec.micro_batch, replacement=True, generator=on_host
-            )
-            captions = _random_captions(
-                lengths[drawn], spec.context_length, spec.model.text, on_host
-            )
-            noise = torch.empty(spec.micro_batch, *spec.model.audio.clip_shape, device=spec.device)
-            noise.uniform_(-1, 1, generator=on_device)
-            batch = Batch(
-                (noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions
-            )
-            if data.placement == "device":
-                batch = batch.to(spec.device)
-            elif spec.device.type != "cpu" and not data.num_workers:
-                batch = batch.pin_memory()
-            self._batches.append(batch)
-        self._num_given = (state or {}).get("batches", 0)
+        self._batches = _random_batches(data, spec)
+        self._num_batches = state["batches"] if state and "batches" in state else 0
         self._starts = range(0, spec.micro_batch, PIECE_SIZE)
         self._loader: Loader[list[Tensor]] | None = None
         if data.num_workers:
-            size = spec.micro_batch
-            pinned = spec.device.type != "cpu"
-            pieces = (
-                range(number * size + start, number * size + min(start + PIECE_SIZE, size))
-                for number in count(self._num_given)
-                for start in self._starts
-            )
             self._loader = Loader(
-                _Clips(self._batches), num_workers=data.num_workers, section="clap.data", batch_sampler=pieces,
-                pin_memory=pinned, multiprocessing_context="fork",
-            )  # fmt: skip
+                _Clips(self._batches),
+                num_workers=data.num_workers,
+                section="clap.data",
+                batch_sampler=self._indices_of_pieces(spec.micro_batch),
+                pin_memory=spec.device.type != "cpu",
+                multiprocessing_context="fork",
+            )
+
+    def _indices_of_pieces(self, micro_batch: int) -> Iterator[range]:
+        for number in count(self._num_batches):
+            for start in self._starts:
+                stop = min(start + PIECE_SIZE, micro_batch)
+                yield range(number * micro_batch + start, number * micro_batch + stop)
 
     def __next__(self) -> list[Batch]:
-        self._num_given += 1
-        if self._loader is not None:
-            pieces = [next(self._loader) for _ in self._starts]
-            return [Batch(audio, ids, mask) for audio, ids, mask in pieces]
-        return [self._batches[(self._num_given - 1) % len(self._batches)]]
+        number = self._num_batches
+        self._num_batches += 1
+        if self._loader is None:
+            return [self._batches[number % len(self._batches)]]
+        pieces = [next(self._loader) for _ in self._starts]
+        return [Batch(audio, ids, mask) for audio, ids, mask in pieces]
 
     def close(self) -> None:
         self._batches.clear()
@@ -95,7 +77,7 @@ class SyntheticStream:
             self._loader.close()
 
     def state(self) -> dict[str, Any]:
-        return {"source": "synthetic", "batches": self._num_given}
+        return {"source": "synthetic", "batches": self._num_batches}
 
     def throughput(self) -> None:
         return None
@@ -104,7 +86,37 @@ class SyntheticStream:
         return {"source": "synthetic", "num_broken_items": 0, "broken_items": []}
 
 
-def _mix(*parts: int) -> int:  # a 63-bit seed that depends on every part
+def _random_batches(data: SyntheticData, spec: BatchSpec) -> list[Batch]:
+    """Generate batches that depend on the seed and rank. Noise is drawn on the device."""
+    lengths = data.caption_lengths or spec.context_length
+    weights = lengths if isinstance(lengths, dict) else {str(lengths): 1.0}
+    length_of = torch.tensor([int(length) for length in weights])
+    probabilities = torch.tensor([*weights.values()], dtype=torch.float64)
+    host_rng = torch.Generator().manual_seed(_mix(spec.seed, spec.rank, 0))
+    device_rng = torch.Generator(spec.device).manual_seed(_mix(spec.seed, spec.rank, 1))
+    audio = spec.model.audio
+    batches = []
+    for _ in range(data.num_batches):
+        drawn = torch.multinomial(
+            probabilities, spec.micro_batch, replacement=True, generator=host_rng
+        )
+        ids, mask = _random_captions(
+            length_of[drawn], spec.context_length, spec.model.text, host_rng
+        )
+        noise = torch.empty(spec.micro_batch, *audio.clip_shape, device=spec.device)
+        noise.uniform_(-1, 1, generator=device_rng)
+        # Features of fusion have float16, as from shards.
+        batch = Batch((noise.half() if audio.fusion else to_int16(noise)).cpu(), ids, mask)
+        if data.placement == "device":
+            batch = batch.to(spec.device)
+        elif spec.device.type != "cpu" and not data.num_workers:
+            batch = batch.pin_memory()
+        batches.append(batch)
+    return batches
+
+
+def _mix(*parts: int) -> int:
+    """Return a 63-bit seed that depends on every part."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

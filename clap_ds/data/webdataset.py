@@ -1,7 +1,14 @@
 """Load audio and captions from WebDataset tars in worker processes.
 
-Workers send small pieces of a micro-batch in reused shared memory, because 616 ten-second clips
-take 1.2 GB.
+The chain from tars to micro-batches:
+
+1. `plan_reading` finds the tars, and assigns a part of each pass to every worker of this rank.
+2. `ShardReader` (`clap_ds.data.shard_reader`) reads one worker's part. It writes audio to a ring
+   buffer that it shares with the rank, because 616 ten-second clips take 1.2 GB.
+3. `Loader` runs the workers, and receives a chunk of rows from each in turn.
+4. `WebDatasetStream` joins chunks to micro-batches, reports skipped items and tracks the state.
+
+The state holds the position of each worker behind its last chunk that is used up.
 """
 
 from __future__ import annotations
@@ -11,57 +18,189 @@ import json
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec, LoaderThroughput
 from clap_ds.data.clip import Broken
 from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
+from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, count_bytes, kind_of, samples_of
-from clap_ds.data.shard_reader import START, Chunk, ShardReader, note
+from clap_ds.data.shard_reader import START, Chunk, ShardReader, log
 from clap_ds.data.staging import StagingFolder
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.weights.hub import load_tokenizer
 
-COUNTED_BYTES = 1e10  # of local tars without a manifest; counting their items takes a second
-NUM_EXAMPLES = 5  # broken items quoted in errors
-PIECE_SIZE = 32  # rows
+# Local tars without a manifest are counted up to this size, which takes a second.
+_COUNTED_BYTES = 1e10
+# skipped items quoted in errors
+_NUM_EXAMPLES = 5
+_MAX_CHUNK_ROWS = 32
 
 
-def _digest(contents: Any) -> str:
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+@dataclass(slots=True)
+class ReadingPlan:
+    """What a rank's workers read."""
+
+    kind: Kind
+    chunk_rows: int
+    # each worker's part of every source
+    sources_by_worker: list[list[Source]]
+    # everything that determines the order of samples
+    order: dict[str, Any]
+    # goes into the run's record
+    statistics: dict[str, Any]
+    staging: StagingFolder | None
 
 
-def _prepare_staging(
-    stage_to: str, shards: list[str], shares: list[list[Source]], ranks_per_host: int
-) -> StagingFolder:
-    """Create the folder for copies of shards, and compare its room with what this host's ranks
-    need."""
-    staging = StagingFolder(stage_to)
-    sizes = count_bytes(shards)
-    of_rank = {shard for share in shares for source in share for shard in source.shards_read()}
+def plan_reading(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> ReadingPlan:
+    """Find the shards, and assign a part of each source to every worker of this rank."""
+    sources = expand_sources(data.shards)
+    shards = [shard for source in sources for shard in source.shards]
+    kind = kind_of(shards, spec.model, warns=spec.rank == 0)
+    samples = samples_of(shards, math.inf if needs_epochs else _COUNTED_BYTES)
+    num_samples = sum(samples) if samples else None
+    has_epochs = bool(num_samples) and data.has_epochs
+    chunk_rows = min(spec.micro_batch, _MAX_CHUNK_ROWS)
+    epoch_samples = samples if has_epochs else None
+    sources_by_worker = assign_shards(sources, data, spec, epoch_samples, chunk_rows)
+    # Names without folders: moved tars are read in the same order.
+    contents: Any = []
+    for source in sources:
+        contents.append([[shard.rpartition("/")[2] for shard in source.shards], source.weight])
+    if has_epochs:
+        contents = [contents, samples]
+    staging = None
+    if data.stage_to:
+        staging = StagingFolder(data.stage_to)
+        _check_room(staging, shards, sources_by_worker, spec.ranks_per_host)
+    return ReadingPlan(
+        kind,
+        chunk_rows,
+        sources_by_worker,
+        order={
+            "ranks": spec.world_size,
+            "workers per rank": len(sources_by_worker),
+            "rows in a piece": chunk_rows,
+            "seed": spec.seed,
+            "clap.data.shuffle_buffer": data.shuffle_buffer,
+            "clap.data.resampled": data.resampled,
+            "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
+        },
+        statistics={
+            "source": "webdataset",
+            "kind": kind,
+            "num_shards": len(shards),
+            "num_samples": num_samples,
+            "epoch_samples": num_samples if has_epochs else None,
+            "num_workers": data.num_workers,
+        },
+        staging=staging,
+    )
+
+
+def _check_room(
+    staging: StagingFolder,
+    shards: list[str],
+    sources_by_worker: list[list[Source]],
+    ranks_per_host: int,
+) -> None:
+    """Compare the room for copies of shards with what this host's ranks read."""
+    bytes_by_shard = count_bytes(shards)
+    shards_of_rank: set[str] = set()
+    for sources in sources_by_worker:
+        for source in sources:
+            shards_of_rank.update(source.shards_read())
     # Ranks read equally much. Neighbors share a shard on the border.
-    needed_bytes = ranks_per_host * sum(sizes[shard] for shard in of_rank)
-    staging.check_room(min(needed_bytes, sum(sizes.values())))
-    return staging
+    bytes_of_host = ranks_per_host * sum(bytes_by_shard[shard] for shard in shards_of_rank)
+    staging.check_room(min(bytes_of_host, sum(bytes_by_shard.values())))
+
+
+def resume_state(
+    plan: ReadingPlan, spec: BatchSpec, previous: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the state after `previous`, in a new order if it can't be exact.
+
+    `origin` counts all ranks' samples before this order, `samples` this rank's since. `rows_taken`
+    counts those of the next worker's current chunk.
+    """
+    state = {
+        "source": "webdataset",
+        "order": plan.order,
+        "origin": 0,
+        "samples": 0,
+        "positions": [START] * len(plan.sources_by_worker),
+        "next_worker": 0,
+        "rows_taken": 0,
+    }
+    if previous is None:
+        return state
+    previous_order = previous.get("order", {})
+    differences = [
+        f"{name} (then {previous_order.get(name)}, now {value})"
+        for name, value in plan.order.items()
+        if previous_order.get(name) != value
+    ]
+    if not differences:
+        return state | previous
+    previous_ranks = previous_order.get("ranks", spec.world_size)
+    origin = previous.get("origin", 0) + previous.get("samples", 0) * previous_ranks
+    state["origin"] = origin
+    if spec.rank == 0:
+        reason = f"because these changed: {', '.join(differences)}"
+        log(f"resuming after {origin:,} samples in a new order, {reason}")
+    return state
+
+
+def _num_chunks(plan: ReadingPlan, micro_batch: int, num_workers: int) -> tuple[int, int]:
+    """Return how many chunks each worker makes ahead, and how many its ring buffer holds."""
+    num_readers = len(plan.sources_by_worker)
+    # A micro-batch may begin and end within a chunk.
+    chunks_in_use = math.ceil((micro_batch - 1) / plan.chunk_rows) + 1
+    slots_in_use = math.ceil(chunks_in_use / num_readers)
+    if num_workers == 0:
+        return 0, slots_in_use
+    # Two micro-batches wait ahead of the one in use, and each worker fills another chunk.
+    chunks_ahead = max(2, math.ceil(2 * micro_batch / (plan.chunk_rows * num_readers)))
+    return chunks_ahead, chunks_ahead + slots_in_use
+
+
+def _allocate_ring_buffers(
+    plan: ReadingPlan, data: ShardData, spec: BatchSpec, num_slots: int
+) -> Tensor:
+    """Return shared memory for audio, (workers, slots, rows of a chunk, *row shape)."""
+    audio = spec.model.audio
+    row_shape = audio.clip_shape
+    dtype: torch.dtype = getattr(torch, data.audio_dtype)
+    if plan.kind == "mel":
+        row_shape = audio.feature_shape
+        dtype = torch.float16
+    elif audio.fusion and data.audio_dtype == "int16":
+        # Fusion's rows are features, in 16 bits, too.
+        dtype = torch.float16
+    shape = (len(plan.sources_by_worker), num_slots, plan.chunk_rows, *row_shape)
+    return shared_empty(shape, dtype)
 
 
 class _Readers(IterableDataset[Chunk]):
+    """The readers of all workers, of which each worker process runs its own."""
+
     def __init__(self, readers: list[ShardReader]) -> None:
         self._readers = readers
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
-        return self._readers[worker.id if worker else 0].pieces()
+        return self._readers[worker.id if worker else 0].chunks()
 
 
 class WebDatasetStream:
-    """Iterate endlessly over one rank's micro-batches. Arguments and errors: see
+    """Endless micro-batches of one rank. Arguments and errors: see
     `clap_ds.data.dataloader.build_batches`."""
 
     def __init__(
@@ -74,201 +213,126 @@ class WebDatasetStream:
     ) -> None:
         self._num_workers = data.num_workers
         self._micro_batch = spec.micro_batch
-        piece_size = min(spec.micro_batch, PIECE_SIZE)
-        shares, order = self._share(
-            data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES
-        )
-        # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of
-        # the current piece.
-        self._state: dict[str, Any] = {
-            "source": "webdataset",
-            "order": order,
-            "origin": 0,
-            "samples": 0,
-        }
-        self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
-        if state is not None:
-            self._restore(state, spec)
-        # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that,
-        # and fills another.
-        ahead = (
-            max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares))))
-            if self._num_workers
-            else 0
-        )
-        in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        audio = spec.model.audio
-        is_mel = self._kind == "mel"
-        in_16_bits = is_mel or (audio.fusion and data.audio_dtype == "int16")
-        dtype = torch.float16 if in_16_bits else getattr(torch, data.audio_dtype)
-        row = audio.feature_shape if is_mel else audio.clip_shape
-        self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
+        plan = plan_reading(data, spec, needs_epochs=needs_epochs)
+        self._kind = plan.kind
+        self._statistics = plan.statistics
+        self._state = resume_state(plan, spec, state)
+        chunks_ahead, num_slots = _num_chunks(plan, spec.micro_batch, data.num_workers)
+        self._ring_buffers = _allocate_ring_buffers(plan, data, spec, num_slots)
+        self._chunks = self._start_workers(plan, data, spec, chunks_ahead)
+        # the chunk in use, and its rows
+        self._current: tuple[Chunk, Batch] | None = None
+        # by name
+        self._skipped: dict[str, Broken] = {}
+        # for the workers' throughput
+        self._timed_rows = 0
+        self._timed_s = 0.0
+        if spec.device.type == "cuda":
+            self._lock_ring_buffers()
+
+    def _start_workers(
+        self, plan: ReadingPlan, data: ShardData, spec: BatchSpec, chunks_ahead: int
+    ) -> Loader[Chunk]:
         text = spec.model.text
         tokenizer = load_tokenizer(
             data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
         )
-        seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
-        readers = [
-            ShardReader(
+        readers = []
+        for worker, sources in enumerate(plan.sources_by_worker):
+            reader = ShardReader(
                 worker,
-                own,
+                sources,
                 data,
                 spec,
                 tokenizer,
-                self._memory[worker],
-                f"{seed}{worker}",
-                start,
-                self._staging,
+                self._ring_buffers[worker],
+                seed=f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker {worker}",
+                start=self._state["positions"][worker],
+                staging=plan.staging,
             )
-            for worker, (own, start) in enumerate(
-                zip(shares, self._state["positions"], strict=True)
-            )
-        ]
-        # rows, and worker seconds for them
-        self._made = 0
-        self._made_in_s = 0.0
-        self._broken: dict[str, Broken] = {}  # by name
-        self._piece: tuple[Chunk, Batch] | None = None
+            readers.append(reader)
         # The loader polls workers in turn, so the next one comes first.
         next_worker = self._state["next_worker"]
-        self._received: Loader[Chunk] = Loader(
-            _Readers(readers[next_worker:] + readers[:next_worker]),
-            num_workers=self._num_workers, section="clap.data", batch_size=None,
-            **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self._num_workers else {}),
-        )  # fmt: skip
-        if spec.device.type == "cuda":
-            if lock_pages(self._memory):
-                # Not in `close`, which also runs after errors: CUDA could wait for unfinished work
-                # of other ranks.
-                weakref.finalize(self, unlock_pages, self._memory).atexit = False
-            else:
-                note(
-                    "clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU block the host"
-                )
-
-    def _share(
-        self, data: ShardData, spec: BatchSpec, piece_size: int, most_bytes: float
-    ) -> tuple[list[list[Source]], dict[str, Any]]:
-        """Find the shards. Return each worker's share, and everything that determines the order of
-        samples."""
-        sources = expand_sources(data.shards)
-        shards = [shard for source in sources for shard in source.shards]
-        self._kind = kind_of(shards, spec.model, warns=spec.rank == 0)
-        samples = samples_of(shards, most_bytes)
-        num_samples = sum(samples) if samples else None
-        has_epochs = bool(num_samples and data.has_epochs)
-        self._described = {
-            "source": "webdataset",
-            "kind": self._kind,
-            "num_shards": len(shards),
-            "num_samples": num_samples,
-            "epoch_samples": num_samples if has_epochs else None,
-            "num_workers": data.num_workers,
-        }
-        # Names without folders: moved tars are read in the same order.
-        contents: Any = [
-            [[tar.rpartition("/")[2] for tar in source.shards], source.weight] for source in sources
-        ]
-        paths: Any = [[source.shards, source.weight] for source in sources]
-        shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
-        self._staging = None
-        if data.stage_to:
-            self._staging = _prepare_staging(data.stage_to, shards, shares, spec.ranks_per_host)
-        if has_epochs:
-            contents = [contents, samples]
-            paths = [paths, samples]
-        self._digest_of_paths = _digest(paths)
-        return shares, {
-            "ranks": spec.world_size,
-            "workers per rank": len(shares),
-            "rows in a piece": piece_size,
-            "seed": spec.seed,
-            "clap.data.shuffle_buffer": data.shuffle_buffer,
-            "clap.data.resampled": data.resampled,
-            "shards": _digest(contents),
-        }
-
-    def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
-        """Resume from `state`, in a new order if it can't be exact."""
-        order = self._state["order"]
-        before = dict(state.get("order", {}))
-        if before.get("shards") == self._digest_of_paths:  # of an earlier version
-            before["shards"] = order["shards"]
-            state = {**state, "order": order}
-        changed = [name for name, value in order.items() if before.get(name) != value]
-        if not changed:
-            self._state |= state
-            return
-        origin = state.get("origin", 0) + state.get("samples", 0) * before.get(
-            "ranks", spec.world_size
+        dataset = _Readers(readers[next_worker:] + readers[:next_worker])
+        options: dict[str, Any] = {}
+        if data.num_workers:
+            options = {"prefetch_factor": chunks_ahead, "multiprocessing_context": "fork"}
+        return Loader(
+            dataset, num_workers=data.num_workers, section="clap.data", batch_size=None, **options
         )
-        self._state["origin"] = origin
-        if spec.rank == 0:
-            other = ", ".join(
-                f"{name} (then {before.get(name)}, now {order[name]})" for name in changed
-            )
-            note(
-                f"resuming after {origin:,} samples in a new order, because these changed: {other}"
-            )
+
+    def _lock_ring_buffers(self) -> None:
+        """Page-lock the audio's memory, for copies to the GPU that don't block the host."""
+        if lock_pages(self._ring_buffers):
+            # Not in `close`, which also runs after errors: CUDA could wait for unfinished work of
+            # other ranks.
+            weakref.finalize(self, unlock_pages, self._ring_buffers).atexit = False
+        else:
+            problem = "CUDA can't lock the memory of the workers' audio"
+            log(f"clap.data: {problem}; copies to the GPU block the host")
 
     def __next__(self) -> list[Batch]:
         """Return rows that are valid until the next call."""
-        rows = []
+        pieces = []
         num_missing = self._micro_batch
-        state = self._state
         while num_missing:
-            piece, batch = self._piece = self._piece or self._receive()
-            taken = state["rows_taken"]
-            rows.append(batch.rows(taken, min(taken + num_missing, len(batch))))
-            state["rows_taken"] += len(rows[-1])
-            num_missing -= len(rows[-1])
-            if state["rows_taken"] == len(batch):
-                places = state["positions"]
-                places = [*places[: piece.worker], piece.after, *places[piece.worker + 1 :]]
-                state |= {
-                    "positions": places,
-                    "next_worker": (piece.worker + 1) % len(places),
-                    "rows_taken": 0,
-                }
-                self._piece = None
-        state["samples"] += self._micro_batch
-        return rows
+            if self._current is None:
+                self._current = self._receive()
+            chunk, batch = self._current
+            start = self._state["rows_taken"]
+            piece = batch.rows(start, min(start + num_missing, len(batch)))
+            pieces.append(piece)
+            num_missing -= len(piece)
+            self._state["rows_taken"] += len(piece)
+            if self._state["rows_taken"] == len(batch):
+                self._finish_chunk(chunk)
+        self._state["samples"] += self._micro_batch
+        return pieces
+
+    def _finish_chunk(self, chunk: Chunk) -> None:
+        # A new list, because states that were returned before hold the old one.
+        positions = [*self._state["positions"]]
+        positions[chunk.worker] = chunk.position
+        self._state["positions"] = positions
+        self._state["next_worker"] = (chunk.worker + 1) % len(positions)
+        self._state["rows_taken"] = 0
+        self._current = None
 
     def _receive(self) -> tuple[Chunk, Batch]:
-        piece = next(self._received)
-        for broken in piece.broken:
-            if broken.name not in self._broken:  # several workers may report the same one
-                note(f"skipped {broken}")
-                self._broken[broken.name] = broken
-        if piece.captions is None:
+        """Receive the next worker's chunk, and report the items that it skipped."""
+        chunk = next(self._chunks)
+        for item in chunk.skipped:
+            # Several workers may report the same one.
+            if item.name not in self._skipped:
+                log(f"skipped {item}")
+                self._skipped[item.name] = item
+        if chunk.failure:
             self.close()
-            examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
-            found = (
-                f"{len(self._broken)} broken, the first: {examples}"
-                if examples
-                else "they contain no items"
-            )
-            raise ValueError(f"{FIELD}: {piece.failure}; {found}")
-        ids, mask = map(torch.from_numpy, piece.captions)
-        batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
-        self._made += len(batch) if piece.made_in_s else 0
-        self._made_in_s += piece.made_in_s
-        return piece, batch
+            examples = "; ".join(map(str, islice(self._skipped.values(), _NUM_EXAMPLES)))
+            cause = "they contain no items"
+            if examples:
+                cause = f"{len(self._skipped)} broken, the first: {examples}"
+            raise ValueError(f"{FIELD}: {chunk.failure}; {cause}")
+        batch = chunk.batch(self._ring_buffers)
+        if chunk.made_in_s:
+            self._timed_rows += len(batch)
+            self._timed_s += chunk.made_in_s
+        return chunk, batch
 
     def throughput(self) -> LoaderThroughput | None:
-        if not self._made_in_s:
+        if not self._timed_s:
             return None
-        rate = max(self._num_workers, 1) * self._made / self._made_in_s
+        rate = max(self._num_workers, 1) * self._timed_rows / self._timed_s
         return LoaderThroughput(rate, self._num_workers, self._kind)
 
     def state(self) -> dict[str, Any]:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
-        """Return statistics that count broken items and damaged tars once each; unknown numbers of
+        """Return statistics that count skipped items and damaged tars once each; unknown numbers of
         samples are None."""
-        broken = [asdict(broken) for broken in self._broken.values()]
-        return {**self._described, "num_broken_items": len(broken), "broken_items": broken}
+        skipped = [asdict(item) for item in self._skipped.values()]
+        return {**self._statistics, "num_broken_items": len(skipped), "broken_items": skipped}
 
     def close(self) -> None:
-        self._received.close()
+        self._chunks.close()

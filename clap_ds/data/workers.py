@@ -33,8 +33,8 @@ class WorkerKilledError(ValueError):
 
 
 class Loader(Iterator[T], Generic[T]):
-    """Wrap a `DataLoader` with single-threaded workers that leave signals to the rank, and keep
-    torch's global generator. `section` names the settings' section with `num_workers`; `options`
+    """A `DataLoader` with single-threaded workers that leave signals to the rank. It leaves torch's
+    global generator unchanged. `section` names the settings' section with `num_workers`; `options`
     are passed to the DataLoader."""
 
     def __init__(
@@ -42,16 +42,16 @@ class Loader(Iterator[T], Generic[T]):
     ) -> None:
         self._section = section
         handler = signal.getsignal(signal.SIGCHLD)
-        generator = torch.Generator()  # replaces the global one, which dropout uses
-        self._loaded: Iterator[T] = iter(
-            DataLoader(
-                dataset,
-                num_workers=num_workers,
-                worker_init_fn=_start_worker,
-                generator=generator,
-                **options,
-            )
+        loader = DataLoader(
+            dataset,
+            num_workers=num_workers,
+            worker_init_fn=_start_worker,
+            # replaces the global one, which dropout uses
+            generator=torch.Generator(),
+            **options,
         )
+        self._loaded: Iterator[T] = iter(loader)
+        # DataLoader's handler would raise a worker's death anywhere in training.
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handler)
 
@@ -60,21 +60,25 @@ class Loader(Iterator[T], Generic[T]):
             return next(self._loaded)
         except StopIteration:
             raise
-        except Exception as error:  # its type depends on what a dead worker left unfinished
+        # Its type depends on what a dead worker left unfinished.
+        except Exception as error:
             for worker in getattr(self._loaded, "_workers", []):
-                worker.join(timeout=1)  # the exit code may appear after the error
-                if code := worker.exitcode:
+                # The exit code may appear after the error.
+                worker.join(timeout=1)
+                if worker.exitcode:
                     self.close()
-                    how = (
-                        f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}"
-                        if code < 0
-                        else f"code {code}"
-                    )
-                    death = f"a data worker (process {worker.pid}) was ended by {how}"
-                    is_hosts = -code in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)
-                    error_type = WorkerKilledError if is_hosts else ValueError
-                    raise error_type(f"{self._section}.num_workers: {death}") from error
+                    raise self._death(worker.pid, worker.exitcode) from error
             raise
+
+    def _death(self, process: int, code: int) -> ValueError:
+        """Return the error of a worker that ended with an exit code, negative for a signal."""
+        cause = f"code {code}"
+        if code < 0:
+            cause = signal.Signals(-code).name + _LIKELY_CAUSES.get(code, "")
+        message = f"a data worker (process {process}) was ended by {cause}"
+        is_fault_of_host = -code in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)
+        error_type = WorkerKilledError if is_fault_of_host else ValueError
+        return error_type(f"{self._section}.num_workers: {message}")
 
     def close(self) -> None:
         """Stop the workers and wait for them. Unlike the iterator's finalizer, don't swallow a
@@ -92,7 +96,8 @@ def _start_worker(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    keep_freed_memory()  # decoders allocate megabytes per clip
+    # Decoders allocate megabytes per clip.
+    keep_freed_memory()
     torch.set_num_threads(1)
 
 
@@ -110,7 +115,8 @@ def lock_pages(tensor: Tensor) -> bool:
     if not int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)):
         return True
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # clears CUDA's last error, which the next kernel would raise
+        # Clears CUDA's last error, which the next kernel would raise.
+        torch.zeros(1, device="cuda")
     return False
 
 

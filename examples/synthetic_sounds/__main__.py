@@ -32,9 +32,15 @@ from clap_ds.weights.hub import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 
-ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", "FLOAT"), ("ogg", "VORBIS"),
-             ("mp3", "MPEG_LAYER_III"))  # fmt: skip
-"""Formats and subtypes of libsndfile."""
+# formats and subtypes of libsndfile
+ENCODINGS: tuple[tuple[str, str], ...] = (
+    ("flac", "PCM_16"),
+    ("flac", "PCM_24"),
+    ("wav", "PCM_16"),
+    ("wav", "FLOAT"),
+    ("ogg", "VORBIS"),
+    ("mp3", "MPEG_LAYER_III"),
+)
 SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
@@ -42,19 +48,22 @@ def make_clip(
     kind: Kind, rng: random.Random, options: argparse.Namespace
 ) -> tuple[Signal, int, list[str]]:
     """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`."""
-    rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
-    sample_rate = rng.choice(rates)
+    sample_rate = rng.choice([options.sample_rate] if options.sample_rate else SAMPLE_RATES)
     seconds = rng.uniform(*options.seconds)
     time = np.arange(round(seconds * sample_rate)) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
-    signal = SIGNALS[kind.label](np.random.default_rng(rng.getrandbits(64)), time, value)
+    noise = np.random.default_rng(rng.getrandbits(64))
+    signal = SIGNALS[kind.label](noise, time, value)
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
+        # stereo, with a quieter second channel
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
+    # A third of the clips have three captions.
+    num_captions = rng.choice((1, 1, 3))
+    qualities = loudness, quality
     captions = [
-        kind.caption(options.wordings, rng, (loudness, quality), seconds)
-        for _ in range(rng.choice((1, 1, 3)))
+        kind.caption(options.wordings, rng, qualities, seconds) for _ in range(num_captions)
     ]
     return signal.reshape(len(time), -1), sample_rate, captions
 
@@ -79,37 +88,46 @@ def write_sounds(options: argparse.Namespace) -> None:
     with enough clips has all of them.
     """
     directory = options.directory
-    count = options.shards
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"sounds-{shard:03d}.tar" for shard in range(count)]
-    encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
     all_captions: list[str] = []
-    for shard, path in enumerate(tqdm(paths, unit="shard", disable=None)):
+    for shard in tqdm(range(options.shards), unit="shard", disable=None):
+        start = shard * options.clips // options.shards
+        stop = (shard + 1) * options.clips // options.shards
         with (
-            replacing(path) as file,
+            replacing(directory / f"sounds-{shard:03d}.tar") as file,
             TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar,
         ):
-            for number in range(
-                shard * options.clips // count, (shard + 1) * options.clips // count
-            ):
-                rng = random.Random(f"seed {options.seed}, clip {number}")
-                kind = KINDS[number % len(KINDS)]
-                waveform, sample_rate, captions = make_clip(kind, rng, options)
+            for number in range(start, stop):
+                item, captions = make_item(number, options)
+                tar.write(item)
                 all_captions += captions
-                encoding = rng.choice(encodings)
-                audio = {encoding[0]: encode(waveform, sample_rate, *encoding)}
-                described: dict[str, object] = {"kind": kind.label}
-                if rng.random() < 0.5:
-                    audio["txt"] = captions[0].encode()
-                else:
-                    described["caption"] = captions[0] if len(captions) == 1 else captions
-                tar.write(
-                    {"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()}
-                )
     with replacing_files(directory / "tokenizer") as draft:
         train_tokenizer(all_captions, draft)
     classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
     write_atomically(directory / "classes.json", json.dumps(classes, indent=1) + "\n")
+
+
+def make_item(number: int, options: argparse.Namespace) -> tuple[dict[str, object], list[str]]:
+    """Return a tar's item with its `__key__`, and its captions."""
+    rng = random.Random(f"seed {options.seed}, clip {number}")
+    kind = KINDS[number % len(KINDS)]
+    waveform, sample_rate, captions = make_clip(kind, rng, options)
+    encodings = ENCODINGS
+    if options.format:
+        # the first subtype of the format
+        encodings = tuple(encoding for encoding in ENCODINGS if encoding[0] == options.format)[:1]
+    file_format, subtype = rng.choice(encodings)
+    item: dict[str, object] = {
+        "__key__": f"{number:06d}",
+        file_format: encode(waveform, sample_rate, file_format, subtype),
+    }
+    fields: dict[str, object] = {"kind": kind.label}
+    # Half of the captions are in the json.
+    if rng.random() < 0.5:
+        item["txt"] = captions[0].encode()
+    else:
+        fields["caption"] = captions[0] if len(captions) == 1 else captions
+    return item | {"json": json.dumps(fields).encode()}, captions
 
 
 def seconds(text: str) -> tuple[float, float]:
@@ -121,52 +139,28 @@ def seconds(text: str) -> tuple[float, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    wordings = "caption templates: for training (default), or held out (new combinations of the same words)"
     add("directory", type=Path, metavar="DIR", help="new or empty output folder")
-    add(
-        "--clips",
-        type=whole_number(),
-        default=256,
-        metavar="N",
-        help="number of sounds (default: 256)",
-    )
-    add(
-        "--shards",
-        type=whole_number(),
-        default=4,
-        metavar="S",
-        help="number of tar files (default: 4)",
-    )
+    text = "number of sounds (default: 256)"
+    add("--clips", type=whole_number(), default=256, metavar="N", help=text)
+    text = "number of tar files (default: 4)"
+    add("--shards", type=whole_number(), default=4, metavar="S", help=text)
     add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
-    add(
-        "--seconds",
-        type=seconds,
-        default=(1.0, 15.0),
-        metavar="1-15",
-        help="length of clips in s (default: 1-15)",
-    )
-    add("--wordings", choices=TEMPLATES, default="train", help=wordings)
-    add(
-        "--sample_rate",
-        type=whole_number(8000, 48000),
-        metavar="HZ",
-        help="rate of all clips (default: varied)",
-    )
-    add(
-        "--format",
-        choices=sorted({name for name, _ in ENCODINGS}),
-        help="format of all clips (default: varied)",
-    )
+    text = "length of clips in s (default: 1-15)"
+    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help=text)
+    text = "caption templates: for training (default), or held out (new combinations of the same words)"
+    add("--wordings", choices=TEMPLATES, default="train", help=text)
+    text = "rate of all clips (default: varied)"
+    add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help=text)
+    formats = sorted({file_format for file_format, _ in ENCODINGS})
+    add("--format", choices=formats, help="format of all clips (default: varied)")
     options = parser.parse_args(arguments)
     directory: Path = options.directory
     if directory.exists() and any(directory.iterdir()):
-        raise UserError(
-            f"{directory} exists and isn't an empty folder: pass a new folder, or empty it"
-        )
+        advice = "pass a new folder, or empty it"
+        raise UserError(f"{directory} exists and isn't an empty folder: {advice}")
     write_sounds(options)
-    print(
-        f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} shard(s): {directory}"
-    )
+    contents = f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer"
+    print(f"{contents}, {options.shards} shard(s): {directory}")
     print_settings(str(directory / "sounds-*.tar"), str(directory / "tokenizer"), None)
 
 

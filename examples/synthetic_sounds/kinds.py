@@ -27,24 +27,22 @@ class Scale:
     def draw(self, rng: random.Random) -> tuple[float, str]:
         """Return a value and a word for it."""
         position = rng.random()
-        return self.low * (self.high / self.low) ** position, rng.choice(
-            self.words[int(3 * position)]
-        )
+        value = self.low * (self.high / self.low) ** position
+        return value, rng.choice(self.words[int(3 * position)])
 
 
 SCALES = {
+    # Hz
     "pitch": Scale(
         110,
         1760,
         (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched")),
-    ),  # Hz
-    "tempo": Scale(
-        1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid"))
-    ),  # events per second
+    ),
+    # events per second
+    "tempo": Scale(1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid"))),
 }
-LOUDNESS = Scale(
-    0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong"))
-)  # peak amplitude
+# peak amplitude
+LOUDNESS = Scale(0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong")))
 
 TEMPLATES = {
     "train": (

@@ -25,40 +25,53 @@ def _struck(since: Signal, frequency: float, rate: float) -> Signal:
 
 
 def _bell(time: Signal, pitch: float) -> Signal:
-    partials = ((1.0, 1.0), (2.76, 0.6), (5.4, 0.3))  # of a struck bar: frequency ratio, strength
-    rung = (
-        gain * np.exp(-3 * k * (time % 2)) * _sine(time, min(pitch, 1400) * k)
-        for k, gain in partials
-    )
-    return sum(rung, 0 * time)
+    """Return a struck bar that is struck every 2 s."""
+    sound = 0 * time
+    # frequency ratio, strength
+    for ratio, gain in ((1.0, 1.0), (2.76, 0.6), (5.4, 0.3)):
+        sound = sound + gain * np.exp(-3 * ratio * (time % 2)) * _sine(
+            time, min(pitch, 1400) * ratio
+        )
+    return sound
 
 
 def _bird(time: Signal) -> Signal:
+    """Return seven calls a second, of which the last two are left out."""
     arch = np.sin(np.pi * (time * 7 % 1))
-    return _sine(time, 3000 + 2000 * arch) * arch**2 * (time % 1 < 0.72)
+    return np.where(time % 1 < 0.72, _sine(time, 3000 + 2000 * arch) * arch**2, 0)
 
 
+def _clicks(time: Signal, tempo: float) -> Signal:
+    since = time % (1 / tempo)
+    return np.exp(-since * 800) * np.cos(2 * np.pi * 3000 * since)
+
+
+def _bursts(noise: np.random.Generator, time: Signal, tempo: float) -> Signal:
+    return np.where(time * tempo % 1 < 0.3, noise.standard_normal(len(time)), 0)
+
+
+def _heartbeat(time: Signal) -> Signal:
+    return _struck((time + 0.25) % 0.9, 60, 18) + 0.7 * _struck(time % 0.9, 50, 18)
+
+
+# (noise source, time, pitch or tempo) → signal
 SIGNALS: dict[str, Callable[[np.random.Generator, Signal, float], Signal]] = {
-    "pure tone": lambda noise, time, pitch: _sine(time, pitch),
-    "square wave": lambda noise, time, pitch: np.sign(_sine(time, pitch)),
-    "rising chirp": lambda noise, time, pitch: _sine(
+    "pure tone": lambda _, time, pitch: _sine(time, pitch),
+    "square wave": lambda _, time, pitch: np.sign(_sine(time, pitch)),
+    # from an octave below to an octave above, and back
+    "rising chirp": lambda _, time, pitch: _sine(
         time, np.geomspace(pitch / 2, pitch * 2, len(time))
     ),
-    "falling chirp": lambda noise, time, pitch: _sine(
+    "falling chirp": lambda _, time, pitch: _sine(
         time, np.geomspace(pitch * 2, pitch / 2, len(time))
     ),
-    "tremolo": lambda noise, time, pitch: _sine(time, pitch) * (1 + 0.95 * _sine(time, 9.0)),
-    "siren": lambda noise, time, pitch: _sine(time, np.where(time % 1 < 0.5, pitch, pitch * 1.5)),
-    "bell": lambda noise, time, pitch: _bell(time, pitch),
+    "tremolo": lambda _, time, pitch: _sine(time, pitch) * (1 + 0.95 * _sine(time, 9.0)),
+    # a fifth apart
+    "siren": lambda _, time, pitch: _sine(time, np.where(time % 1 < 0.5, pitch, pitch * 1.5)),
+    "bell": lambda _, time, pitch: _bell(time, pitch),
     "white noise": lambda noise, time, _: noise.standard_normal(len(time)),
-    "clicks": lambda noise, time, tempo: (
-        np.exp(-(time % (1 / tempo)) * 800) * np.cos(2 * np.pi * 3000 * (time % (1 / tempo)))
-    ),
-    "noise bursts": lambda noise, time, tempo: (
-        noise.standard_normal(len(time)) * (time * tempo % 1 < 0.3)
-    ),
-    "heartbeat": lambda noise, time, _: (
-        _struck((time + 0.25) % 0.9, 60, 18) + 0.7 * _struck(time % 0.9, 50, 18)
-    ),
-    "bird": lambda noise, time, _: _bird(time),
+    "clicks": lambda _, time, tempo: _clicks(time, tempo),
+    "noise bursts": _bursts,
+    "heartbeat": lambda _, time, __: _heartbeat(time),
+    "bird": lambda _, time, __: _bird(time),
 }

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,31 +14,33 @@ RATE = 16000
 
 
 def tone(number: int, seconds: float = 0.05) -> np.ndarray:
-    return 0.5 * np.sin(2 * np.pi * (200 + 10 * number) * np.arange(round(seconds * RATE)) / RATE)
+    """Return a tone whose pitch depends on a number."""
+    time = np.arange(round(seconds * RATE)) / RATE
+    return 0.5 * np.sin(2 * np.pi * (200 + 10 * number) * time)
 
 
-def write_list(folder: Path, number: int, more: str = "") -> Path:
-    """Write `number` clips and a CSV that lists them, followed by `more` rows."""
+def write_list(folder: Path, num_clips: int, rows: str = "") -> Path:
+    """Write clips and a CSV that lists them, followed by more `rows`."""
     (folder / "audio").mkdir()
-    names = [f"clip {n:02d}.wav" for n in range(number)]
-    for n, name in enumerate(names):
-        (folder / "audio" / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
+    lines = ["path,caption\n"]
+    for number in range(num_clips):
+        name = f"clip {number:02d}.wav"
+        (folder / "audio" / name).write_bytes(wav(tone(number), RATE, "PCM_16"))
+        lines.append(f"audio/{name},a tone {name}\n")
     path = folder / "list.csv"
-    path.write_text(
-        "path,caption\n" + "".join(f"audio/{name},a tone {name}\n" for name in names) + more
-    )
+    path.write_text("".join(lines) + rows)
     return path
 
 
 def run(*arguments: object) -> int:
-    words = ["build", "--workers", "1", "--max_left_out", "1", *map(str, arguments)]
-    return exit_code_of(lambda: shards.main(words))
+    command = ["build", "--workers", "1", "--max_left_out", "1", *map(str, arguments)]
+    return exit_code_of(lambda: shards.main(command))
 
 
 def reasons_in(folder: Path) -> dict[str, str]:
     """Return file name → reason for skipped items."""
-    listed = map(json.loads, (folder / "broken.jsonl").read_text().splitlines())
-    return {Path(item["file"]).name: item["reason"] for item in listed}
+    lines = map(json.loads, (folder / "broken.jsonl").read_text().splitlines())
+    return {Path(line["file"]).name: line["reason"] for line in lines}
 
 
 def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
@@ -46,3 +49,9 @@ def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str,
     by_source = {json.loads(item["json"])["source"]: item for item in items}
     assert len(by_source) == len(items)
     return by_source
+
+
+def fields_in(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, Any]]:
+    """Return the json of all items by source file name."""
+    items = items_by_source(folder, pattern)
+    return {name: json.loads(item["json"]) for name, item in items.items()}

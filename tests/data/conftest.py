@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
@@ -14,6 +13,8 @@ from clap_ds.data import shard_io
 from clap_ds.data.dataloader import BatchSource, build_batches
 
 OpenSource = Callable[..., BatchSource]
+
+SPEC_FIELDS = ("micro_batch", "rank", "world_size", "ranks_per_host", "seed")
 
 
 @pytest.fixture(autouse=True)
@@ -27,33 +28,20 @@ def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
     """Return a function that opens a rank's batches from shards, or synthetic ones, with settings
-    of `clap.data`."""
+    of `clap.data` and fields of `BatchSpec`."""
 
     def open_data(
         shards: Any = None, state: dict[str, Any] | None = None, **settings: Any
     ) -> BatchSource:
-        spec = {
-            "micro_batch": 4,
-            "rank": 0,
-            "world_size": 1,
-            "ranks_per_host": 1,
-            "seed": 0,
-            "needs_epochs": False,
-        }
-        spec |= {name: settings.pop(name) for name in spec.keys() & settings.keys()}
+        spec = {name: settings.pop(name) for name in SPEC_FIELDS if name in settings}
+        spec = {"micro_batch": 4, "context_length": 12} | spec
         if shards is None:
             data: Any = SyntheticData(source="synthetic", **settings)
         else:
-            settings = {
-                "tokenizer": tokenizer_dir,
-                "num_workers": 0,
-                "shuffle_buffer": 0,
-                **settings,
-            }
-            data = ShardData(source="webdataset", shards=shards, **settings)
-        read = state and json.loads(json.dumps(state))
-        return build_batches(
-            data, model=micro, context_length=12, device=torch.device("cpu"), state=read, **spec
-        )
+            defaults = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
+            data = ShardData(source="webdataset", shards=shards, **(defaults | settings))
+        # as a checkpoint stores it
+        state = json.loads(json.dumps(state))
+        return build_batches(data, model=micro, state=state, **spec)
 
     return open_data

@@ -1,4 +1,4 @@
-"""Build tars and items with the standard library."""
+"""Build audio files, items and tars with the standard library and libsndfile."""
 
 import functools
 import io
@@ -6,6 +6,7 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -16,13 +17,21 @@ from clap_ds.config.model import INT16_SCALE
 from clap_ds.data.batch import Batch
 
 
-def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -> bytes:
+def encode(
+    samples: np.ndarray, rate: int, file_format: str, subtype: str | None = None, **options: Any
+) -> bytes:
+    """Return an audio file of samples (T,) or (T, channels)."""
     buffer = io.BytesIO()
-    soundfile.write(buffer, samples, sample_rate, format="WAV", subtype=subtype)
+    soundfile.write(buffer, samples, rate, format=file_format, subtype=subtype, **options)
     return buffer.getvalue()
 
 
-@functools.cache  # a header contains its time of writing
+def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -> bytes:
+    return encode(samples, sample_rate, "WAV", subtype)
+
+
+# Cached, because a header contains its time of writing.
+@functools.cache
 def marked_item(number: int) -> list[tuple[str, bytes]]:
     """Return an item that `number_of` recognizes after loading: its 480 samples are equal."""
     sound = wav(np.full(480, (number + 1) / 1000, dtype=np.float32))

@@ -18,64 +18,59 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
     for tensor, expected_tensor in zip(batch.tensors(), expected.tensors(), strict=True):
         assert tensor.dtype == expected_tensor.dtype
         assert torch.equal(tensor.cpu(), expected_tensor.cpu())
-    assert batch.num_tokens == expected.num_tokens
+    assert batch.num_tokens == expected.num_tokens == expected.attention_mask.sum()
 
 
-def test_join_puts_pieces_together_in_order() -> None:
+def test_join_keeps_rows_in_order_without_sharing_audio() -> None:
     whole = random_batch(10, seed=0)
     assert_equal(join([whole.rows(0, 3), whole.rows(3, 4), whole.rows(4, 10)], CPU), whole)
-    alone = join([whole], CPU)
-    assert_equal(alone, whole)
-    assert alone.audio.data_ptr() != whole.audio.data_ptr(), "shares memory that workers reuse"
-    assert whole.num_tokens == whole.attention_mask.sum()
-    shorts = whole.rows(0, 1)
-    halves = whole.rows(1, 2)
-    shorts.audio = torch.tensor([[-(2**15), 2**14]], dtype=torch.int16)
-    halves.audio = torch.tensor([[0.5, -2]]).half()
-    for piece, dtype in ((shorts, torch.int16), (halves, torch.float32)):
-        joined = [join([piece], CPU).audio, join([piece, piece], CPU).audio[:1]]
-        assert [(audio.dtype, audio.tolist()) for audio in joined] == [
-            (dtype, piece.audio.tolist())
-        ] * 2
+    single = join([whole], CPU)
+    assert_equal(single, whole)
+    assert single.audio.data_ptr() != whole.audio.data_ptr()
 
 
-def test_pieces_are_packed_together() -> None:
-    """A batch of two pieces has its real tokens in order as packed captions, and still its padded
-    form."""
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_join_converts_features_only(num_pieces: int) -> None:
+    piece = random_batch(1, seed=0)
+    piece.audio = torch.tensor([[-(2**15), 2**14]], dtype=torch.int16)
+    assert join([piece] * num_pieces, CPU).audio.dtype == torch.int16
+    piece.audio = torch.tensor([[0.5, -2]]).half()
+    audio = join([piece] * num_pieces, CPU).audio
+    assert audio.dtype == torch.float32
+    assert audio.tolist() == [[0.5, -2]] * num_pieces
+
+
+def test_join_with_packing_has_real_tokens_in_order() -> None:
     ids = torch.tensor([[0, 5, 2, 1], [0, 2, 1, 1], [0, 6, 7, 2]])
-    mask = (ids != 1).long()
-    pieces = [
-        Batch(torch.zeros(2, 8), ids[:2], mask[:2]),
-        Batch(torch.zeros(1, 8), ids[2:], mask[2:]),
-    ]
+    whole = Batch(torch.zeros(3, 8), ids, (ids != 1).long())
+    pieces = [whole.rows(0, 2), whole.rows(2, 3)]
     batch = join(pieces, CPU, pack_captions=True)
-    waveforms, row, no_mask, packing = batch.model_inputs()
-    assert waveforms.shape == (3, 8)
-    assert no_mask is None
-    assert row[: batch.num_tokens].tolist() == [0, 5, 2, 0, 2, 0, 6, 7, 2]
+    _, tokens, mask, packing = batch.model_inputs()
+    assert mask is None
+    assert tokens[: batch.num_tokens].tolist() == [0, 5, 2, 0, 2, 0, 6, 7, 2]
+    # padded to a multiple of 16 by a segment of its own
     assert packing.bounds[:4].tolist() == [0, 3, 5, 9]
-    assert len(row) == packing.bounds[-1] == 16
+    assert len(tokens) == packing.bounds[-1] == 16
     assert torch.equal(batch.input_ids, ids)
-    assert join(pieces, CPU).model_inputs()[1].shape == (3, 4)
-    assert join(pieces[1:], CPU).model_inputs()[2] is None  # full captions
-    again = [join(pieces[:1], CPU, pack_captions=True).model_inputs()[1] for _ in range(2)]
-    assert again[0][:5].tolist() == [0, 5, 2, 0, 2]
-    assert again[0] is again[1]
+
+
+def test_join_of_one_piece_packs_it_once() -> None:
+    batch = random_batch(2, seed=0)
+    first, second = (join([batch], CPU, pack_captions=True).model_inputs()[1] for _ in range(2))
+    assert first is second
 
 
 @pytest.mark.parametrize(
-    ("throughput", "needed", "said"),
+    ("throughput", "needed", "report"),
     [
-        (
-            (1000.0, 4, "encoded"),
-            800.0,
-            "can load 1,000 clips/s, their rank's step needs 800: enough",
-        ),
+        ((1000.0, 4, "encoded"), 800.0, "1,000 clips/s, their rank's step needs 800: enough"),
         ((1000.0, 4, "encoded"), 900.0, ": margin below 25%. Set clap.data.num_workers to 5"),
         ((1000.0, 4, "encoded"), 2000.0, "Set clap.data.num_workers to 10; prepared"),
         ((1000.0, 4, "waveform"), 3000.0, "more than this host's 22 cores for 2 rank(s)"),
         ((50.0, 0, "encoded"), 25.0, "makes each step 50% longer"),
     ],
 )
-def test_verdict(throughput: tuple[float, int, Kind], needed: float, said: str) -> None:
-    assert said in describe(LoaderThroughput(*throughput), needed, ranks_per_host=2, cores=22)
+def test_describe_throughput_advises_num_workers(
+    throughput: tuple[float, int, Kind], needed: float, report: str
+) -> None:
+    assert report in describe(LoaderThroughput(*throughput), needed, ranks_per_host=2, cores=22)

@@ -1,224 +1,191 @@
 """Test lists of audio files with captions in common formats, and errors for invalid ones."""
 
-import json
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clap_ds.data.build_shards.caption_lists import rows_of
+from clap_ds.data.build_shards.caption_lists import (
+    Entry,
+    add_columns,
+    audio_files_in,
+    read_entries,
+    rows_of,
+)
 from clap_ds.utils.errors import UserError
-from tests.data.builds import items_by_source, reasons_in, run, tone
-from tests.data.tars import wav
 
 
-def described_in(folder: Path) -> dict[str, dict[str, object]]:
-    return {name: json.loads(item["json"]) for name, item in items_by_source(folder).items()}
+def options_of(options: str = "") -> Namespace:
+    parser = ArgumentParser()
+    add_columns(parser)
+    return parser.parse_args(options.split())
 
 
-LISTS = {  # list name, content, encoding, options, captions by audio file name
+def read(path: Path, options: str = "") -> list[Entry]:
+    return read_entries(path, options_of(options))
+
+
+def captions_in(path: Path, options: str = "") -> dict[str, list[str]]:
+    return {entry.path.name: entry.captions for entry in read(path, options)}
+
+
+AB = {"a.wav": ["x"], "b.wav": ["y"]}
+LISTS = {
+    # file name, content, options, captions by audio file
     "excel": (
-        "x.csv", "path;caption;;\r\n{};Glöckchen, nah;;\r\n{};Regen;;\r\n;;;\r\n\r\n", "utf-8-sig", "",
-        {"a.wav": "Glöckchen, nah", "b.wav": "Regen"},
+        "x.csv", "\ufeffpath;caption;;\r\na.wav;Glöckchen, nah;;\r\nb.wav;y;;\r\n;;;\r\n\r\n", "",
+        {"a.wav": ["Glöckchen, nah"], "b.wav": ["y"]},
     ),
-    "names_as_in_clotho": (
-        "x.csv", 'file_name,caption_1,caption_2\n"{}",x,y\n{},z,w\n', "utf-8", "",
+    "clotho": (
+        "x.csv", 'file_name,caption_1,caption_2\n"a,  b\'s.wav",x,y\nc &#39;d.wav,z,w\n', "",
         {"a,  b's.wav": ["x", "y"], "c &#39;d.wav": ["z", "w"]},
     ),
-    "sep_of_excel": ("x.csv", "sep=;\r\npath;caption\r\n{};x\r\n{};y\r\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"}),
-    "delimiter_in_a_heading": (
-        "x.csv", 'path;caption;"tags, a, b, c"\n{};x, y;1\n{};z;2\n', "utf-8", "", {"a.wav": "x, y", "b.wav": "z"},
-    ),
-    "headings_as_pandas_numbers_them": (
-        "x.csv", "path,caption,caption.1\n{},x,y\n{},z,w\n", "utf-8", "", {"a.wav": ["x", "y"], "b.wav": ["z", "w"]},
-    ),
-    "descriptions_beside_captions": (
-        "x.csv", "path,description,caption\n{},no,x\n{},no,y\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"},
-    ),
-    "tabs": ("x.tsv", "path\tcaption\n{}\tx, y\n{}\tz\n", "utf-8", "", {"a.wav": "x, y", "b.wav": "z"}),
-    "two_rows_of_a_file": (
-        "x.csv", "file,caption_1,caption_2\na.wav,x,\n{},z,y\n{},w,\n", "utf-8", "", {"a.wav": list("xzy"), "b.wav": "w"},
-    ),
+    "sep of excel": ("x.csv", "sep=;\r\npath;caption\r\na.wav;x\r\nb.wav;y\r\n", "", AB),
+    "delimiter in a heading": ("x.csv", 'path;caption;"tags, a, b, c"\na.wav;x;1\nb.wav;y;2\n', "", AB),
+    "duplicate headings of pandas": ("x.csv", "path,caption,caption.1\na.wav,x,y\n", "", {"a.wav": ["x", "y"]}),
+    "description beside caption": ("x.csv", "path,description,caption\na.wav,no,x\nb.wav,no,y\n", "", AB),
+    "tabs": ("x.tsv", "path\tcaption\na.wav\tx, y\n", "", {"a.wav": ["x, y"]}),
+    "rows of a file": ("x.csv", "file,caption_1,caption_2\na.wav,x,\n./a.wav,z,y\n", "", {"a.wav": ["x", "z", "y"]}),
     "jsonl": (
-        "x.jsonl", '{{"path": "{}", "captions": ["x", "y", "x"]}}\n\n{{"path": "{}", "text": "z"}}',
-        "utf-8", "", {"a.wav": list("xy"), "b.wav": "z"},
+        "x.jsonl", '{"path": "a.wav", "captions": ["x", "y", "x"]}\n\n{"path": "b.wav", "text": "z"}', "",
+        {"a.wav": ["x", "y"], "b.wav": ["z"]},
     ),
-    "json_array": (
-        "x.json", '[{{"path": "{}", "captions": ["x", "y"]}},\n {{"path": "{}", "text": "z"}}]',
-        "utf-8-sig", "", {"a.wav": list("xy"), "b.wav": "z"},
-    ),
+    "json array": ("x.json", '[{"path": "a.wav", "captions": ["x"]},\n {"path": "b.wav", "text": "y"}]', "", AB),
     "wavcaps": (
-        "x.json", '{{"num_captions_per_audio": 1, "data": [\n{{"id": "1", "caption": "x"}}, {{"id": "2", "caption": "y"}}]}}',
-        "utf-8", "--audio_column {id}.wav", {"1.wav": "x", "2.wav": "y"},
+        "x.json", '{"data": [\n{"id": "a", "caption": "x"}, {"id": "b", "caption": "y"}]}', "--audio_column {id}.wav", AB,
     ),
-    "hub_to_json": (
-        "x.json", '{{"path": "{}", "caption": "x"}}\n{{"path": "{}", "caption": "y"}}\n', "utf-8", "",
-        {"a.wav": "x", "b.wav": "y"},
-    ),
-    "pandas_index": ("x.csv", ",path,caption\n0,{},x\n1,{},y\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"}),
+    "to_json of the hub": ("x.json", '{"path": "a.wav", "caption": "x"}\n{"path": "b.wav", "caption": "y"}\n', "", AB),
+    "index of pandas": ("x.csv", ",path,caption\n0,a.wav,x\n1,b.wav,y\n", "", AB),
     "esc50": (
-        "meta/esc50.csv", "filename,fold,target,category,take\n{},1,36,vacuum_cleaner,A\n{},1,0,dog,B\n", "utf-8",
-        "--caption_columns category --audio_root audio", {"1-100032-A-36.wav": "vacuum cleaner", "b.wav": "dog"},
+        "x.csv", "filename,fold,category\n1-100032-A-36.wav,1,vacuum_cleaner\n", "--caption_columns category",
+        {"1-100032-A-36.wav": ["vacuum cleaner"]},
     ),
-    "put_together": (
-        "val.csv", "youtube_id,start_time,caption\nvfY_TJq7n_U,130,Rustling\n", "utf-8",
-        "--audio_column {youtube_id}_{start_time}.wav", {"vfY_TJq7n_U_130.wav": "Rustling"},
+    "template of columns": (
+        "x.csv", "youtube_id,start_time,caption\nvfY_TJq7n_U,130,Rustling\n", "--audio_column {youtube_id}_{start_time}.wav",
+        {"vfY_TJq7n_U_130.wav": ["Rustling"]},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "encoding", "options", "captions"), LISTS.values(), ids=LISTS
-)
-def test_lists_as_others_write_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, encoding: str, options: str,
-    captions: dict[str, str | list[str]],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    folder = Path("audio" if "--audio_root" in options else ".")
-    folder.mkdir(exist_ok=True)
-    for number, file in enumerate(captions):
-        (folder / file).write_bytes(wav(tone(number)))
-    Path(name).parent.mkdir(exist_ok=True)
-    Path(name).write_bytes(content.format(*captions).encode(encoding))
-    assert run(name, "out", *options.split()) == 0
-    described = described_in(Path("out"))
-    assert {name: each["caption"] for name, each in described.items()} == captions
-    assert not reasons_in(Path("out"))
-    if "category" in options:  # for zero-shot evaluation
-        assert described["1-100032-A-36.wav"]["category"] == "vacuum_cleaner"
+@pytest.mark.parametrize(("name", "content", "options", "captions"), LISTS.values(), ids=LISTS)
+def test_list_in_common_format_has_captions(
+    tmp_path: Path, name: str, content: str, options: str, captions: dict[str, list[str]]
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+    assert captions_in(tmp_path / name, options) == captions
 
 
-def test_names_in_a_cell_become_a_list(tmp_path: Path) -> None:
-    (tmp_path / "0.wav").write_bytes(wav(tone(0)))
-    (tmp_path / "list.csv").write_text('fname,labels\n0,"Car_horn, Music"\n')
-    options = (
-        tmp_path / "list.csv",
-        "--audio_column",
-        "{fname}.wav",
-        "--caption_columns",
-        "labels",
-    )
-    assert run(*options, "--multilabel_column", "labels", "--", tmp_path / "out") == 0
-    found = described_in(tmp_path / "out")["0.wav"]
-    assert (found["labels"], found["caption"]) == (["Car_horn", "Music"], ["Car horn", "Music"])
+def test_multilabel_column_becomes_list(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text('path,labels\n0.wav,"Car_horn, Music"\n')
+    (entry,) = read(tmp_path / "list.csv", "--caption_columns labels --multilabel_column labels")
+    assert entry.more["labels"] == ["Car_horn", "Music"]
+    assert entry.captions == ["Car horn", "Music"]
 
 
 @pytest.mark.parametrize("source", ["a.txt", "a.wav", "list.csv"])
-def test_what_leads_out_of_a_folder_is_packed_only_if_asked(tmp_path: Path, source: str) -> None:
+def test_file_outside_folder_needs_follow_links(tmp_path: Path, source: str) -> None:
     """Links of others could make a private file public. The folder itself may be a link, and a
     list's paths absolute."""
-    theirs = tmp_path / "theirs"
+    target = tmp_path / "target"
     private = tmp_path / "private.wav"
-    theirs.mkdir()
-    (tmp_path / "sounds").symlink_to(theirs)
-    for name in "ab":
-        (theirs / f"{name}.wav").write_bytes(wav(tone(ord(name))))
-        (theirs / f"{name}.txt").write_text(name)
+    target.mkdir()
     sounds = tmp_path / "sounds"
-    (theirs / ("a.wav" if source == "list.csv" else source)).rename(private)
+    sounds.symlink_to(target)
+    for name in "ab":
+        (target / f"{name}.wav").touch()
+        (target / f"{name}.txt").write_text(name)
+    (target / ("a.wav" if source == "list.csv" else source)).rename(private)
     if source == "list.csv":
         sounds /= source
-        sounds.write_text(f"path,caption\n../private.wav,x\n{theirs}/b.wav,y\n")
+        sounds.write_text(f"path,caption\n../private.wav,x\n{target}/b.wav,y\n")
     else:
-        (theirs / source).symlink_to(private)
-    assert run(sounds, tmp_path / "out") == 0
-    assert {*described_in(tmp_path / "out")} == {"b.wav"}
-    assert "--follow_links" in str(reasons_in(tmp_path / "out"))
-    assert run(sounds, tmp_path / "all", "--follow_links") == 0
-    assert len(described_in(tmp_path / "all")) == 2
+        (target / source).symlink_to(private)
+    problems = {entry.path.name: entry.problem for entry in read(sounds)}
+    assert problems.pop("b.wav") == ""
+    (problem,) = problems.values()
+    assert "--follow_links" in problem
+    assert [entry.problem for entry in read(sounds, "--follow_links")] == ["", ""]
 
 
-def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
-    folder = tmp_path / "audio"
-    text = {"text": ["A dog barks.", "A bark"], "tag": ["dog"]}
-    (folder / "within").mkdir(parents=True)
-    files = {  # name: caption file's name and content, captions or reason for skipping
-        "within/lines": ("txt", "a sound\n\nanother\n", {"caption": ["a sound", "another"]}),
-        "laion": ("json", json.dumps(text), {"caption": text["text"], "tag": ["dog"]}),
+def test_folder_has_caption_files_beside_audio(tmp_path: Path) -> None:
+    files: dict[str, tuple[str, str, Any]] = {
+        # name: caption file's suffix and content, captions or problem
+        "lines": ("txt", "a sound\n\nanother\n", ["a sound", "another"]),
+        "laion": ("json", '{"text": ["A dog barks.", "A bark"], "tag": ["dog"]}', ["A dog barks.", "A bark"]),
         "none": ("text", "a sound", "expected none.txt"),
         "blank": ("txt", "", "empty caption"),
         "twice": ("json", '{"text": "a", "text": "b"}', "'text' appears twice"),
-    }
-    for number, (name, (suffix, content, _)) in enumerate(files.items()):
-        (folder / f"{name}.wav").write_bytes(wav(tone(number)))
-        (folder / f"{name}.{suffix}").write_text(content)
-    assert run(folder, tmp_path / "out") == 0
-    found = described_in(tmp_path / "out")
-    assert {each.pop("source") for each in found.values()} == set(found)
-    assert found == {
-        f"{Path(name).name}.wav": each
-        for name, (*_, each) in files.items()
-        if isinstance(each, dict)
-    }
-    reasons = reasons_in(tmp_path / "out")
-    assert len(reasons) == 3
-    for name, reason in reasons.items():
-        assert str(files[Path(name).stem][2]) in reason
+    }  # fmt: skip
+    (tmp_path / "within").mkdir()
+    for name, (suffix, content, _) in files.items():
+        (tmp_path / "within" / f"{name}.wav").touch()
+        (tmp_path / "within" / f"{name}.{suffix}").write_text(content)
+    entries = {entry.path.stem: entry for entry in read(tmp_path)}
+    assert entries["laion"].more == {"tag": ["dog"]}
+    for name, (_, _, expected) in files.items():
+        if isinstance(expected, str):
+            assert expected in entries[name].problem
+        else:
+            assert entries[name].captions == expected
 
 
-MISTAKES = [  # list content, options, message; CSV by default
+def test_folder_lists_unreadable_formats(tmp_path: Path) -> None:
+    """So that they are counted as unusable."""
+    names = ["a.aifc", "b.m4a", "c.mp2", "d.mp4", "e.oga", "f.spx", "g.webm"]
+    for name in [*names, "captions.txt", "cover.jpg"]:
+        (tmp_path / name).touch()
+    assert [path.name for path in audio_files_in(tmp_path)] == names
+
+
+MISTAKES = [
+    # content, options or suffix, message; CSV by default
     ("path,caption\n", "", "no rows"),
     ("url,caption\nx,y\n", "", "--audio_column"),
     ("path,caption\nx,y\n", "--caption_columns captoin", "did you mean 'caption'"),
-    ('path,caption\na.wav,wind\nb.wav,"rain\nfalls\n', "", "quotes"),
     ("path,caption\na.wav,b\n\na.wav,b,c\n", "", "list.csv:4"),
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "UTF-8"),
-    ("path,caption\nx,y\n", "", "none of 1 items are usable; the first: {folder}/x"),
     ('{"path": "x"\n', "jsonl", "list.jsonl:1: expected a JSON object"),
-    (
-        '{"path": "x"}\n{"path": "x", "text": "a", "text": "b"}\n',
-        "jsonl",
-        "list.jsonl:2: expected a JSON object: field 'text'",
-    ),
+    ('{"path": "x"}\n{"path": "x", "text": "a", "text": "b"}\n', "jsonl", "list.jsonl:2: .*'text'"),
     ('[{"path": "x", "text": "a", "text": "b"}]', "json", "'text' appears twice"),
     ('[{"path": "x"},\n{"path" "y"}]', "json", "line 2"),
     ('["x"]', "json", "array of objects"),
     ("[]", "json", "no rows"),
-    ("path,caption,caption\na.wav,x,y\n", "", "several columns are named 'caption'"),
-    ("path,path,caption\na.wav,b.wav,y\n", "", "'path'"),
-    ("path, Caption ,caption\na.wav,x,y\n", "", "'caption'"),
+    ("path,path,caption\na.wav,b.wav,y\n", "", "several columns are named 'path'"),
     ("path,caption,a note,A  Note\na.wav,x,y,z\n", "", "'anote'"),
-    (
-        "path,caption,\na.wav,x,\nb.wav,y,z\n",
-        "",
-        "list.csv:3: 'z' is in a column without a heading",
-    ),
+    ("path,caption,\na.wav,x,\nb.wav,y,z\n", "", "list.csv:3: 'z' is in a column without a heading"),
     ('path,caption\na.wav,"x\ny"\nb.wav\n', "", "list.csv:4: expected 2 fields"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "options", "message"), MISTAKES)
-def test_lists_that_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, options: str, message: str
+def test_malformed_list_is_refused(
+    tmp_path: Path, content: str, options: str, message: str
 ) -> None:
-    is_option = options.startswith("-") or not options
-    path = tmp_path / f"list.{'csv' if is_option else options}"
+    suffix = options if options.startswith("json") else "csv"
+    path = tmp_path / f"list.{suffix}"
     path.write_bytes(content.encode("cp1252"))
-    assert run(path, tmp_path / "out", *(options.split() if is_option else [])) == 2
-    assert message.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=message):
+        read(path, "" if suffix == options else options)
 
 
-QUOTES = [  # rows, and the line in which the field with unmatched quotes begins
+QUOTES = [
+    # rows, and the first line of the row with unmatched quotes
     ('a.wav,x\nb.wav,y\nc.wav,z\nd.wav,"bad" quote\n', 5),
     ('a.wav,x\nb.wav,"never closed\nc.wav,z\n', 3),
     ('a.wav,x\nb.wav,"not closed\nc.wav,"a caption, with a comma"\n', 3),
     ('a.wav,"one\ntwo ""three"""\nb.wav,x\nc.wav,"bad" quote\n', 5),
-    ('\n\na.wav,x\n\nb.wav,"bad" quote\n', 6),
-    ('"one\ntwo.wav","never closed\nb.wav,x\n', 3),
-    ('"one\ntwo.wav","bad" quote\n', 3),
-    ('a.wav,a 5" nail\nb.wav,"bad" quote\n', 3),
+    ('\n\na.wav,a 5" nail\n\nb.wav,"bad" quote\n', 6),
 ]
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
+@pytest.mark.parametrize(("delimiter", "line_end"), [(",", "\n"), (";", "\r\n"), ("\t", "\r")])
 @pytest.mark.parametrize(("rows", "line"), QUOTES)
-def test_a_quote_that_does_not_match_is_reported_with_its_line(
-    tmp_path: Path, rows: str, line: int, suffix: str, delimiter: str, line_end: str
+def test_csv_with_unmatched_quote_names_line_of_row(
+    tmp_path: Path, rows: str, line: int, delimiter: str, line_end: str
 ) -> None:
-    path = tmp_path / f"list.{suffix}"
+    path = tmp_path / "list.csv"
     content = f"path,caption\n{rows}".replace(",", delimiter).replace("\n", line_end)
     path.write_bytes(content.encode("utf-8-sig"))
-    with pytest.raises(UserError, match=rf"list.{suffix}:{line}: quotes"):
+    with pytest.raises(UserError, match=rf"list.csv:{line}: quotes"):
         rows_of(path)

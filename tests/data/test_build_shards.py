@@ -6,16 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
+from clap_ds.data.build_shards.build import warn_of_few_captions
+from clap_ds.data.build_shards.caption_lists import Entry
 from clap_ds.data.clip import captions_of
 from clap_ds.data.dataloader import build_batches
 from tests.data.builds import items_by_source, run, write_list
 
 
-def test_a_newcomer_can_train_on_the_result(
+def test_build_prints_settings_that_train(
     tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed settings load, held-out items are separate, and the manifest's counts match an
@@ -23,58 +24,47 @@ def test_a_newcomer_can_train_on_the_result(
     out = tmp_path / "out"
     path = write_list(tmp_path, 20, "audio/gone.wav,x\n")
     (tmp_path / "audio" / "clip 00.wav").write_bytes(b"broken")
-    options = (
-        path,
-        out,
-        "--held_out",
-        0.25,
-        "--shards",
-        3,
-        "--train_tokenizer",
-        300,
-        "--max_left_out",
-    )
-    assert run(*options, 0.09) == 1
-    printed = capsys.readouterr()
-    assert f"skipped 2, listed with reasons in {out}/broken.jsonl" in printed.out
-    assert "--max_left_out" in printed.err
-    assert "usable" in printed.err
-    assert run(*options, 0.1) == 0
+    options = ("--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300)
+    assert run(path, out, *options, "--max_left_out", 0.1) == 0
     train = items_by_source(out, "train-*.tar")
     held_out = items_by_source(out, "held_out-*.tar")
     assert len({**train, **held_out}) == len(train) + len(held_out) == 19
-    assert len(list(out.glob("train-*.tar"))) == 3
     printed = capsys.readouterr().out
+    assert f"skipped 2, listed with reasons in {out}/broken.jsonl" in printed
     assert f"train: {len(train)} items in 3 shard(s)" in printed
-    settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
+    settings, _ = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])
     data = ShardData.model_validate({**settings, "num_workers": 0})
-    cpu = torch.device("cpu")
-    with build_batches(data, model=micro, context_length=12, micro_batch=15, device=cpu) as source:
+    with build_batches(data, model=micro, context_length=12, micro_batch=15) as source:
         next(source)
-        assert (source.statistics()["epoch_samples"], source.statistics()["num_broken_items"]) == (
-            len(train),
-            0,
-        )
+        statistics = source.statistics()
+    assert statistics["epoch_samples"] == len(train)
+    assert statistics["num_broken_items"] == 0
     manifest = json.loads((out / "manifest.json").read_text())["shards"]
     for path in out.glob("*.tar"):
         assert manifest[path.name]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert sum(record["seconds"] for record in manifest.values()) == pytest.approx(19 * 0.05)
 
 
-def test_a_trial_of_the_first_files_estimates_the_whole_list(
+def test_build_with_too_many_skipped_exits_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_list(tmp_path, 1, "audio/gone.wav,x\n")
+    assert run(path, tmp_path / "out", "--max_left_out", 0.49) == 1
+    assert "--max_left_out 0.49; the shards are usable" in capsys.readouterr().err
+
+
+def test_build_of_first_files_estimates_whole_list(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(write_list(tmp_path, 130), tmp_path / "out", "--first", 101) == 0
     printed = capsys.readouterr().out
     assert "train: 101 items" in printed
-    took_s, minutes = map(
-        float,
-        re.search(r"first 100 files took (\S+) s: about (\S+) min for all 130\n", printed).groups(),
-    )
-    assert minutes == pytest.approx(1.3 * took_s / 60, rel=0.02)
+    estimate = re.search(r"first 100 files took (\S+) s: about (\S+) min for all 130\n", printed)
+    elapsed_s, total_min = map(float, estimate.groups())
+    assert total_min == pytest.approx(1.3 * elapsed_s / 60, rel=0.02)
 
 
-def test_other_contents_and_other_lists_are_refused(
+def test_build_into_other_contents_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_list(tmp_path, 3)
@@ -95,28 +85,25 @@ def test_other_contents_and_other_lists_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("clips", "different", "is_few"), [(3, 1, 1), (1, 1, 0), (99, 2, 0), (150, 2, 1), (150, 3, 0)]
+    ("num_clips", "num_captions", "warns"),
+    [(3, 1, True), (1, 1, False), (99, 2, False), (150, 2, True), (150, 3, False)],
 )
-def test_captions_that_hardly_differ_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], clips: int, different: int, is_few: int
+def test_few_captions_are_warned_of(
+    capsys: pytest.CaptureFixture[str], num_clips: int, num_captions: int, warns: bool
 ) -> None:
-    heading, *rows = write_list(tmp_path, clips).read_text().splitlines()
-    rows = [f"{row.partition(',')[0]},{number % different}" for number, row in enumerate(rows)]
-    (tmp_path / "list.csv").write_text("\n".join([heading, *rows]))
-    run(tmp_path / "list.csv", tmp_path / "out")
-    assert (
-        capsys.readouterr().err.count(f"only {different} different caption(s) among {clips} clips")
-        == is_few
-    )
+    warn_of_few_captions([Entry(Path(), [str(n % num_captions)]) for n in range(num_clips)])
+    expected = f"only {num_captions} different caption(s) among {num_clips} clips"
+    assert (expected in capsys.readouterr().err) == warns
 
 
-def test_other_columns_named_like_captions_are_kept_and_not_read_as_captions(
-    tmp_path: Path,
-) -> None:
+def test_metadata_named_like_captions_is_renamed(tmp_path: Path) -> None:
     path = write_list(tmp_path, 1)
     path.write_text("path,category,text,source\naudio/clip 00.wav,dog,a note,freesound\n")
     assert run(path, tmp_path / "out", "--caption_columns", "category") == 0
     (item,) = items_by_source(tmp_path / "out").values()
     assert captions_of(item) == ["dog"]
-    described = json.loads(item["json"])
-    assert (described["text_column"], described["source_column"]) == ("a note", "freesound")
+    fields = json.loads(item["json"])
+    assert fields["text_column"] == "a note"
+    assert fields["source_column"] == "freesound"
+    # for zero-shot evaluation
+    assert fields["category"] == "dog"

@@ -6,74 +6,71 @@ from typing import Any
 
 import pytest
 
-from clap_ds.data.build_shards.build import Numbered, divide
+from clap_ds.data.build_shards.build import NumberedEntries, divide
 from clap_ds.data.build_shards.caption_lists import Entry
 from clap_ds.utils.errors import UserError
 
-
-def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
-    return [Entry(Path(str(n)), ["x"], {column: value}, size=100) for n, value in enumerate(values)]
-
-
-def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
-    unsaid = {
-        "split_column": None,
-        "fold_column": None,
-        "seed": 0,
-        "shards": None,
-        "shard_mb": 1,
-        "held_out": 0,
-    }
-    return divide(items, Namespace(**(unsaid | options)))
+DEFAULTS = {
+    "split_column": None,
+    "fold_column": None,
+    "seed": 0,
+    "shards": None,
+    "shard_mb": 1,
+    "held_out": 0,
+}
 
 
-def held_out(items: list[Entry], **options: Any) -> set[int]:
-    """Return the numbers of held-out items, checking that each item is in one shard."""
-    shards = divided(items, **options)
-    assert sorted(int(str(entry.path)) for group in shards.values() for _, entry in group) == list(
-        range(len(items))
-    )
-    return {number for name in shards if name.startswith("held_out") for number, _ in shards[name]}
-
-
-def test_a_share_is_drawn_anew_for_each_seed_alone() -> None:
-    items = entries(list(range(40)))
-    found = held_out(items, held_out=0.2)
-    assert len(found) == 8
-    assert found == held_out(items, held_out=0.2) != held_out(items, held_out=0.2, seed=3)
-    assert held_out(items) == set()
-
-
-def test_a_column_says_what_is_held_out() -> None:
-    """By common names, or a fold compared as text. A sound in both sets is held out."""
-    said = [
-        "train",
-        "Training",
-        "held_out",
-        "valid",
-        "val",
-        "validation",
-        "Test",
-        "dev",
-        "eval",
-        ["train", "test"],
+def divide_values(values: list[Any], **options: Any) -> dict[str, NumberedEntries]:
+    """Divide entries whose column `label` has these values."""
+    entries = [
+        Entry(Path(str(number)), ["x"], {"label": value}, size=100)
+        for number, value in enumerate(values)
     ]
-    assert held_out(entries(said, "split"), split_column="split") == set(range(2, 10))
-    folds = entries(["1", "2", 1, [2, 1], "11"], "fold")
-    assert held_out(folds, fold_column="fold", held_out_fold="1") == {0, 2, 3}
+    return divide(entries, Namespace(**(DEFAULTS | options)))
+
+
+def held_out(values: list[Any], **options: Any) -> set[int]:
+    """Return the numbers of held-out items, checking that each item is in one shard."""
+    numbers: dict[str, list[int]] = {"train": [], "held_out": []}
+    for name, items in divide_values(values, **options).items():
+        numbers[name.partition("-")[0]] += [number for number, _ in items]
+    assert sorted(numbers["train"] + numbers["held_out"]) == list(range(len(values)))
+    return set(numbers["held_out"])
+
+
+def test_held_out_fraction_depends_on_seed() -> None:
+    values = list(range(40))
+    numbers = held_out(values, held_out=0.2)
+    assert len(numbers) == 8
+    assert numbers == held_out(values, held_out=0.2) != held_out(values, held_out=0.2, seed=3)
+    assert held_out(values) == set()
+
+
+def test_split_column_by_common_names_holds_out() -> None:
+    names = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", "eval"]
+    # equal audio in both sets
+    values = [*names, ["train", "test"]]
+    assert held_out(values, split_column="label") == set(range(2, 10))
+
+
+def test_fold_column_compares_as_text() -> None:
+    folds = ["1", "2", 1, [2, 1], "11"]
+    assert held_out(folds, fold_column="label", held_out_fold="1") == {0, 2, 3}
     with pytest.raises(UserError, match="found 1, 11, 2"):
-        divided(folds, fold_column="fold", held_out_fold="3")
+        divide_values(folds, fold_column="label", held_out_fold="3")
 
 
 @pytest.mark.parametrize(
     ("values", "options", "message"),
     [
         (["a"], {"held_out": 0.2}, r"all 1 item\(s\) would be held out"),
-        (["train", "development"], {"split_column": "speaker"}, "found development"),
-        (["a"], {"fold_column": "who", "held_out_fold": "1"}, "its columns: speaker"),
+        (["train", "development"], {"split_column": "label"}, "found development"),
+        (["a"], {"fold_column": "who", "held_out_fold": "1"}, "its columns: label"),
         (["a", "b"], {"shards": 3}, "--shards 3 exceeds the 2 items"),
     ],
 )
-def test_divisions_that_cannot_be(values: list[str], options: dict[str, Any], message: str) -> None:
+def test_divide_with_impossible_options_is_refused(
+    values: list[str], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        divided(entries(values), **options)
+        divide_values(values, **options)

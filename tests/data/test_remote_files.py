@@ -1,5 +1,6 @@
 """Transfers end at their limits, follow no links, and happen in one module."""
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -19,34 +20,37 @@ from tests import needs
 
 ROOT = Path(remote_files.__file__).parents[2]
 BLOCK = bytes(2**20)
-ENDLESS = 200  # MiB, so that a test ends if it fails
+# MiB, so that a test ends if it fails
+ENDLESS = 200
 CONTENT = b"content" * 100_000
+# A link, and text for which fsspec's own pattern takes days.
+SLOW_PAGE = b'<a href="step-00000001/"><a' + b" " * 10**5
 CALLS = "get_file|put_file|cat_file|pipe_file|rm_file|cp_file|rm|mv|url_to_fs|filesystem"
 TRANSFER = re.compile(rf"from fsspec|fsspec\.(?!get_filesystem_class)\w|\.({CALLS})\b")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers without a length, and answers that are longer than a HEAD request was told."""
+    """A server that states no length, or a shorter one."""
 
     protocol_version = "HTTP/1.1"
     sent = 0
 
     def do_HEAD(self) -> None:
-        self.answer()
+        self.send_headers()
 
     def do_GET(self) -> None:
         blocks = [BLOCK] * ENDLESS
         if "honest" in self.path:
             blocks = [CONTENT]
         if "slow" in self.path:
-            blocks = [b'<a href="step-00000001/"><a' + b" " * 10**5]
-        self.answer()
+            blocks = [SLOW_PAGE]
+        self.send_headers()
         for block in blocks:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(block), block))
             Handler.sent += len(block)
         self.wfile.write(b"0\r\n\r\n")
 
-    def answer(self) -> None:
+    def send_headers(self) -> None:
         is_liar = "liar" in self.path
         self.send_response(206 if is_liar and self.command == "GET" else 200)
         self.send_header("Content-Type", "text/html")
@@ -63,7 +67,8 @@ class Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         try:
             super().handle()
-        except ConnectionError:  # the client has had enough
+        # The client has had enough.
+        except ConnectionError:
             self.close_connection = True
 
 
@@ -77,28 +82,32 @@ def server() -> Iterator[str]:
         http.shutdown()
 
 
-def test_what_is_received_is_limited_whatever_the_server_states(
-    server: str, tmp_path: Path, shard_cache: Path
+@pytest.mark.parametrize("path", ["endless", "liar"])
+def test_received_bytes_are_limited(
+    server: str, tmp_path: Path, shard_cache: Path, path: str
 ) -> None:
-    for place in ("endless", "liar"):
-        files = RemoteFiles(f"{server}/{place}")
-        with pytest.raises(RefusedFileError, match="bytes"):
-            files.download("a", tmp_path / "a", 10**7)
-        with suppress(RefusedFileError):
-            assert len(files.read_start("a", 10**7)) <= 10**7
-        with pytest.raises(RefusedFileError, match="bytes"):
-            open_shard(f"{server}/{place}/a.tar", 10**7)
-        assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
-    assert Handler.sent < 6 * ENDLESS / 2 * len(BLOCK)
+    files = RemoteFiles(f"{server}/{path}")
+    with pytest.raises(RefusedFileError, match="bytes"):
+        files.download("a", tmp_path / "a", 10**7)
+    with suppress(RefusedFileError):
+        assert len(files.read_start("a", 10**7)) <= 10**7
+    with pytest.raises(RefusedFileError, match="bytes"):
+        open_shard(f"{server}/{path}/a.tar", 10**7)
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size]
+    assert Handler.sent < 3 * ENDLESS / 2 * len(BLOCK)
+
+
+def test_listing_of_hostile_server_ends(server: str) -> None:
     with pytest.raises(RefusedFileError, match="bytes"):
         RemoteFiles(f"{server}/endless").ls()
-    assert [*RemoteFiles(f"{server}/slow").ls()] == [
-        "step-00000001"
-    ]  # fsspec's own pattern takes days
-    honest = RemoteFiles(f"{server}/honest")
-    assert honest.read_start("a", 10**7) == CONTENT
-    assert honest.read_start("a", 99_999) == CONTENT[:99_999]
-    honest.download("a", tmp_path / "a", len(CONTENT))
+    assert [*RemoteFiles(f"{server}/slow").ls()] == ["step-00000001"]
+
+
+def test_file_without_stated_length_is_received_whole(server: str, tmp_path: Path) -> None:
+    files = RemoteFiles(f"{server}/honest")
+    assert files.read_start("a", 10**7) == CONTENT
+    assert files.read_start("a", 99_999) == CONTENT[:99_999]
+    files.download("a", tmp_path / "a", len(CONTENT))
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
@@ -107,10 +116,9 @@ def test_caches_of_fsspec_are_bypassed(chain: str) -> None:
     assert type(RemoteFiles(f"{chain}memory://a")._fs) is type(fsspec.filesystem("memory"))
 
 
-def test_a_disk_without_room_is_named_before_the_download(tmp_path: Path) -> None:
+def test_file_larger_than_disk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sparse").touch()
-    with (tmp_path / "sparse").open("ab") as file:
-        file.truncate(2**43)
+    os.truncate(tmp_path / "sparse", 2**43)
     with pytest.raises(OSError, match="room on the disk"):
         RemoteFiles(f"file://{tmp_path}").download("sparse", tmp_path / "copy", 2**50)
     assert not (tmp_path / "copy").exists()
@@ -118,45 +126,47 @@ def test_a_disk_without_room_is_named_before_the_download(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize("name", ["link", "folder/secret"])
-def test_no_link_below_the_named_folder_is_followed(
+def test_links_below_named_folder_are_not_followed(
     tmp_path: Path, is_local: bool, name: str
 ) -> None:
     victim = tmp_path / "victim"
-    named = tmp_path / "named"
+    target = tmp_path / "target"
     victim.mkdir()
     (victim / "secret").write_text("precious")
-    named.mkdir()
-    (named / "link").symlink_to(victim / "secret")
-    (named / "folder").symlink_to(victim)
-    (tmp_path / "root").symlink_to(named)  # the named folder itself may be a link
-    (named / "good").write_text("good")
+    target.mkdir()
+    (target / "link").symlink_to(victim / "secret")
+    (target / "folder").symlink_to(victim)
+    (target / "good").write_text("good")
+    # The named folder itself may be a link.
+    (tmp_path / "root").symlink_to(target)
     files = RemoteFiles(f"{tmp_path}/root")
-    files._is_local = is_local  # else as file systems whose paths can't be pinned, such as sftp's
-    for read in (
-        lambda: files.read_start(name, 100),
-        lambda: files.download(name, tmp_path / "copy", 100),
-        lambda: files.upload(named, name, "new"),
-    ):
-        with pytest.raises(RefusedFileError):
-            read()
+    # Else as file systems whose paths can't be pinned, such as sftp's.
+    files._is_local = is_local
+    with pytest.raises(RefusedFileError):
+        files.read_start(name, 100)
+    with pytest.raises(RefusedFileError):
+        files.download(name, tmp_path / "copy", 100)
+    with pytest.raises(RefusedFileError):
+        files.upload(target, name, "new")
     for write in (
         lambda: files.write(name, b"changed"),
-        lambda: files.upload(named, "good", name),
+        lambda: files.upload(target, "good", name),
         lambda: files.remove(name),
     ):
-        with suppress(RefusedFileError):  # a link at the end is replaced or deleted itself
+        # A link at the end is replaced or deleted itself.
+        with suppress(RefusedFileError):
             write()
         assert [path.name for path in victim.iterdir()] == ["secret"]
         assert (victim / "secret").read_text() == "precious"
-    files.upload(named, "good", "new")
+    files.upload(target, "good", "new")
     assert files.read_start("new", 9) == b"good"
 
 
-def test_no_other_module_transfers_remote_files() -> None:
+def test_only_remote_files_module_transfers() -> None:
     """In others, links and endless answers would be met again. `fsspec.get_filesystem_class`
     transfers nothing."""
-    folders = ("clap_ds", "launch", "analysis", "benchmarks", "examples")
-    paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    assert [path for path in paths if TRANSFER.search(path.read_text())] == [
-        Path(remote_files.__file__)
-    ]
+    modules = set()
+    for folder in ("clap_ds", "launch", "analysis", "benchmarks", "examples"):
+        modules |= set((ROOT / folder).rglob("*.py"))
+    transferring = [path for path in modules if TRANSFER.search(path.read_text())]
+    assert transferring == [Path(remote_files.__file__)]

@@ -2,7 +2,6 @@
 are assigned evenly."""
 
 from collections import Counter
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.shard_assignment import EpochPartition, Part, Source, assign_shards
+from clap_ds.data.shard_assignment import EpochPartition, Source, TarPart, assign_shards
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_items, numbers_in, write_tar
@@ -23,131 +22,139 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 33), st.integers(0, 9))
-def test_the_parts_of_all_workers_are_an_epoch(
-    sizes: list[int], world_size: int, num_workers: int, piece_size: int, epoch: int
+def test_partitions_of_all_workers_are_an_epoch(
+    sizes: list[int], world_size: int, num_workers: int, chunk_rows: int, epoch: int
 ) -> None:
     """Each reads all its samples, and every tar is opened, so that damage is reported."""
-    sizes_by_tar = {f"{number}.tar": size for number, size in enumerate(sizes)}
-    everything = Counter(
-        (tar, number) for tar, size in sizes_by_tar.items() for number in range(size)
-    )
+    tars = [f"{number}.tar" for number in range(len(sizes))]
+    size_of = dict(zip(tars, sizes, strict=True))
 
-    def samples_in(parts: list[Part]) -> Counter[Any]:
-        return Counter(
-            (tar, i)
-            for tar, first, end in parts
-            for i in range(*slice(first, end).indices(sizes_by_tar[tar]))
+    def samples_in(parts: list[TarPart]) -> Counter[tuple[str, int]]:
+        samples = Counter[tuple[str, int]]()
+        for tar, start, stop in parts:
+            numbers = range(size_of[tar])[start:stop]
+            samples.update((tar, number) for number in numbers)
+        return samples
+
+    epoch_samples = samples_in([TarPart(tar) for tar in tars])
+    read_samples = Counter[tuple[str, int]]()
+    opened = set()
+    for reader in range(world_size * num_workers):
+        partition = EpochPartition(
+            tuple(sizes), sum(sizes), world_size, num_workers, chunk_rows, reader
         )
-
-    read = Counter[Any]()
-    opened = set[str]()
-    for number in range(world_size * num_workers):
-        deal = EpochPartition(tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number)
-        own, others = deal.parts([*sizes_by_tar], epoch)
-        assert samples_in(own).total() == deal.given(epoch + 1) - deal.given(epoch)
-        assert samples_in(own) + samples_in(others) == everything
-        read += samples_in(own)
-        opened |= {tar for tar, _, _ in own}
-    assert (read, opened) == (everything, set(sizes_by_tar))
+        parts, replacements = partition.parts(tars, epoch)
+        assert samples_in(parts).total() == partition.samples_in(epoch, reader)
+        assert samples_in(parts) + samples_in(replacements) == epoch_samples
+        read_samples += samples_in(parts)
+        opened |= {part.tar for part in parts}
+    assert read_samples == epoch_samples
+    assert opened == set(tars)
 
 
-def _given(
-    open_source: OpenSource, shards: str, steps: int, world_size: int, **options: Any
+def read_steps(
+    open_source: OpenSource, shards: str, num_steps: int, world_size: int, **options: Any
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Return the items of all ranks per step, and the workers' final positions."""
-    by_step: list[list[int]] = [[] for _ in range(steps)]
-    ends = []
+    numbers_by_step: list[list[int]] = [[] for _ in range(num_steps)]
+    positions = []
     for rank in range(world_size):
         with open_source(shards, rank=rank, world_size=world_size, **options) as source:
-            for numbers in by_step:
+            for numbers in numbers_by_step:
                 numbers += numbers_in(source, 1)
-            ends += source.state()["positions"]
-    return by_step, ends
+            positions += source.state()["positions"]
+    return numbers_by_step, positions
 
 
 @pytest.mark.parametrize(
     ("sizes", "world_size", "num_workers", "micro_batch", "shuffle_buffer"),
     [
         ([7, 90, 1, 2], 3, 2, 16, 20),
-        ([5], 2, 3, 4, 0),  # fewer than a global batch and than workers
-        ([33, 70, 3], 1, 0, 40, 9),  # in pieces of 32
+        # fewer than a global batch and than workers
+        ([5], 2, 3, 4, 0),
+        # in chunks of 32
+        ([33, 70, 3], 1, 0, 40, 9),
     ],
 )
 def test_each_item_comes_once_an_epoch(
-    tmp_path: Path, open_source: OpenSource,
-    sizes: list[int], world_size: int, num_workers: int, micro_batch: int, shuffle_buffer: int,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    open_source: OpenSource,
+    sizes: list[int],
+    world_size: int,
+    num_workers: int,
+    micro_batch: int,
+    shuffle_buffer: int,
+) -> None:
     """After S samples, each of N items has occurred S/N times, rounded up or down, at every step of
     three epochs."""
-    total = sum(sizes)
-    seen = Counter(range(sum(sizes)))
-    for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
-        write_tar(tmp_path / f"{tar}.tar", marked_items(range(end - size, end)))
-    options = {
-        "num_workers": num_workers,
-        "micro_batch": micro_batch,
-        "shuffle_buffer": shuffle_buffer,
-    }
-    steps = -(-3 * total // (world_size * micro_batch))
-    by_step, _ = _given(open_source, str(tmp_path / "*.tar"), steps, world_size, **options)
-    for step, numbers in enumerate(by_step, 1):
-        seen.update(numbers)
-        epochs, rest = divmod(step * world_size * micro_batch, total)
-        assert Counter(count - 1 - epochs for count in seen.values()) == +Counter(
-            {0: total - rest, 1: rest}
-        )
+    num_items = 0
+    for tar, size in enumerate(sizes):
+        items = marked_items(range(num_items, num_items + size))
+        write_tar(tmp_path / f"{tar}.tar", items)
+        num_items += size
+    global_batch = world_size * micro_batch
+    numbers_by_step, _ = read_steps(
+        open_source,
+        str(tmp_path / "*.tar"),
+        -(-3 * num_items // global_batch),
+        world_size,
+        num_workers=num_workers,
+        micro_batch=micro_batch,
+        shuffle_buffer=shuffle_buffer,
+    )
+    counts = Counter[int]()
+    for step, numbers in enumerate(numbers_by_step, 1):
+        counts.update(numbers)
+        num_epochs, num_ahead = divmod(step * global_batch, num_items)
+        expected = [num_epochs] * (num_items - num_ahead) + [num_epochs + 1] * num_ahead
+        assert sorted(counts[number] for number in range(num_items)) == expected
 
 
-def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSource) -> None:
+def test_broken_items_are_replaced(tmp_path: Path, open_source: OpenSource) -> None:
     """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch
-    has all others, and as many again as are broken."""
+    has all other items, and as many again as are broken."""
     broken = set(range(5, 42, 6))
-    seen = Counter[int]()
-    items = [(f"{n:04d}.wav", b"no audio") if n in broken else marked_item(n)[0] for n in range(48)]
     for tar in range(4):
-        numbers = range(12 * tar, 12 * tar + 12)
-        write_tar(
-            tmp_path / f"{tar}.tar",
-            [member for n in numbers for member in (items[n], marked_item(n)[1])],
-        )
+        members = []
+        for number in range(12 * tar, 12 * tar + 12):
+            audio, text = marked_item(number)
+            members += [(audio[0], b"no audio") if number in broken else audio, text]
+        write_tar(tmp_path / f"{tar}.tar", members)
     whole = (tmp_path / "3.tar").read_bytes()
     (tmp_path / "3.tar").write_bytes(whole[: whole.index(b"0042.wav")])
-    write_manifest(
-        tmp_path, ShardManifest({f"{tar}.tar": ShardRecord(12, 0, 0.0, "") for tar in range(4)})
-    )
-    by_step, ends = _given(
+    record = ShardRecord(12, 0, 0.0, "")
+    write_manifest(tmp_path, ShardManifest({f"{tar}.tar": record for tar in range(4)}))
+    numbers_by_step, positions = read_steps(
         open_source, str(tmp_path / "*.tar"), 18, 2, num_workers=2, shuffle_buffer=4
     )
-    for step, numbers in enumerate(by_step, 1):
-        seen.update(numbers)
-        assert step % 6 or (
-            set(seen) == set(range(42)) - broken and min(seen.values()) >= step // 6
-        )
-    assert [(end["samples"], end["passes"][0][0]) for end in ends] == [
-        (36, 2)
-    ] * 4  # at the end of the third pass
-
-
-def numbered(count: int) -> list[str]:
-    return [f"{number:02d}.tar" for number in range(count)]
+    counts = Counter[int]()
+    # An epoch has 6 steps of 8.
+    for epoch in range(3):
+        for numbers in numbers_by_step[6 * epoch : 6 * epoch + 6]:
+            counts.update(numbers)
+        assert counts.keys() == set(range(42)) - broken
+        assert min(counts.values()) > epoch
+    # All workers are at the end of the third pass.
+    assert [position["samples"] for position in positions] == [36] * 4
+    assert [position["passes"][0][0] for position in positions] == [2] * 4
 
 
 @pytest.mark.parametrize(
     ("num_shards", "world_size", "num_workers"),
-    [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)],
+    [(12, 2, 3), (13, 2, 3), (9, 4, 0), (3, 2, 4)],
 )
-def test_every_shard_goes_to_one_worker(
+def test_every_shard_is_assigned_to_one_worker(
     micro: ClapConfig, num_shards: int, world_size: int, num_workers: int
 ) -> None:
     """If there are too few for all workers, each worker still has one."""
-    sources = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)]
-    readers = world_size * (num_workers or 1)
+    source = Source([f"{number:02d}.tar" for number in range(num_shards)], 1.0)
     data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
-    specs = [BatchSpec(micro, 12, 4, rank, world_size) for rank in range(world_size)]
-    shared = [assign_shards(sources, data, spec) for spec in specs]
-    assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
-    for source, assigned in zip(sources, zip(*chain(*shared), strict=True), strict=True):
-        sizes = [len(each.shards) for each in assigned]
-        assert max(sizes) - 1 <= min(sizes) >= 1
-        assert sorted(set(chain(*(each.shards for each in assigned)))) == source.shards
-        assert sum(sizes) == max(readers, len(source.shards))
+    assigned = []
+    for rank in range(world_size):
+        workers = assign_shards([source], data, BatchSpec(micro, 12, 4, rank, world_size))
+        assert len(workers) == max(1, num_workers)
+        assigned += [worker_source.shards for (worker_source,) in workers]
+    sizes = [len(shards) for shards in assigned]
+    assert max(sizes) - 1 <= min(sizes) >= 1
+    assert sorted(set().union(*assigned)) == source.shards
+    assert sum(sizes) == max(len(assigned), num_shards)

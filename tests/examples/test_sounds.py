@@ -15,51 +15,53 @@ from examples.synthetic_sounds.kinds import KINDS
 from tests.data.tars import items_in
 
 NUM_CLIPS = 4 * len(KINDS)
-SMALL = ("--clips", str(NUM_CLIPS), "--shards", "3", "--seconds", "0.2-0.6")
 
 
-def decoded(item: dict[str, bytes]) -> tuple[np.ndarray, int]:
+def make(folder: Path, options: str) -> dict[str, dict[str, bytes]]:
+    main([str(folder), *options.split()])
+    return items_in(folder)
+
+
+def decode(item: dict[str, bytes]) -> tuple[np.ndarray, int]:
     return soundfile.read(io.BytesIO(choose_clip(item, "encoded")), always_2d=True)
 
 
-def test_same_seed_same_sounds_and_captions_of_every_sort(tmp_path: Path) -> None:
-    for name, seed in (("made", "0"), ("again", "0"), ("other", "1")):
-        main([str(tmp_path / name), *SMALL, "--seed", seed])
-    first, again, other = (items_in(tmp_path / name) for name in ("made", "again", "other"))
-    audio = [decoded(item) for item in first.values()]
-    assert all(0.19 <= len(samples) / rate <= 0.7 for samples, rate in audio)
-    assert {rate for _, rate in audio} == {16000, 22050, 44100, 48000}
-    assert {samples.shape[1] for samples, _ in audio} == {1, 2}
-    assert Counter(json.loads(item["json"])["kind"] for item in first.values()) == {
-        kind.label: 4 for kind in KINDS
-    }
-    for key, item in first.items():
-        assert captions_of(item) == captions_of(again[key])
-        np.testing.assert_array_equal(decoded(item)[0], decoded(again[key])[0])
-    assert sum(item["json"] == other[key]["json"] for key, item in first.items()) < NUM_CLIPS // 2
-    classes = json.loads((tmp_path / "made" / "classes.json").read_text())["held_out"]
+def test_sounds_depend_on_seed_alone(tmp_path: Path) -> None:
+    options = f"--clips {NUM_CLIPS} --shards 3 --seconds 0.2-0.6 --seed"
+    items = make(tmp_path / "first", f"{options} 0")
+    repeated = make(tmp_path / "second", f"{options} 0")
+    different = make(tmp_path / "third", f"{options} 1")
+    for key, item in items.items():
+        assert captions_of(item) == captions_of(repeated[key])
+        np.testing.assert_array_equal(decode(item)[0], decode(repeated[key])[0])
+    num_equal = sum(item["json"] == different[key]["json"] for key, item in items.items())
+    assert num_equal < NUM_CLIPS // 2
+
+
+def test_sounds_have_varied_kinds_rates_channels_and_lengths(tmp_path: Path) -> None:
+    items = make(tmp_path / "sounds", f"--clips {NUM_CLIPS} --seconds 0.2-0.6").values()
+    kinds = Counter(json.loads(item["json"])["kind"] for item in items)
+    assert kinds == {kind.label: 4 for kind in KINDS}
+    sounds = [decode(item) for item in items]
+    assert {rate for _, rate in sounds} == {16000, 22050, 44100, 48000}
+    assert {samples.shape[1] for samples, _ in sounds} == {1, 2}
+    # MP3 adds up to 0.1 s.
+    assert all(0.19 <= len(samples) / rate <= 0.7 for samples, rate in sounds)
+    classes = json.loads((tmp_path / "sounds" / "classes.json").read_text())["held_out"]
     assert ZeroShotSettings(shards="x", classes=classes).classes == classes
 
 
-def test_wordings_format_and_rate_are_as_wanted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    captions = []
+def test_wordings_have_different_captions_at_one_format_and_rate(tmp_path: Path) -> None:
+    captions = {}
     for wordings in ("train", "held_out"):
-        arguments = [
-            "--clips",
-            "120",
-            "--seconds",
-            "0.1",
-            "--format",
-            "wav",
-            "--sample_rate",
-            "8000",
-        ]
-        main([str(tmp_path / wordings), *arguments, "--wordings", wordings])
-        items = items_in(tmp_path / wordings).values()
-        assert {decoded({"wav": item["wav"]})[1] for item in items} == {8000}
-        captions.append({caption for item in items for caption in captions_of(item)})
-    assert not captions[0] & captions[1]
+        options = "--clips 120 --seconds 0.1 --format wav --sample_rate 8000 --wordings"
+        items = make(tmp_path / wordings, f"{options} {wordings}").values()
+        assert {decode({"wav": item["wav"]})[1] for item in items} == {8000}
+        captions[wordings] = set().union(*map(captions_of, items))
+    assert captions["train"].isdisjoint(captions["held_out"])
+
+
+def test_folder_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
     assert exit_code_of(lambda: main([str(tmp_path)])) == 2
     assert "isn't an empty folder" in capsys.readouterr().err

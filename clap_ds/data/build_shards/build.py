@@ -23,15 +23,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from clap_ds.config import arguments
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import (
-    MOST_OF_A_FILE,
+    MAX_FILE_BYTES,
     Entry,
     add_columns,
     merge,
@@ -41,10 +42,10 @@ from clap_ds.data.build_shards.caption_lists import (
 from clap_ds.data.build_shards.prepare import (
     EncodedClip,
     add_preparation_options,
-    as_it_is,
+    keep_file,
     preparation_of,
 )
-from clap_ds.data.build_shards.shard_writer import Member, Named
+from clap_ds.data.build_shards.shard_writer import Member, Skipped
 from clap_ds.data.decoding import BrokenItemError, check_samples, open_audio
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
@@ -54,62 +55,50 @@ from clap_ds.weights.hub import train_tokenizer
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
-SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
+SPLITS = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
-TRIAL = 100  # files, after which the whole list's time is estimated
-START = 2**15
-"""Samples by which files are compared first; only those with equal ones are compared whole."""
+# files, after which the whole list's time is estimated
+_NUM_TRIAL_FILES = 100
+# Files are first compared by so many samples. Only those with equal ones are compared whole.
+_COMPARED_SAMPLES = 2**15
+_ALL_SAMPLES = 2**62
 
-Numbered = list[tuple[int, Entry]]
+NumberedEntries = list[tuple[int, Entry]]
 """Entries with their numbers in the list."""
 Convert = Callable[[bytes, str], EncodedClip]
 """Converts a file's content, given its extension."""
 
 
 def add_build_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="CSV, JSONL, JSON array or folder"
-    )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume"
-    )
-    parser.add_argument(
-        "--first",
-        type=arguments.whole_number(),
-        metavar="N",
-        help="build only the first N files, as a test",
-    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="CSV, JSONL, JSON array or folder")
+    add("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
+    text = "build only the first N files, as a test"
+    add("--first", type=arguments.whole_number(), metavar="N", help=text)
     add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
-    add = group.add_argument
-    add_one = group.add_mutually_exclusive_group().add_argument
-    more = "hold out this fraction of items at random; 1: all, for a test set"
-    add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="FRACTION", help=more)
-    add_one(
-        "--split_column", metavar="NAME", help=f"read each item's split from this column: {SIDES}"
-    )
-    add_one(
-        "--fold_column", metavar="NAME", help="read each item's fold from this column, as in ESC-50"
-    )
-    add("--held_out_fold", metavar="FOLD", help="hold out this fold of --fold_column")
+    add = group.add_mutually_exclusive_group().add_argument
+    text = "hold out this fraction of items at random; 1: all, for a test set"
+    add("--held_out", type=arguments.number(0, 1), default=0.0, metavar="FRACTION", help=text)
+    text = f"read each item's split from this column: {SPLITS}"
+    add("--split_column", metavar="NAME", help=text)
+    text = "read each item's fold from this column, as in ESC-50"
+    add("--fold_column", metavar="NAME", help=text)
+    text = "hold out this fold of --fold_column"
+    group.add_argument("--held_out_fold", metavar="FOLD", help=text)
     add = parser.add_argument_group("shards").add_argument
-    more = "set the approximate size of a shard in MB of SOURCE's files"
-    add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=more)
-    more = "set the number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
-    add("--shards", type=arguments.whole_number(), metavar="N", help=more)
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="set the seed for shuffling and holding out",
-    )
+    text = "set the approximate size of a shard in MB of SOURCE's files"
+    add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=text)
+    text = "set the number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
+    add("--shards", type=arguments.whole_number(), metavar="N", help=text)
+    text = "set the seed for shuffling and holding out"
+    add("--seed", type=int, default=0, metavar="N", help=text)
     add_preparation_options(parser, KINDS, default="encoded")
-    more = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
-    parser.add_argument(
-        "--train_tokenizer", type=arguments.whole_number(261), metavar="N", help=more
-    )
-    shard_writer.add_work(parser)
+    text = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
+    # 261: a token per byte, and RoBERTa's five special tokens.
+    add = parser.add_argument
+    add("--train_tokenizer", type=arguments.whole_number(261), metavar="N", help=text)
+    shard_writer.add_work_options(parser)
 
 
 def run_build(options: Namespace) -> int:
@@ -117,68 +106,81 @@ def run_build(options: Namespace) -> int:
     if bool(options.fold_column) != bool(options.held_out_fold):
         raise UserError("expected --fold_column with --held_out_fold")
     preparation = preparation_of(options)
-    folder = options.folder
     listed = read_entries(options.source, options)
     entries = merge_equal_audio(listed[: options.first], options.workers)
     usable = [entry for entry in entries if not entry.problem]
-    broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
+    skipped = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
-        raise UserError(
-            f"{shard_writer.none_usable(broken)}; set --audio_root if paths are relative to another folder"
-        )
-    num_different = len({tuple(entry.captions) for entry in usable})
-    if len(usable) > num_different * (50 if num_different > 1 else 1):
-        few = f"only {num_different:,} different caption(s) among {len(usable):,} clips"
-        print(f"warning: {few}; check the caption source", file=sys.stderr)
-    divided = divide(usable, options)
-    convert = timed(preparation.clip if preparation else as_it_is, len(listed))
-    members = {name: partial(members_of, items, convert) for name, items in divided.items()}
-    prepared = preparation.described if preparation else ()
-    # The plan: everything that determines the shards.
-    records, broken = shard_writer.write_shards(
-        folder, map(repr, divided.items()), members, options.workers, prepared, broken
+        advice = "set --audio_root if paths are relative to another folder"
+        raise UserError(f"{shard_writer.none_usable(skipped)}; {advice}")
+    warn_of_few_captions(usable)
+    shards = divide(usable, options)
+    convert = with_estimate(preparation.convert if preparation else keep_file, len(listed))
+    records, skipped = shard_writer.write_shards(
+        options.folder,
+        # everything that determines the shards
+        map(repr, shards.items()),
+        {name: partial(members_of, items, convert) for name, items in shards.items()},
+        options.workers,
+        preparation.manifest_fields if preparation else (),
+        skipped,
     )
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
-        captions = (caption for entry in usable for caption in entry.captions)
-        with replacing_files(folder / "tokenizer") as draft:
-            vocab_size = train_tokenizer(captions, draft, vocab_size=options.train_tokenizer)
-        tokenizer = str(folder / "tokenizer")
-        print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
+        tokenizer = train_on_captions(usable, options)
     patterns = {}
-    for side in ("train", "held_out"):
-        if of_side := [record for name, record in records.items() if name.startswith(side)]:
-            shard_writer.print_amount(side, of_side)
-            patterns[side] = f"{folder}/{side}-*.tar"
-    more = (
-        {"evaluation": {"retrieval": {"shards": patterns["held_out"]}}}
-        if "held_out" in patterns
-        else {}
+    for split in ("train", "held_out"):
+        of_split = [record for name, record in records.items() if name.startswith(split)]
+        if of_split:
+            shard_writer.print_amount(split, of_split)
+            patterns[split] = f"{options.folder}/{split}-*.tar"
+    sections = {}
+    if "held_out" in patterns:
+        sections["evaluation"] = {"retrieval": {"shards": patterns["held_out"]}}
+    shard_writer.print_settings(patterns.get("train"), tokenizer, options.preset, **sections)
+    return shard_writer.print_skipped(
+        options.folder, records.values(), skipped, options.max_left_out
     )
-    shard_writer.print_settings(patterns.get("train"), tokenizer, options.preset, **more)
-    return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
+
+
+def warn_of_few_captions(entries: list[Entry]) -> None:
+    """Warn of captions that a wrong column may have caused: all equal, or fewer than 2% distinct."""
+    num_captions = len({tuple(entry.captions) for entry in entries})
+    most_clips = 50 * num_captions if num_captions > 1 else 1
+    if len(entries) > most_clips:
+        problem = f"only {num_captions:,} different caption(s) among {len(entries):,} clips"
+        print(f"warning: {problem}; check the caption source", file=sys.stderr)
+
+
+def train_on_captions(entries: list[Entry], options: Namespace) -> str:
+    """Train a tokenizer on the captions, and return its folder."""
+    folder = options.folder / "tokenizer"
+    captions = chain.from_iterable(entry.captions for entry in entries)
+    with replacing_files(folder) as draft:
+        vocab_size = train_tokenizer(captions, draft, vocab_size=options.train_tokenizer)
+    print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
+    return str(folder)
 
 
 def merge_equal_audio(entries: list[Entry], num_threads: int) -> list[Entry]:
     """Check the files, and merge entries whose samples are equal, whatever their format and
     tags."""
     with ThreadPoolExecutor(num_threads) as pool:
-        digests = pool.map(partial(identify_audio, START), entries)
-        starts = list(tqdm(digests, "files", len(entries), disable=None))
-        number_of = Counter(starts)
-        whole = pool.map(
-            lambda start, entry: start if number_of[start] == 1 else identify_audio(2**62, entry),
-            starts,
-            entries,
-        )
-        merged = merge(zip(whole, entries, strict=True))
+        digests_of_starts = pool.map(partial(identify_audio, _COMPARED_SAMPLES), entries)
+        starts = list(tqdm(digests_of_starts, "files", len(entries), disable=None))
+        counts = Counter(starts)
+
+        def identify_whole(start: str, entry: Entry) -> str:
+            return start if counts[start] == 1 else identify_audio(_ALL_SAMPLES, entry)
+
+        merged = merge(zip(pool.map(identify_whole, starts, entries), entries, strict=True))
     num_merged = len(entries) - len(merged)
     if num_merged:
         print(f"merged {num_merged} of {len(entries)} files into others with equal audio")
     return merged
 
 
-def identify_audio(most_samples: int, entry: Entry) -> str:
+def identify_audio(max_samples: int, entry: Entry) -> str:
     """Set a file's size or problem. Return a digest of its first samples and length, or its path if
     it is unusable."""
     if entry.problem:
@@ -186,109 +188,116 @@ def identify_audio(most_samples: int, entry: Entry) -> str:
     try:
         entry.size = entry.path.stat().st_size
         with pinned(entry.path) as path, open_audio(path) as file:
-            samples = file.read(most_samples, "float32", always_2d=True).mean(axis=1)
+            samples = file.read(max_samples, "float32", always_2d=True).mean(axis=1)
             is_constant = len(samples) == file.frames and samples.min() == samples.max()
-            check_samples(len(samples), min(most_samples, file.frames), is_constant)
+            check_samples(len(samples), min(max_samples, file.frames), is_constant)
             return f"{file.frames} {file.samplerate} {hashlib.sha256(samples).hexdigest()}"
     except BrokenItemError:
-        pass  # its reason is recorded when it is packed
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        # Its reason is recorded when it is packed.
+        pass
+    # ValueError: a path with a zero byte
+    except (OSError, ValueError) as error:
         entry.problem = f"audio file can't be read: {error}"
     return str(entry.path)
 
 
-def timed(convert: Convert, total: int) -> Convert:
-    """Print how long `total` files will take after the first `TRIAL`."""
+def with_estimate(convert: Convert, num_files: int) -> Convert:
+    """Print how long `num_files` will take after the first `_NUM_TRIAL_FILES`."""
     started_s = time.perf_counter()
     numbers = count(1)
 
-    def converted(content: bytes, extension: str) -> EncodedClip:
+    def convert_and_estimate(content: bytes, extension: str) -> EncodedClip:
         clip = convert(content, extension)
-        if next(numbers) == TRIAL:
-            took_s = time.perf_counter() - started_s
-            total_min = took_s / TRIAL * total / 60
+        if next(numbers) == _NUM_TRIAL_FILES:
+            elapsed_s = time.perf_counter() - started_s
+            total_min = elapsed_s / _NUM_TRIAL_FILES * num_files / 60
+            estimate = f"about {total_min:.3g} min for all {num_files:,}"
             print(
-                f"the first {TRIAL} files took {took_s:.3g} s: about {total_min:.3g} min for all {total:,}",
-                flush=True,
+                f"the first {_NUM_TRIAL_FILES} files took {elapsed_s:.3g} s: {estimate}", flush=True
             )
         return clip
 
-    return converted
+    return convert_and_estimate
 
 
-def members_of(items: Numbered, convert: Convert, broken: list[Named]) -> Iterator[Member]:
-    """Yield the items of a shard, and add unusable ones to `broken`."""
+def members_of(
+    items: NumberedEntries, convert: Convert, skipped: list[Skipped]
+) -> Iterator[Member]:
+    """Yield the items of a shard, and add unusable ones to `skipped`."""
     for number, entry in items:
         try:
-            content = read_bytes(entry.path, MOST_OF_A_FILE)
+            content = read_bytes(entry.path, MAX_FILE_BYTES)
             clip = convert(content, entry.path.suffix.lower().removeprefix("."))
         except (BrokenItemError, OSError) as error:
-            broken.append((str(entry.path), str(error)))
+            skipped.append((str(entry.path), str(error)))
             continue
         caption = entry.captions[0] if len(entry.captions) == 1 else entry.captions
-        fields = {"caption": caption, "source": entry.path.name}
-        # Readers prefer a `text` to the caption.
-        others = {
-            f"{name}_column" if name in ("text", *fields) else name: value
-            for name, value in entry.more.items()
-        }
-        said = json.dumps(others | fields, ensure_ascii=False, default=str).encode(errors="replace")
-        yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
+        fields: dict[str, Any] = {}
+        for name, value in entry.more.items():
+            # Readers prefer a `text` to the caption.
+            is_reserved = name in ("text", "caption", "source")
+            fields[f"{name}_column" if is_reserved else name] = value
+        fields |= {"caption": caption, "source": entry.path.name}
+        encoded = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="replace")
+        item = {"__key__": f"{number:09d}", clip.extension: clip.content, "json": encoded}
+        yield item, clip.seconds
 
 
-def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
+def divide(entries: list[Entry], options: Namespace) -> dict[str, NumberedEntries]:
     """Shuffle entries and assign them to shards (by file name). Raises UserError for a split or
     shard without items."""
     order = list(range(len(entries)))
     random.Random(options.seed).shuffle(order)
-    chosen = held_out(entries, order, options)
+    held_out = choose_held_out(entries, order, options)
     shards = {}
-    for side in ("held_out", "train"):
+    for split in ("held_out", "train"):
+        is_held_out = split == "held_out"
         items = [
-            (number, entries[number])
-            for number in order
-            if (number in chosen) == (side == "held_out")
+            (number, entries[number]) for number in order if (number in held_out) == is_held_out
         ]
-        num_shards = min(
-            len(items),
-            max(1, round(sum(entry.size for _, entry in items) / (options.shard_mb * 1e6))),
-        )
-        if options.shards and side == "train":
+        size = sum(entry.size for _, entry in items)
+        num_shards = min(len(items), max(1, round(size / (1e6 * options.shard_mb))))
+        if options.shards and not is_held_out:
             num_shards = options.shards
         if num_shards > len(items):
             raise UserError(f"--shards {num_shards} exceeds the {len(items)} items for training")
-        for k in range(num_shards):
-            name = f"{side}-{k:0{max(5, len(str(num_shards)))}d}.tar"
-            shards[name] = items[k * len(items) // num_shards : (k + 1) * len(items) // num_shards]
+        num_digits = max(5, len(str(num_shards)))
+        for shard in range(num_shards):
+            start = shard * len(items) // num_shards
+            stop = (shard + 1) * len(items) // num_shards
+            shards[f"{split}-{shard:0{num_digits}d}.tar"] = items[start:stop]
     return shards
 
 
-def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Return the indices of the held-out entries, by a column or as the first part of the given
-    order."""
-    chosen: set[int] = set()
-    if column := options.split_column or options.fold_column:
-        sides = {*TRAIN, *HELD_OUT} if options.split_column else None
-        wanted = HELD_OUT if sides else (options.held_out_fold.lower(),)
-        values = [
-            {str(value).strip().lower() for value in values_of(entry.more, column)}
-            for entry in entries
-        ]
-        for entry, found in zip(entries, values, strict=True):
-            if not found or (sides and not found <= sides):
-                expected = f"{SIDES if sides else 'a value'} in its column {column!r}"
-                there = f"found {', '.join(found) or 'none'}; its columns: {', '.join(entry.more) or 'none'}"
-                raise UserError(f"{entry.path}: expected {expected}, {there}")
-        chosen = {number for number in order if not values[number].isdisjoint(wanted)}
-        if not chosen and not sides:
-            there = ", ".join(sorted(set().union(*values))[:20])
-            raise UserError(
-                f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; found {there}"
-            )
+def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
+    """Return the indices of the held-out entries, by a column or as the first part of `order`."""
+    held_out: set[int] = set()
+    if options.split_column:
+        labels = [_labels(entry, options.split_column, {*TRAIN, *HELD_OUT}) for entry in entries]
+        held_out = {number for number in order if not labels[number].isdisjoint(HELD_OUT)}
+    elif options.fold_column:
+        labels = [_labels(entry, options.fold_column) for entry in entries]
+        held_out = {number for number in order if options.held_out_fold.lower() in labels[number]}
+        if not held_out:
+            folds = ", ".join(sorted(set().union(*labels))[:20])
+            option = f"--held_out_fold {options.held_out_fold}"
+            raise UserError(f"{option}: no such value in {options.fold_column!r}; found {folds}")
     elif options.held_out:
-        chosen = {*order[: max(1, round(options.held_out * len(entries)))]}
-    if len(chosen) == len(entries) and options.held_out != 1:
+        held_out = {*order[: max(1, round(options.held_out * len(entries)))]}
+    if len(held_out) == len(entries) and options.held_out != 1:
+        num_items = f"all {len(entries)} item(s)"
+        raise UserError(f"{num_items} would be held out, with none left for training")
+    return held_out
+
+
+def _labels(entry: Entry, column: str, allowed: set[str] | None = None) -> set[str]:
+    """Return an entry's lower-case values in a column, which are several if it merges rows. Raises
+    UserError for none, and for others than `allowed`."""
+    labels = {str(value).strip().lower() for value in values_of(entry.more, column)}
+    if not labels or (allowed and not labels <= allowed):
+        expected = f"expected {SPLITS if allowed else 'a value'} in its column {column!r}"
+        columns = ", ".join(entry.more) or "none"
         raise UserError(
-            f"all {len(entries)} item(s) would be held out, with none left for training"
+            f"{entry.path}: {expected}, found {', '.join(labels) or 'none'}; its columns: {columns}"
         )
-    return chosen
+    return labels

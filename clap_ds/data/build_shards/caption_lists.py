@@ -1,4 +1,8 @@
-"""Read the captions of audio files from a list or a folder."""
+"""Read the captions of audio files from a list or a folder.
+
+A list becomes rows, `rows_of`, and each row an `Entry`: the path by the audio column or template,
+captions by the caption columns, and all other columns as metadata. Rows of the same file are merged.
+"""
 
 from __future__ import annotations
 
@@ -25,87 +29,70 @@ from clap_ds.utils.files import (
     refuse_duplicates,
 )
 
-AUDIO_SUFFIXES = tuple(
-    f".{name}"
-    for name in "wav flac ogg oga mp3 mp2 opus aiff aif aifc au caf w64 m4a aac wma mp4 webm mka spx".split()  # noqa: SIM905
+_AUDIO_FORMATS = (
+    "wav flac ogg oga mp3 mp2 opus aiff aif aifc au caf w64 m4a aac wma mp4 webm mka spx"
 )
+AUDIO_SUFFIXES = tuple(f".{name}" for name in _AUDIO_FORMATS.split())
 LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
-AUDIO_COLUMNS = (
-    "path",
-    "audio_path",
-    "file",
-    "filename",
-    "file_name",
-    "audio",
-    "filepath",
-    "file_path",
-)
+_PATH_COLUMNS = "path audio_path file filename file_name audio filepath file_path"
+AUDIO_COLUMNS = tuple(_PATH_COLUMNS.split())
 _CAPTION_COLUMN = re.compile(
     r"(caption|text|raw_text|sentence|description)s?[_ .]?\d*", re.IGNORECASE
 )
 
-MOST_OF_A_FILE = 2**30
-"""Bytes of a list or an audio file."""
+MAX_FILE_BYTES = 2**30
+"""Of a list or an audio file."""
 
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Entry:
-    """Describe an audio file: its captions, other metadata and, if unusable, why."""
+    """An audio file: its captions, other metadata and, if unusable, why."""
 
     path: Path
     captions: list[str]
     more: Row = field(default_factory=dict)
     problem: str = ""
-    size: int = 0  # bytes, if the file was checked
+    # bytes, if the file was checked
+    size: int = 0
 
     def add(self, others: Sequence[Entry]) -> None:
         """Merge the captions and metadata of other entries of the same sound, which may be many."""
-        entries = [self, *others]
-        self.captions = list(
-            dict.fromkeys(caption for entry in entries for caption in entry.captions)
-        )
-        columns: dict[str, dict[str, Any]] = defaultdict(dict)  # values by their JSON
-        for entry in entries:
+        captions: dict[str, None] = dict.fromkeys(self.captions)
+        # Each column's values by their JSON, because lists and objects can't be keys.
+        columns: dict[str, dict[str, Any]] = defaultdict(dict)
+        for entry in (self, *others):
+            captions |= dict.fromkeys(entry.captions)
             for name in entry.more:
                 columns[name] |= {json.dumps(value): value for value in values_of(entry.more, name)}
-        for name, values in columns.items():
+        self.captions = list(captions)
+        for name, distinct in columns.items():
+            values = list(distinct.values())
             if len(values) > len(values_of(self.more, name)):
-                self.more[name] = (
-                    [*values.values()] if len(values) > 1 else next(iter(values.values()))
-                )
+                self.more[name] = values if len(values) > 1 else values[0]
 
 
 def values_of(row: Row, name: str) -> list[Any]:
     """Return a column's values: none, one, or several if merged rows differ."""
     value = row.get(name)
-    return value if isinstance(value, list) else [] if value is None or value == "" else [value]
+    if isinstance(value, list):
+        return value
+    return [] if value is None or value == "" else [value]
 
 
 def add_columns(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("how to read a list (default: detected)").add_argument
-    add(
-        "--audio_column",
-        metavar="NAME",
-        help="read paths from this column, or a template such as '{id}_{start}.wav'",
-    )
-    add(
-        "--caption_columns",
-        nargs="+",
-        metavar="NAME",
-        help="read captions or class names from these columns",
-    )
-    more = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
-    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
-    add(
-        "--audio_root",
-        type=Path,
-        metavar="FOLDER",
-        help="set the folder of relative paths (default: the list's)",
-    )
-    more = "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
-    add("--follow_links", action="store_true", help=more)
+    text = "read paths from this column, or a template such as '{id}_{start}.wav'"
+    add("--audio_column", metavar="NAME", help=text)
+    text = "read captions or class names from these columns"
+    add("--caption_columns", nargs="+", metavar="NAME", help=text)
+    text = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
+    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=text)
+    text = "set the folder of relative paths (default: the list's)"
+    add("--audio_root", type=Path, metavar="FOLDER", help=text)
+    text = "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
+    add("--follow_links", action="store_true", help=text)
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
@@ -114,8 +101,8 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     read = _read_folder if source.is_dir() else _read_list
     entries = merge((os.path.abspath(entry.path), entry) for entry in read(source, options))
     for entry in entries:
-        if not entry.captions:
-            entry.problem = entry.problem or "empty caption"
+        if not entry.captions and not entry.problem:
+            entry.problem = "empty caption"
     return entries
 
 
@@ -124,25 +111,24 @@ def merge(named: Iterable[tuple[str, Entry]]) -> list[Entry]:
     groups: dict[str, list[Entry]] = defaultdict(list)
     for name, entry in named:
         groups[name].append(entry)
-    for first, *others in groups.values():
+    for entry, *others in groups.values():
         if others:
-            first.add(others)
-    return [first for first, *_ in groups.values()]
+            entry.add(others)
+    return [group[0] for group in groups.values()]
 
 
 def read_paths(source: Path) -> list[Path]:
     """Read audio paths from the lines of a .txt, or from a list's column of `AUDIO_COLUMNS`."""
     if source.suffix.lower() == ".txt":
-        paths = _text_of(source).split("\n")
+        paths = [line.strip() for line in _read_text(source).split("\n")]
     else:
         rows, names = rows_of(source)
-        audio = next(filter(is_of_audio, names), None)
-        if audio is None:
-            raise UserError(
-                f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}"
-            )
-        paths = [path_in(row, audio) for _, row in rows]
-    return [source.parent / path.strip() for path in paths if path.strip()]
+        column = _default_audio_column(names)
+        if not column:
+            expected = f"no column named {', '.join(AUDIO_COLUMNS)}"
+            raise UserError(f"{source}: {expected}; there are {', '.join(names)}")
+        paths = [path_in(row, column) for _, row in rows]
+    return [source.parent / path for path in paths if path]
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
@@ -151,41 +137,48 @@ def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     suffix = source.suffix.lower()
     if suffix not in LIST_SUFFIXES:
         raise UserError(f"{source}: expected a folder, or a list in {', '.join(LIST_SUFFIXES)}")
-    rows = list((_json_rows if suffix.startswith(".json") else _csv_rows)(source, _text_of(source)))
+    read_rows = _json_rows if suffix.startswith(".json") else _csv_rows
+    rows = list(read_rows(source, _read_text(source)))
     if not rows:
         raise UserError(f"{source}: no rows found")
-    return rows, list(dict.fromkeys(name for _, row in rows for name in row))
+    names: dict[str, Any] = {}
+    for _, row in rows:
+        names |= row
+    return rows, list(names)
 
 
-def _text_of(source: Path) -> str:
+def _read_text(source: Path) -> str:
     try:
-        return read_bytes(source, MOST_OF_A_FILE).decode("utf-8-sig")
+        return read_bytes(source, MAX_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
 
 
-def is_of_audio(column: str) -> bool:
-    return column.lower().replace(" ", "_") in AUDIO_COLUMNS
+def _default_audio_column(names: Iterable[str]) -> str:
+    """Return the first column of paths, or "" for none."""
+    return next((name for name in names if name.lower().replace(" ", "_") in AUDIO_COLUMNS), "")
 
 
 def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     rows, names = rows_of(source)
-    audio = _find_audio_column(source, names, options)
+    audio_column = _find_audio_column(source, names, options)
     folder = options.audio_root or source.parent
     for line, row in rows:
-        if not (path := path_in(row, audio)):
-            raise UserError(f"{source}:{line}: no path in {audio}")
+        path = path_in(row, audio_column)
+        if not path:
+            raise UserError(f"{source}:{line}: no path in {audio_column}")
+        problem = ""
         # Absolute paths are in plain sight, and many published lists have them.
-        problem = "" if Path(path).is_absolute() else _outside(folder / path, folder, options)
-        more = {name: value for name, value in row.items() if value is not None and name != audio}
-        captions = options.caption_columns or find_caption_columns(
-            more
-        )  # rows of JSON may have other fields
-        texts, others = _divided(more, captions, options.multilabel_column)
-        yield Entry(folder / path, texts, others, problem)
+        if not Path(path).is_absolute():
+            problem = _describe_outside(folder / path, folder, options)
+        row = {name: row[name] for name in row if row[name] is not None and name != audio_column}
+        # Rows of JSON may have different fields.
+        caption_columns = options.caption_columns or find_caption_columns(row)
+        captions, metadata = _split_row(row, caption_columns, options.multilabel_column)
+        yield Entry(folder / path, captions, metadata, problem)
 
 
-def _outside(path: Path, folder: Path, options: Namespace) -> str:
+def _describe_outside(path: Path, folder: Path, options: Namespace) -> str:
     """Return why a file may not be packed: it is elsewhere, such as a private file of whoever
     builds the shards. Else empty."""
     if options.follow_links or "\0" in str(path) or not leads_outside(path, folder):
@@ -217,72 +210,71 @@ def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
-    """Read rows separated by the most frequent of commas, tabs and semicolons in the first line."""
+    """Read rows separated by the most frequent of commas, tabs and semicolons in the heading."""
     csv.field_size_limit(LONGEST_LINE)
     lines = io.StringIO(text, newline="").readlines()
-    if lines and lines[0].startswith("sep="):  # Excel's own
+    # Excel's own line, which names the separator.
+    if lines and lines[0].startswith("sep="):
         lines[0] = "\n"
-    header = next(filter(str.strip, lines), "")
-    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", header).count)
+    heading = next(filter(str.strip, lines), "")
+    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", heading).count)
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
     names: list[str] = []
-    line = 1  # the row's first
+    # the row's first
+    line = 1
     try:
         for cells in reader:
             if not names:
-                names = _headings(source, cells)  # empty for blank lines
+                # empty for blank lines
+                names = _parse_headings(source, cells)
             elif any(cells):
-                yield line, _row_of(f"{source}:{line}", names, cells)
+                yield line, _parse_row(f"{source}:{line}", names, cells)
             line = reader.line_num + 1
     except csv.Error as error:
-        complete = rf' *+(?:"(?:[^"]|"")*+"|[^ "{delimiter}\r\n][^{delimiter}\r\n]*+)?{delimiter}'
-        from_wrong_field = re.sub(rf"\A(?:{complete})*+", "", "".join(lines[line - 1 :]))
-        line = len(lines) + 1 - len(io.StringIO(from_wrong_field, newline="").readlines())
-        raise UserError(
-            f"{source}:{line}: quotes of a field don't match: {error}, line {reader.line_num}"
-        ) from None
+        problem = f"quotes of a field don't match: {error}, line {reader.line_num}"
+        raise UserError(f"{source}:{line}: {problem}") from None
 
 
-def _headings(source: Path, cells: list[str]) -> list[str]:
-    plain = ["".join(cell.split()).lower() for cell in cells]
-    name, count = Counter(filter(None, plain)).most_common(1)[0] if any(plain) else ("", 0)
-    if count > 1:
-        raise UserError(
-            f"{source}: several columns are named {name!r}; expected one, and others as {name}_2"
-        )
+def _parse_headings(source: Path, cells: list[str]) -> list[str]:
+    counts = Counter("".join(cell.split()).lower() for cell in cells)
+    # Several columns may have no name.
+    del counts[""]
+    for name, count in counts.items():
+        if count > 1:
+            expected = f"expected one, and others as {name}_2"
+            raise UserError(f"{source}: several columns are named {name!r}; {expected}")
     return [cell.strip() for cell in cells]
 
 
-def _row_of(place: str, names: list[str], cells: list[str]) -> Row:
+def _parse_row(where: str, names: list[str], cells: list[str]) -> Row:
     if len(cells) != len(names):
-        raise UserError(
-            f"{place}: expected {len(names)} fields ({', '.join(names)}), found {len(cells)}"
-        )
-    row = defaultdict[str, str](str)
+        expected = f"expected {len(names)} fields ({', '.join(names)})"
+        raise UserError(f"{where}: {expected}, found {len(cells)}")
+    row = {}
     for name, cell in zip(names, cells, strict=True):
-        row[name] += cell  # several columns may have no name
-    unnamed = row.pop("", "")
-    if unnamed and not unnamed.isdecimal():  # an index, as pandas writes it
-        raise UserError(f"{place}: {unnamed!r} is in a column without a heading")
+        if name:
+            row[name] = cell
+        # Whole numbers are an index, as pandas writes it.
+        elif cell and not cell.isdecimal():
+            raise UserError(f"{where}: {cell!r} is in a column without a heading")
     return row
 
 
 def _find_audio_column(source: Path, names: list[str], options: Namespace) -> str:
     """Return the column or template of paths. Raises UserError for a missing column."""
-    audio = options.audio_column or next(filter(is_of_audio, names), "")
-    for option, columns in (
-        ("--audio_column", _columns_in(audio) or [audio or "path"]),
-        ("--multilabel_column", options.multilabel_column),
-        (
-            "--caption_columns",
-            options.caption_columns or find_caption_columns(names) or ["caption"],
-        ),
-    ):
-        if missing := [name for name in columns if name not in names]:
-            raise UserError(
-                f"{source}: no column {missing[0]!r}; set {option}{did_you_mean(missing[0], names)}"
-            )
-    return audio
+    audio_column: str = options.audio_column or _default_audio_column(names)
+    caption_columns = options.caption_columns or find_caption_columns(names) or ["caption"]
+    required = {
+        "--audio_column": _columns_in(audio_column) or [audio_column or "path"],
+        "--multilabel_column": options.multilabel_column,
+        "--caption_columns": caption_columns,
+    }
+    for option, columns in required.items():
+        for name in columns:
+            if name not in names:
+                advice = f"set {option}{did_you_mean(name, names)}"
+                raise UserError(f"{source}: no column {name!r}; {advice}")
+    return audio_column
 
 
 def find_caption_columns(names: Iterable[str]) -> list[str]:
@@ -296,31 +288,36 @@ def _columns_in(template: str) -> list[str]:
     try:
         return [name for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError as error:
-        raise UserError(
-            f"--audio_column {template!r}: expected columns in braces: {error}"
-        ) from None
+        expected = f"expected columns in braces: {error}"
+        raise UserError(f"--audio_column {template!r}: {expected}") from None
 
 
-def path_in(row: Row, audio: str) -> str:
+def path_in(row: Row, audio_column: str) -> str:
     """Return a row's path in a column, or by a template of columns."""
-    path = audio.format_map(defaultdict(str, row)) if "{" in audio else row.get(audio)
+    if "{" in audio_column:
+        path: Any = audio_column.format_map(defaultdict(str, row))
+    else:
+        path = row.get(audio_column)
     return path.strip() if isinstance(path, str) else ""
 
 
-def _divided(row: Row, columns: Sequence[str], lists: Iterable[str]) -> tuple[list[str], Row]:
-    """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is
-    split into a list."""
-    for name in row.keys() & set(lists):
-        if isinstance(cell := row[name], str):
-            row[name] = [part.strip() for part in re.split("[,;|]", cell) if part.strip()]
-    texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
-    known = {*columns}  # a list of others may have a million
-    more = {
-        name: value
-        for name, value in row.items()
-        if name not in known or not _CAPTION_COLUMN.fullmatch(name)
-    }
-    return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
+def _split_row(
+    row: Row, caption_columns: Iterable[str], multilabel_columns: Iterable[str]
+) -> tuple[list[str], Row]:
+    """Split a row into captions and metadata; class columns are both."""
+    for name in multilabel_columns:
+        cell = row.get(name)
+        if isinstance(cell, str):
+            row[name] = [label.strip() for label in re.split("[,;|]", cell) if label.strip()]
+    texts: list[Any] = []
+    for name in caption_columns:
+        texts += values_of(row, name)
+    captions = dict.fromkeys(in_words(text) for text in texts if isinstance(text, str))
+    captions.pop("", None)
+    # A set, because a JSON row may have a million fields.
+    pure_captions = {name for name in caption_columns if _CAPTION_COLUMN.fullmatch(name)}
+    metadata = {name: value for name, value in row.items() if name not in pure_captions}
+    return list(captions), metadata
 
 
 def in_words(name: str) -> str:
@@ -335,32 +332,36 @@ def audio_files_in(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
+    paths = []
     try:
-        paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
+        for directory, _, names in os.walk(folder, onerror=refuse):
+            files = [Path(directory, name) for name in names]
+            paths += [path for path in files if path.suffix.lower() in AUDIO_SUFFIXES]
     except RecursionError:
         raise UserError(f"{folder}: folders are nested too deeply") from None
     if not paths:
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) found")
-    return paths
+    return sorted(paths)
 
 
 def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     """Read audio files with a .txt (one caption per line) or .json (field caption or text) of the
     same name."""
     for path in audio_files_in(folder):
-        text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
+        text_file = path.with_suffix(".txt")
+        json_file = path.with_suffix(".json")
         try:
-            for file in (path, text, described):
-                if problem := _outside(file, folder, options):
+            for file in (path, text_file, json_file):
+                if problem := _describe_outside(file, folder, options):
                     raise ValueError(problem)
-            if text.is_file():
-                row: Row = {"caption": read_bytes(text).decode("utf-8-sig").splitlines()}
-            elif described.is_file():
-                row = read_object(described, allow_nan=True)
+            if text_file.is_file():
+                row: Row = {"caption": read_bytes(text_file).decode("utf-8-sig").splitlines()}
+            elif json_file.is_file():
+                row = read_object(json_file, allow_nan=True)
             else:
-                raise ValueError(f"expected {text.name} or {described.name} next to it")
-            columns = options.caption_columns or find_caption_columns(row)
-            yield Entry(path, *_divided(row, columns, options.multilabel_column))
+                raise ValueError(f"expected {text_file.name} or {json_file.name} next to it")
+            caption_columns = options.caption_columns or find_caption_columns(row)
+            captions, metadata = _split_row(row, caption_columns, options.multilabel_column)
+            yield Entry(path, captions, metadata)
         except (ValueError, OSError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")

@@ -28,7 +28,7 @@ from clap_ds.config.arguments import add_preset
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
-from clap_ds.data.build_shards.shard_writer import Member, Named
+from clap_ds.data.build_shards.shard_writer import Member, Skipped
 from clap_ds.data.clip import CLIP_FORMATS, FEATURES, choose_clip
 from clap_ds.data.decoding import (
     AUDIO_FORMATS,
@@ -59,70 +59,78 @@ class EncodedClip(NamedTuple):
     seconds: float
 
 
-def as_it_is(content: bytes, extension: str) -> EncodedClip:
+def keep_file(content: bytes, extension: str) -> EncodedClip:
     """Keep a file, or convert it to mono FLAC if training doesn't support its format. Raises
     BrokenItemError."""
     with open_audio(content) as file:
-        rate = file.samplerate
-        expected = file.frames
+        sample_rate = file.samplerate
+        num_expected = file.frames
         samples = file.read(dtype="float32", always_2d=True)
     mono = np.empty(len(samples), np.float32)
     num_frames, is_silent = mix(samples, mono)
-    check_samples(num_frames, expected, is_silent)
+    check_samples(num_frames, num_expected, is_silent)
     if extension not in AUDIO_FORMATS:
         extension = "flac"
-        content = _encoded(mono, rate, "FLAC")
-    return EncodedClip(extension, content, num_frames / rate)
+        content = _encode(mono, sample_rate, "FLAC")
+    return EncodedClip(extension, content, num_frames / sample_rate)
 
 
 class Preparation:
-    """Convert audio files to kind `waveform`, or `mel` after repeating short clips."""
+    """A conversion of audio files to kind `waveform`, or `mel` after repeating short clips."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
         self.audio = audio
-        self.described = (kind, front_end_of(audio))
-        self._log_mel = LogMel(audio) if kind == "mel" else None
-        if self._log_mel:
+        self.manifest_fields = (kind, front_end_of(audio))
+        self._log_mel: LogMel | None = None
+        if kind == "mel":
+            self._log_mel = LogMel(audio)
             convert(self._log_mel)
 
-    def clip(self, content: bytes, extension: str = "") -> EncodedClip:
+    def convert(self, content: bytes, extension: str = "") -> EncodedClip:
         """Convert an audio file. Raises BrokenItemError."""
-        rate = self.audio.sample_rate
-        length = self.audio.num_samples
-        hop = self.audio.hop_size
+        sample_rate = self.audio.sample_rate
+        clip_length = self.audio.num_samples
         with open_audio(content) as file:
-            num_samples = math.ceil(file.frames * resampling_ratio(file.samplerate, rate))
-            row = torch.from_numpy(
-                np.zeros(max(num_samples, length), np.int16)
-            )  # torch's error isn't a MemoryError
-        found = decode_part(content, row[:num_samples], sample_rate=rate, rng=random.Random(0))
+            ratio = resampling_ratio(file.samplerate, sample_rate)
+            max_samples = math.ceil(file.frames * ratio)
+        # Not torch.zeros, whose error for too large a size isn't a MemoryError.
+        row = torch.from_numpy(np.zeros(max(max_samples, clip_length), np.int16))
+        rng = random.Random(0)
+        num_samples = decode_part(content, row[:max_samples], sample_rate=sample_rate, rng=rng)
+        seconds = num_samples / sample_rate
         if self._log_mel is None:
-            return EncodedClip("wav", _encoded(row[:found].numpy(), rate, "WAV"), found / rate)
-        repeat(row[: max(found, length)].numpy(), found)
-        whole = length + max(found - length, 0) // hop * hop  # uncropped
-        np.save(
-            features := io.BytesIO(),
-            self._log_mel.of_any_length(row[None, :whole])[0].half().numpy(),
-        )
-        return EncodedClip(FEATURES, features.getvalue(), found / rate)
+            return EncodedClip(
+                "wav", _encode(row[:num_samples].numpy(), sample_rate, "WAV"), seconds
+            )
+        repeat(row[: max(num_samples, clip_length)].numpy(), num_samples)
+        # Whole frames, so that crops at frames are features of crops.
+        hop = self.audio.hop_size
+        length = clip_length + max(num_samples - clip_length, 0) // hop * hop
+        features = self._log_mel.of_any_length(row[None, :length])[0]
+        numpy_file = io.BytesIO()
+        np.save(numpy_file, features.half().numpy())
+        return EncodedClip(FEATURES, numpy_file.getvalue(), seconds)
 
 
-def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
-    soundfile.write(file := io.BytesIO(), samples, rate, format=file_format, subtype="PCM_16")
+def _encode(samples: NDArray[Any], sample_rate: int, file_format: str) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, sample_rate, format=file_format, subtype="PCM_16")
     return file.getvalue()
 
 
-ABOUT_KINDS = {
+KIND_DESCRIPTIONS = {
     "encoded": "the original files",
     "waveform": "16-bit mono WAV at the model's rate",
     "mel": "the model's float16 features",
 }
 
 
-def add_preparation_options(parser: ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
+def add_preparation_options(
+    parser: ArgumentParser, kinds: tuple[Kind, ...], **options: Any
+) -> None:
     group = parser.add_argument_group("preprocessing for a model")
-    choices = "; ".join(f"{kind}: {ABOUT_KINDS[kind]}" for kind in kinds)
-    group.add_argument("--kind", choices=kinds, help=f"store audio as this ({choices})", **more)
+    choices = "; ".join(f"{kind}: {KIND_DESCRIPTIONS[kind]}" for kind in kinds)
+    group.add_argument("--kind", choices=kinds, help=f"store audio as this ({choices})", **options)
     add_preset(group, "prepare for this model")
 
 
@@ -130,74 +138,82 @@ def preparation_of(options: Namespace) -> Preparation | None:
     """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they
     conflict."""
     if (options.kind == "encoded") == bool(options.preset):
-        raise UserError(
-            f"--kind {options.kind}: waveform and mel require a --preset (see `clap-ds presets`); encoded takes none"
-        )
+        rule = "waveform and mel require a --preset (see `clap-ds presets`); encoded takes none"
+        raise UserError(f"--kind {options.kind}: {rule}")
     if not options.preset:
         return None
     audio = load_preset(options.preset).audio
     if options.kind == "mel" and audio.fusion:
-        raise UserError(
-            f"--kind mel: {options.preset} has feature fusion: expected --kind waveform"
-        )
+        problem = f"{options.preset} has feature fusion: expected --kind waveform"
+        raise UserError(f"--kind mel: {problem}")
     return Preparation(options.kind, audio)
 
 
 def add_prepare_options(parser: ArgumentParser) -> None:
-    more = "tars: paths, patterns or URLs, as in clap.data.shards"
-    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume"
-    )
+    text = "tars: paths, patterns or URLs, as in clap.data.shards"
+    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=text)
+    text = "output folder: new, empty, or to resume"
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help=text)
     add_preparation_options(parser, ("waveform", "mel"), required=True)
-    shard_writer.add_work(parser)
+    shard_writer.add_work_options(parser)
 
 
 def run_prepare(options: Namespace) -> int:
     """Prepare shards and return the exit code."""
     preparation = preparation_of(options)
-    assert preparation is not None  # `encoded` isn't among the choices
-    tars = _by_name(expand_shards(options.shards))
+    # `encoded` isn't among the choices.
+    assert preparation is not None
     folder = options.folder
-    members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
-    work = members, options.workers, preparation.described
-    records, broken = shard_writer.write_shards(folder, tars.values(), *work)
+    tars = _output_names(expand_shards(options.shards))
+    records, skipped = shard_writer.write_shards(
+        folder,
+        tars.values(),
+        {name: partial(members_of, tar, preparation) for name, tar in tars.items()},
+        options.workers,
+        preparation.manifest_fields,
+    )
     shard_writer.print_amount(options.kind, [*records.values()])
-    beside = Path(next(iter(tars.values()))).parent / "tokenizer"
     tokenizer = HUB_TOKENIZER
-    if beside.is_dir() and not leads_outside(beside, beside.parent):
-
-        def outside(folder: str, names: list[str]) -> list[str]:
-            return [name for name in names if leads_outside(Path(folder, name), beside)]
-
-        tokenizer = str(folder / beside.name)
-        with replacing_files(folder / beside.name) as draft:
-            shutil.copytree(beside, draft, ignore=outside, dirs_exist_ok=True)
+    source_tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
+    if source_tokenizer.is_dir() and not leads_outside(source_tokenizer, source_tokenizer.parent):
+        tokenizer = str(folder / "tokenizer")
+        _copy_tokenizer(source_tokenizer, folder / "tokenizer")
     shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
-    return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
+    return shard_writer.print_skipped(folder, records.values(), skipped, options.max_left_out)
 
 
-def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
-    """Yield the prepared items of a tar (path or URL), and add unusable ones to `broken`."""
-    for item in list_items(tar, lambda name, reason: broken.append((name, reason))):
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a folder without links that lead out of it."""
+
+    def find_outside(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if leads_outside(Path(folder, name), source)]
+
+    with replacing_files(target) as draft:
+        shutil.copytree(source, draft, ignore=find_outside, dirs_exist_ok=True)
+
+
+def members_of(tar: str, preparation: Preparation, skipped: list[Skipped]) -> Iterator[Member]:
+    """Yield the prepared items of a tar (path or URL), and add unusable ones to `skipped`."""
+    for item in list_items(tar, lambda name, reason: skipped.append((name, reason))):
         try:
             fetch(item)
-            clip = preparation.clip(choose_clip(item, "encoded"))
+            clip = preparation.convert(choose_clip(item, "encoded"))
         except BrokenItemError as error:
-            broken.append((f"{tar}: {item['__key__']}", str(error)))
+            skipped.append((f"{tar}: {item['__key__']}", str(error)))
             continue
-        others = {
-            name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")
-        }
-        yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds
+        prepared = {"__key__": item["__key__"], clip.extension: clip.content}
+        for extension, content in item.items():
+            if extension not in CLIP_FORMATS and extension[:1] not in ("", "_"):
+                prepared[extension] = content
+        yield prepared, clip.seconds
 
 
-def _by_name(tars: Iterable[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
+def _output_names(tars: Iterable[str]) -> dict[str, str]:
+    """Return tars by the file names of their prepared shards."""
+    by_name: dict[str, str] = {}
     for tar in tars:
         name = tar.rpartition("/")[2].partition(".tar")[0] + ".tar"
-        if named.setdefault(name, tar) != tar:
-            raise UserError(
-                f"{named[name]} and {tar} would both become {name}; prepare them into separate folders"
-            )
-    return named
+        if by_name.setdefault(name, tar) != tar:
+            problem = f"{by_name[name]} and {tar} would both become {name}"
+            raise UserError(f"{problem}; prepare them into separate folders")
+    return by_name

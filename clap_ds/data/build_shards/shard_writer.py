@@ -28,16 +28,17 @@ from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, wr
 from clap_ds.utils.errors import UserError, printable
 from clap_ds.utils.files import own_folder, read_bytes, read_json, replacing, write_atomically
 
-RECORDS = ".build"  # subfolder of finished shards' records
-BROKEN = "broken.jsonl"
+RECORDS = ".build"
+"""Subfolder of finished shards' records."""
+SKIPPED = "broken.jsonl"
 
-Named = tuple[str, str]
+Skipped = tuple[str, str]
 """An unusable file's name, and the reason."""
 Member = tuple[dict[str, Any], float]
 """A tar's item (`__key__` and contents by extension), and its seconds of audio."""
-Members = Callable[[list[Named]], Iterable[Member]]
+Members = Callable[[list[Skipped]], Iterable[Member]]
 """Yields a shard's members, and adds unusable files to the list."""
-Built = tuple[ShardRecord | None, list[Named]]
+WrittenShard = tuple[ShardRecord | None, list[Skipped]]
 """A shard's record (None without a usable item, and then there is no tar), and its unusable
 files."""
 
@@ -47,156 +48,181 @@ def write_shards(
     plan: Iterable[str],
     shards: Mapping[str, Members],
     num_workers: int,
-    prepared: tuple[Kind, FrontEnd] | tuple[()] = (),
-    unusable: Sequence[Named] = (),
-) -> tuple[dict[str, ShardRecord], list[Named]]:
-    """Write the missing shards, the manifest and the list of unusable files, those already known
-    first. Return both. `plan` and `prepared` determine the shards."""
-    _claim(folder, chain([repr(prepared)], plan))
-    built = {name: there for name in shards if (there := _finished(folder, name))}
-    waiting = {name: members for name, members in shards.items() if name not in built}
-    if built:
-        print(f"{len(built)} of {len(shards)} shards already exist", flush=True)
+    manifest_fields: tuple[Kind, FrontEnd] | tuple[()] = (),
+    skipped: Sequence[Skipped] = (),
+) -> tuple[dict[str, ShardRecord], list[Skipped]]:
+    """Write the missing shards, the manifest and the list of unusable files.
+
+    Args:
+        plan: determines the shards, with `manifest_fields`. Another plan's folder is refused.
+        shards: each shard's members by its file name.
+        manifest_fields: kind and front end of prepared shards.
+        skipped: unusable files that are known already. They come first in the list.
+
+    Returns:
+        The shards' records by file name, and the list.
+    """
+    _claim_folder(folder, chain([repr(manifest_fields)], plan))
+    written: dict[str, WrittenShard] = {}
+    for name in shards:
+        finished = _read_finished(folder, name)
+        if finished:
+            written[name] = finished
+    if written:
+        print(f"{len(written)} of {len(shards)} shards already exist", flush=True)
+    missing = {name: members for name, members in shards.items() if name not in written}
+    progress = _write_all(folder, missing, num_workers)
     try:
-        built |= tqdm(
-            _write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None
-        )
+        written |= tqdm(progress, total=len(missing), unit="shard", disable=None)
     except OSError as error:
-        raise UserError(
-            f"{folder} can't be written: {error.strerror or error}; the same command resumes"
-        ) from None
-    records = {name: record for name in shards if (record := built[name][0])}
-    broken = [*unusable, *(each for name in shards for each in built[name][1])]
-    listed = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in broken]
-    write_atomically(folder / BROKEN, "".join(listed))
-    write_manifest(folder, ShardManifest(records, *prepared))
+        problem = f"{folder} can't be written: {error.strerror or error}"
+        raise UserError(f"{problem}; the same command resumes") from None
+    records = {}
+    all_skipped = [*skipped]
+    for name in shards:
+        record, skipped_of_shard = written[name]
+        all_skipped += skipped_of_shard
+        if record:
+            records[name] = record
+    lines = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in all_skipped]
+    write_atomically(folder / SKIPPED, "".join(lines))
+    write_manifest(folder, ShardManifest(records, *manifest_fields))
     if not records:
-        raise UserError(none_usable(broken))
-    return records, broken
+        raise UserError(none_usable(all_skipped))
+    return records, all_skipped
 
 
-def none_usable(broken: Sequence[Named]) -> str:
-    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
-    return f"none of {len(broken)} items are usable; the first: {examples}"
+def none_usable(skipped: Sequence[Skipped]) -> str:
+    return f"none of {len(skipped)} items are usable; the first: {_examples(skipped)}"
 
 
-def _claim(folder: Path, plan: Iterable[str]) -> None:
+def _examples(skipped: Sequence[Skipped]) -> str:
+    return "; ".join(f"{path}: {reason}" for path, reason in skipped[:3])
+
+
+def _claim_folder(folder: Path, plan: Iterable[str]) -> None:
     """Create the folder or check that its plan is the same. Raises UserError if it isn't."""
-    mark = folder / RECORDS / "plan"
-    state = hashlib.sha256()
+    path = folder / RECORDS / "plan"
+    digest = hashlib.sha256()
     for part in plan:
-        state.update(part.encode())
-    if mark.is_file():
-        if read_bytes(mark).decode(errors="replace") != state.hexdigest():
-            other = "made with other options, or from files or captions that have changed"
-            raise UserError(f"{folder} contains shards {other}; choose a new folder or empty it")
+        digest.update(part.encode())
+    if path.is_file():
+        if read_bytes(path).decode(errors="replace") != digest.hexdigest():
+            problem = "made with other options, or from files or captions that have changed"
+            raise UserError(f"{folder} contains shards {problem}; choose a new folder or empty it")
         return
-    if folder.exists() and (
-        not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir())
-    ):
+    is_claimable = not folder.exists()
+    if folder.is_dir():
+        is_claimable = all(path.name == RECORDS for path in folder.iterdir())
+    if not is_claimable:
         raise UserError(f"{folder} exists and isn't an empty folder; choose a new one or empty it")
-    with own_folder(mark.parent) as records:
-        write_atomically(records / mark.name, state.hexdigest())
+    with own_folder(path.parent) as records:
+        write_atomically(records / path.name, digest.hexdigest())
 
 
 def _write_all(
     folder: Path, shards: Mapping[str, Members], num_workers: int
-) -> Iterator[tuple[str, Built]]:
-    """Write in threads: decoding, features, checksums and writing release the GIL. If one fails,
-    all stop."""
+) -> Iterator[tuple[str, WrittenShard]]:
+    """Write shards in threads. If one fails, all stop."""
     stop = threading.Event()
+    # Threads suffice: decoding, features, checksums and writing release the GIL.
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for future in as_completed(
-            [pool.submit(_write, folder, *shard, stop) for shard in shards.items()]
-        ):
+        futures = [pool.submit(_write, folder, *shard, stop) for shard in shards.items()]
+        for future in as_completed(futures):
             yield future.result()
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _finished(folder: Path, name: str) -> Built | None:
+def _read_finished(folder: Path, name: str) -> WrittenShard | None:
     """Return a shard that was built before, if its record exists and its size matches."""
     try:
         content = read_json(folder / RECORDS / f"{name}.json")
-        record = ShardRecord(**content["record"]) if content["record"] else None
-        is_whole = record is None or (folder / name).stat().st_size == record.bytes
+        skipped = [(path, reason) for path, reason in content["broken"]]
+        if not content["record"]:
+            return None, skipped
+        record = ShardRecord(**content["record"])
+        is_whole = (folder / name).stat().st_size == record.bytes
     except OSError:
         return None
-    return (record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
+    return (record, skipped) if is_whole else None
 
 
-def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> tuple[str, Built]:
+def _write(
+    folder: Path, name: str, members: Members, stop: threading.Event
+) -> tuple[str, WrittenShard]:
     """Write one tar and its record. Raises OSError if writing fails or `stop` is set."""
-    broken: list[Named] = []
+    skipped: list[Skipped] = []
     num_items = 0
-    seconds = 0.0
-    record = None
+    total_s = 0.0
     path = folder / name
-    with (
-        replacing(path) as file,
-        TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar,
-    ):
-        for content, length in members(broken):
-            tar.write(content)
-            num_items = num_items + 1
-            seconds = seconds + length
+    # Tars with equal contents have equal bytes.
+    options: Any = {"encoder": False, "mtime": 0, "user": "clap", "group": "clap"}
+    with replacing(path) as file, TarWriter(file, **options) as tar:
+        for item, seconds in members(skipped):
+            tar.write(item)
+            num_items += 1
+            total_s += seconds
             if stop.is_set():
                 raise InterruptedError
+    record = None
     if num_items:
-        with path.open("rb") as tar:
-            digest = hashlib.file_digest(tar, "sha256").hexdigest()
-        record = ShardRecord(num_items, path.stat().st_size, round(seconds, 3), digest)
+        with path.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+        record = ShardRecord(num_items, path.stat().st_size, round(total_s, 3), digest)
     else:
         path.unlink()
-    built = {"record": record and asdict(record), "broken": broken}
+    content = {"record": record and asdict(record), "broken": skipped}
     with own_folder(folder / RECORDS) as records:
-        write_atomically(records / f"{name}.json", json.dumps(built))
-    return name, (record, broken)
+        write_atomically(records / f"{name}.json", json.dumps(content))
+    return name, (record, skipped)
 
 
-def add_work(parser: argparse.ArgumentParser) -> None:
-    more = "write N shards in parallel (default: one per core)"
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
-    more = "exit with code 1 if more than this fraction was unusable"
-    parser.add_argument(
-        "--max_left_out", type=number(0, 1), default=0.01, metavar="FRACTION", help=more
-    )
+def add_work_options(parser: argparse.ArgumentParser) -> None:
+    text = "write N shards in parallel (default: one per core)"
+    num_cores = len(os.sched_getaffinity(0))
+    add = parser.add_argument
+    add("--workers", type=whole_number(), default=num_cores, metavar="N", help=text)
+    text = "exit with code 1 if more than this fraction was unusable"
+    add("--max_left_out", type=number(0, 1), default=0.01, metavar="FRACTION", help=text)
 
 
 def print_amount(title: str, records: Sequence[ShardRecord]) -> None:
-    items, size, seconds = (
-        sum(getattr(record, name) for record in records) for name in ("items", "bytes", "seconds")
-    )
-    print(
-        f"{title}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h"
-    )
+    num_items = sum(record.items for record in records)
+    megabytes = sum(record.bytes for record in records) / 1e6
+    hours = sum(record.seconds for record in records) / 3600
+    contents = f"{num_items} items in {len(records)} shard(s)"
+    print(f"{title}: {contents}, {megabytes:.1f} MB, {hours:.2f} h")
 
 
-def print_left_out(
-    folder: Path, records: Iterable[ShardRecord], broken: Sequence[Named], most: float
+def print_skipped(
+    folder: Path, records: Iterable[ShardRecord], skipped: Sequence[Skipped], max_fraction: float
 ) -> int:
-    """Print the skipped items. Return the exit code: 1 if their fraction exceeds `most`."""
-    share = len(broken) / (len(broken) + sum(record.items for record in records))
-    if broken:
-        examples = printable("; ".join(f"{name}: {reason}" for name, reason in broken[:3]))
-        print(
-            f"skipped {len(broken)}, listed with reasons in {folder / BROKEN}; the first: {examples}"
-        )
-    if share > most:
-        print(
-            f"error: {share:.1%} skipped, more than --max_left_out {most:g}; the shards are usable",
-            file=sys.stderr,
-        )
-    return int(share > most)
+    """Print the skipped items. Return the exit code: 1 if their fraction exceeds `max_fraction`."""
+    fraction = len(skipped) / (len(skipped) + sum(record.items for record in records))
+    if skipped:
+        examples = printable(_examples(skipped))
+        where = f"listed with reasons in {folder / SKIPPED}"
+        print(f"skipped {len(skipped)}, {where}; the first: {examples}")
+    if fraction <= max_fraction:
+        return 0
+    limit = f"--max_left_out {max_fraction:g}"
+    print(
+        f"error: {fraction:.1%} skipped, more than {limit}; the shards are usable", file=sys.stderr
+    )
+    return 1
 
 
-def print_settings(shards: str | None, tokenizer: str, preset: str | None, **more: Any) -> None:
-    """Print the settings of a run on these shards, if there are training shards, and `more`
-    sections."""
-    data = {"data": {"source": "webdataset", "shards": shards, "tokenizer": tokenizer}}
-    settings = (data if shards else {}) | ({"model": {"preset": preset}} if preset else {}) | more
-    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
-    print('For a run\'s JSON, in "clap":', *sections, sep="\n")
+def print_settings(shards: str | None, tokenizer: str, preset: str | None, **sections: Any) -> None:
+    """Print the settings of a run on these shards, if there are training shards, and other
+    `sections`."""
+    settings: dict[str, Any] = {}
+    if shards:
+        settings["data"] = {"source": "webdataset", "shards": shards, "tokenizer": tokenizer}
+    if preset:
+        settings["model"] = {"preset": preset}
+    print('For a run\'s JSON, in "clap":')
+    for name, section in (settings | sections).items():
+        print(f'"{name}": {json.dumps(section, indent=2)}')
