@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import kernel_times
-from benchmarks.kernel_times import Case, attention_cases, mlp_cases, rows_of
+from benchmarks.kernel_times import Case, attention_cases, measure, mlp_cases
 from clap_ds.config.model import AudioConfig, load_preset
 
 
@@ -23,12 +23,12 @@ def test_wrong_and_failing_kernels_are_rows(monkeypatch: pytest.MonkeyPatch) -> 
     shapes = [(6, 8, 16), (32, 16)]
     flops = (1.0, 2.0)
     case = partial(Case, "linear", "16", torchs=F.linear, shapes=shapes, moved=flops, flops=flops)
-    forward, backward = rows_of(case(ours=F.linear))
+    forward, backward = measure(case(ours=F.linear))
     assert (forward["pass"], backward["flops"]) == ("forward", 2.0)
     assert 0 < forward["error"] == forward["torch_error"] < 0.01
     assert forward["ms"] == backward["torch_ms"] == 1
-    assert next(rows_of(case(ours=lambda x, w: 1.5 * F.linear(x, w))))["error"] > 0.3
-    assert next(rows_of(case(ours=broken)))["note"] == "no kernel image"
+    assert next(measure(case(ours=lambda x, w: 1.5 * F.linear(x, w))))["error"] > 0.3
+    assert next(measure(case(ours=broken)))["note"] == "no kernel image"
 
 
 def test_rows_before_a_case_that_ends_the_command_are_kept_and_printed(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import plan_validation
-from benchmarks.plan_validation import STEPS, idle_text, main
+from benchmarks.plan_validation import STEPS, describe_idle, main
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import FUSED, ideal_s
 from clap_ds.planning.tracing import Operation
@@ -87,7 +87,7 @@ def test_idle_time_is_that_between_kernels_of_the_busiest_stream() -> None:
         kernel("c", 6000, 500),
         kernel("copy", 0, 9000, stream=20),
     ]
-    text = idle_text(
+    text = describe_idle(
         {"traceEvents": [*work, {"cat": "cpu_op", "name": "aten::mm", "ts": 1000, "dur": 4000}]}
     )
     assert "Idle 2.0 ms per step" in text
