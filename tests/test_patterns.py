@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.log_formats import DIALECTS
+from clap_ds.analysis.log_formats import LOG_FORMATS
 from clap_ds.analysis.table import plain_text
 from clap_ds.analysis.training_log import Log
 from clap_ds.data.build_shards import caption_lists
@@ -64,7 +64,7 @@ def compiled_in(value: object) -> Iterator[re.Pattern[Any]]:
 def collect() -> tuple[dict[re.Pattern[Any], bool], set[str]]:
     """Return all patterns, whether they are searched for anywhere in a text, and the modules that
     have computed ones."""
-    patterns = {re.compile(dialect.pattern): True for dialect in DIALECTS.values()}
+    patterns = {re.compile(log_format.pattern): True for log_format in LOG_FORMATS.values()}
     computed = set()
     paths = {
         path for folder in ("", "analysis", "launch") for path in (PACKAGE / folder).rglob("*.py")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.aggregate import RunSpread, pooled_spread
+from clap_ds.analysis.aggregate import RunSpread, pool_spread
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
 from tests.analysis.samples import run, write
@@ -68,8 +68,8 @@ def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> N
 def test_the_spread_is_of_what_counts() -> None:
     scale = [run(1, 98.0), run(1, 102.0), run(1, 50.0, state="failed")]
     deviation = pytest.approx(math.log(102 / 98) / 2**0.5)
-    assert pooled_spread([scale, [run(2, 90.0)]]) == RunSpread(deviation, 1, 2)  # type: ignore[arg-type]
-    assert pooled_spread([[run(1, 98.0)]]) is None
+    assert pool_spread([scale, [run(2, 90.0)]]) == RunSpread(deviation, 1, 2)  # type: ignore[arg-type]
+    assert pool_spread([[run(1, 98.0)]]) is None
 
 
 def test_the_spread_is_no_less_than_the_digits_of_a_table_resolve(tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_the_spread_is_no_less_than_the_digits_of_a_table_resolve(tmp_path: Path
         tmp_path / "t.csv", header + "1,4,600.1\n" * 3 + "2,8,590\n" * 3 + "4,16,600\n4,16,599.9\n"
     )
     runs = read_table_runs(table)
-    spreads = [pooled_spread([scale]) for scale in (runs[:3], runs[3:6])]
+    spreads = [pool_spread([scale]) for scale in (runs[:3], runs[3:6])]
     floors = (0.05 / 600.1, 0.5 / 590)
     assert spreads == [RunSpread(pytest.approx(floor), 2, 3) for floor in floors]  # type: ignore[arg-type]
-    finest = pooled_spread([runs[6:]])
+    finest = pool_spread([runs[6:]])
     assert finest
     assert finest.deviation == pytest.approx(math.log(600 / 599.9) / 2**0.5)
-    exact = pooled_spread([[run(1, 600.1), run(1, 600.1)]])
+    exact = pool_spread([[run(1, 600.1), run(1, 600.1)]])
     assert exact
     assert 0 < exact.deviation < 1e-5
 

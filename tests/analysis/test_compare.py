@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clap_ds.analysis import compare as compare_command
-from clap_ds.analysis.compare import interval, pairs, verdict
+from clap_ds.analysis.compare import describe_significance, pair_rows, ratio_interval
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.table import Run, Scale, read_table_runs
 from clap_ds.utils.errors import UserError
@@ -22,16 +22,16 @@ def make_runs(*rates: float) -> list[Run]:
 
 
 def compare_rates(a: list[float], b: list[float]) -> str:
-    (pair,) = pairs(make_runs(*a), make_runs(*b))
-    return verdict(*pair)
+    (pair,) = pair_rows(make_runs(*a), make_runs(*b))
+    return describe_significance(*pair)
 
 
 def test_interval_is_welchs_with_the_larger_spread_on_both_sides() -> None:
     """By hand: deviations of logs a = 0.0100 and b = 0.0182. Degrees are (a² + b²)² / ((a⁴ + b⁴) /
     2) = 3.12, at most 1.5·2, for which t is 5.841. Half the interval of the logarithm is
     5.841·b·√(2/3) = 0.0867."""
-    ((a, b),) = pairs(make_runs(99.0, 100.0, 101.0), make_runs(108.0, 110.0, 112.0))
-    assert interval(a, b) == pytest.approx(
+    ((a, b),) = pair_rows(make_runs(99.0, 100.0, 101.0), make_runs(108.0, 110.0, 112.0))
+    assert ratio_interval(a, b) == pytest.approx(
         (1.1 * math.exp(-0.0867), 1.1 * math.exp(0.0867)), rel=1e-3
     )
 
@@ -73,7 +73,7 @@ def compute_verdict_share(
             rates = 100 * np.exp(log_rate + noise * generator.standard_normal(count))
             runs = tuple(run(8, float(rate)) for rate in rates)
             sides.append(Scale(runs=runs, samples_per_s_per_gpu=float(rates.mean())))
-        ends = interval(*sides)
+        ends = ratio_interval(*sides)
         assert ends
         verdicts += not ends[0] <= 1 <= ends[1]
     return 100 * verdicts / draws
@@ -103,10 +103,10 @@ def test_power_is_what_the_page_states() -> None:
 
 def test_a_quiet_scale_is_judged_by_its_own_repeats() -> None:
     noisy = [run(8, rate) for rate in (90.0, 100.0, 110.0)]
-    found = pairs(
+    found = pair_rows(
         [*make_runs(99.9, 100.0, 100.1), *noisy], [*make_runs(101.9, 102.0, 102.1), *noisy]
     )
-    assert [verdict(*pair).rpartition(": ")[2] for pair in found] == [
+    assert [describe_significance(*pair).rpartition(": ")[2] for pair in found] == [
         "B is faster",
         "no significant difference",
     ]
@@ -116,8 +116,8 @@ def test_a_quiet_scale_is_judged_by_its_own_repeats() -> None:
 def test_rates_whose_last_digits_differ_get_no_verdict(tmp_path: Path, a: str, b: str) -> None:
     first = write(tmp_path / "a.csv", "\n".join([HEADER, *[f"1,4,{a}"] * 3]))
     second = write(tmp_path / "b.csv", "\n".join([HEADER, *[f"1,4,{b}"] * 3]))
-    (pair,) = pairs(read_table_runs(first), read_table_runs(second))
-    assert verdict(*pair).endswith("no significant difference")
+    (pair,) = pair_rows(read_table_runs(first), read_table_runs(second))
+    assert describe_significance(*pair).endswith("no significant difference")
 
 
 def test_tables_without_a_model_are_paired_with_each_other_and_with_runs(
@@ -133,19 +133,19 @@ def test_tables_without_a_model_are_paired_with_each_other_and_with_runs(
     assert printed.count("B / A = ") == 2
     assert re.findall("In .*", printed) == ["In A: timeout on 2 nodes, 8 GPUs."]
     runs = read_table_runs(before)
-    assert [(a.gpus, b.gpus) for a, b in pairs(runs, [run(2, 9.0, model="micro")])] == [(8, 8)]
+    assert [(a.gpus, b.gpus) for a, b in pair_rows(runs, [run(2, 9.0, model="micro")])] == [(8, 8)]
 
 
 def test_rows_are_paired_by_scale_and_variant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = read_table_runs(TINY)
-    assert [(a.gpus, b.gpus) for a, b in pairs(tiny[:4], tiny[2:])] == [(16, 16), (32, 32)]
+    assert [(a.gpus, b.gpus) for a, b in pair_rows(tiny[:4], tiny[2:])] == [(16, 16), (32, 32)]
     sides = [
         [run(1, 9.0 + number, variant=name) for number, name in enumerate(names)]
         for names in ("pq", "qp")
     ]
-    assert [(a.variant, b.variant) for a, b in pairs(*sides)] == [("p", "p"), ("q", "q")]
+    assert [(a.variant, b.variant) for a, b in pair_rows(*sides)] == [("p", "p"), ("q", "q")]
     command(monkeypatch, compare_command.main, TINY, TINY)
     assert capsys.readouterr().out.count("B / A = 1.0000") == 8
 
@@ -157,4 +157,4 @@ def test_rows_without_a_partner_are_listed_with_what_they_are(tmp_path: Path) ->
         UserError,
         match=r"A: mine on 1 node, 4 GPUs\. B: micro.* on 1 node, 4 GPUs, .* on 2 nodes, 8 GPUs",
     ):
-        pairs(read_runs([table], given()), others)
+        pair_rows(read_runs([table], given()), others)

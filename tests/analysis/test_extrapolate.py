@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import extrapolate
-from clap_ds.analysis.extrapolate import ABOUT_BAND, headline, render
+from clap_ds.analysis.extrapolate import ABOUT_BAND, render, summarize
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.weak_scaling import USUAL, series_of
+from clap_ds.analysis.weak_scaling import USUAL, make_series
 from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
-TINY = series_of(scaling_table(read_table_runs(samples.TINY)))
+TINY = make_series(scaling_table(read_table_runs(samples.TINY)))
 
 
 def test_headline_of_a_ring_all_reduce_lies_in_its_band_with_the_law() -> None:
@@ -22,7 +22,7 @@ def test_headline_of_a_ring_all_reduce_lies_in_its_band_with_the_law() -> None:
         nodes: 1 + 0.1 * (1 - 1 / nodes) + 0.0005 * nodes for nodes in (1, 2, 4, 8, 16, 32, 128)
     }
     rates = tuple((nodes, round(616 / time, 1)) for nodes, time in times.items() if nodes < 128)
-    text = headline(replace(TINY, rates=rates))
+    text = summarize(replace(TINY, rates=rates))
     percent, low, high = map(float, re.findall(r"\d+\.\d", text))
     assert low < percent < high
     assert low < 100 * times[1] / times[128] < high
@@ -30,9 +30,9 @@ def test_headline_of_a_ring_all_reduce_lies_in_its_band_with_the_law() -> None:
 
 
 def test_headline_of_two_scales_is_the_root_without_a_band_and_without_words_on_one() -> None:
-    text = render(TINY.first(2))
+    text = render(TINY.head(2))
     assert (
-        f"{TINY.first(2).percent_by(USUAL, 8):.1f}% efficiency on 32 GPUs by {USUAL}, without a band"
+        f"{TINY.head(2).percent_by(USUAL, 8):.1f}% efficiency on 32 GPUs by {USUAL}, without a band"
         in text
     )
     assert "No hold-outs: they need three scales." in text
@@ -57,7 +57,7 @@ def test_mean_errors_are_those_of_the_hold_outs() -> None:
 
 
 def test_headline_names_a_baseline_of_more_than_one_node() -> None:
-    assert "GPUs relative to 2 nodes" in headline(replace(TINY, rates=TINY.rates[1:]))
+    assert "GPUs relative to 2 nodes" in summarize(replace(TINY, rates=TINY.rates[1:]))
 
 
 def test_a_series_without_a_projection_is_a_warning_and_an_incomplete_run_is_named(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis.read_run import read_json, read_record, read_steps
-from clap_ds.analysis.report import provenance
+from clap_ds.analysis.report import render_runs
 from clap_ds.analysis.scaling import render, scaling_table
-from clap_ds.analysis.time_to_target import at_target
+from clap_ds.analysis.time_to_target import find_evaluation
 from clap_ds.utils.errors import UserError
 from tests.analysis.samples import DATA, write
 from tests.processes import Command
@@ -192,8 +192,8 @@ def test_a_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: st
         with suppress(UserError):
             run = read_record(record)
             render(scaling_table([run]))
-            [*provenance([run])]
-            at_target(run, "zero_shot_top1", 0.5)
+            [*render_runs([run])]
+            find_evaluation(run, "zero_shot_top1", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import pytest
 from clap_ds.analysis.extrapolate import ABOUT_BAND
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, series_of
+from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, make_series
 from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 TINY, BASE = (
-    series_of(scaling_table(read_table_runs(path))) for path in (samples.TINY, samples.BASE)
+    make_series(scaling_table(read_table_runs(path))) for path in (samples.TINY, samples.BASE)
 )
 KINDS = {
     "flat": lambda n: 0 * n,
@@ -126,23 +126,23 @@ def test_fit_recovers_what_made_the_data(law: str, grown: float) -> None:
 
 
 def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
-    pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.first(5).hold_outs()]
+    pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.head(5).hold_outs()]
     assert pairs == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
     (_, one), (_, two), (_, four) = TINY.rates[:3]
     root = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (
         2**0.5 - 1
     )  # a + b·√n through two points, by hand
     error = abs(100 / root / one - 100 * four / one)
-    ((small, nodes, actual),) = TINY.first(3).hold_outs()
+    ((small, nodes, actual),) = TINY.head(3).hold_outs()
     assert abs(small.percent_by(USUAL, nodes) - actual) == pytest.approx(error, abs=1e-6)
-    assert TINY.first(2).hold_outs() == []
-    assert TINY.first(2).percents([8]) == [TINY.first(2).percent_by(USUAL, 8)]
+    assert TINY.head(2).hold_outs() == []
+    assert TINY.head(2).percents([8]) == [TINY.head(2).percent_by(USUAL, 8)]
 
 
 def of_runs(rates: dict[int, float], **changes: Any) -> Series:
     by_nodes = changes.pop("by_nodes", lambda nodes: {})
     runs = [samples.run(nodes, rate, **changes | by_nodes(nodes)) for nodes, rate in rates.items()]
-    return series_of(scaling_table(runs))
+    return make_series(scaling_table(runs))
 
 
 @pytest.mark.parametrize(
