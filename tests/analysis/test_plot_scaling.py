@@ -144,13 +144,6 @@ def test_legend_has_only_the_differences_between_series() -> None:
     assert ["relative to 2 nodes" in label for label in labels] == [False, True, False]
 
 
-def test_seventh_series_has_other_markers_than_the_first() -> None:
-    runs = [run(1, 600.0, variant=f"v{number}") for number in range(7)]
-    first, *_, seventh = [container.lines[0] for container in draw_runs(*runs).panels[0].containers]
-    assert first.get_color() == seventh.get_color()
-    assert first.get_markerfacecolor() != seventh.get_markerfacecolor()
-
-
 def test_command_draws_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_csv(tmp_path / "table.csv", MICRO)
     inputs = [DATA / "record_2ranks", tmp_path / "table.csv"]
