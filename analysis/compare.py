@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
-from clap_ds.analysis.aggregate import pooled_spread
+from clap_ds.analysis.aggregate import pool_spread
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Run, Scale
@@ -23,22 +23,20 @@ from clap_ds.analysis.weak_scaling import list_doubts
 from clap_ds.metrics.intervals import student_t
 from clap_ds.utils.errors import UserError, run_alone
 
+# Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing
+# load.
 COVERAGE = 0.99
-"""Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing
-load."""
 
 
-def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale]]:
+def pair_rows(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale]]:
     """Pair rows of A and B by model, variant and scale. A model that isn't stated matches any.
     UserError if no rows match."""
-    sides = [[row for row in scaling_table(runs) if row.rate] for runs in (a_runs, b_runs)]
-    pairs = [(a, b) for a, b in product(*sides) if _is_pair(a, b)]
+    a_rows, b_rows = ([row for row in scaling_table(runs) if row.rate] for runs in (a_runs, b_runs))
+    pairs = [(a, b) for a, b in product(a_rows, b_rows) if _is_pair(a, b)]
     if not pairs:
-        a_rows, b_rows = (
-            ", ".join(f"{row.title} on {row.scale}" for row in rows) for rows in sides
-        )
         raise UserError(
-            f"A and B have no model, variant and scale with a rate in common. A: {a_rows}. B: {b_rows}"
+            "A and B have no model, variant and scale with a rate in common."
+            f" A: {_list_scales(a_rows)}. B: {_list_scales(b_rows)}"
         )
     return pairs
 
@@ -48,7 +46,11 @@ def _is_pair(a: Scale, b: Scale) -> bool:
     return len(models) < 2 and (a.variant, a.nodes, a.gpus) == (b.variant, b.nodes, b.gpus)
 
 
-def interval(a: Scale, b: Scale) -> tuple[float, float] | None:
+def _list_scales(rows: Sequence[Scale]) -> str:
+    return ", ".join(f"{row.title} on {row.scale}" for row in rows)
+
+
+def ratio_interval(a: Scale, b: Scale) -> tuple[float, float] | None:
     """Return Welch's interval of B's rate over A's with coverage `COVERAGE`; None unless both sides
     were repeated.
 
@@ -56,50 +58,52 @@ def interval(a: Scale, b: Scale) -> tuple[float, float] | None:
     tests/analysis/test_compare.py): the larger spread stands for both sides, and the degrees of
     freedom are at most 1.5 times those of the smaller side.
     """
-    spreads = [spread for row in (a, b) if (spread := pooled_spread([row.runs]))]
-    if len(spreads) < 2:
+    a_spread = pool_spread([a.runs])
+    b_spread = pool_spread([b.runs])
+    if a_spread is None or b_spread is None:
         return None
-    variances = [spread.deviation**2 / spread.runs for spread in spreads]
-    degrees = sum(variances) ** 2 / sum(
-        v**2 / spread.degrees for v, spread in zip(variances, spreads, strict=True)
-    )
-    degrees = min(degrees, 1.5 * min(spread.degrees for spread in spreads))
-    error = max(spread.deviation for spread in spreads) * math.sqrt(
-        sum(1 / spread.runs for spread in spreads)
-    )
+    # Variances of the means, and the degrees of freedom of their sum (Welch–Satterthwaite).
+    a_variance = a_spread.deviation**2 / a_spread.runs
+    b_variance = b_spread.deviation**2 / b_spread.runs
+    weights = a_variance**2 / a_spread.degrees + b_variance**2 / b_spread.degrees
+    degrees = (a_variance + b_variance) ** 2 / weights
+    degrees = min(degrees, 1.5 * min(a_spread.degrees, b_spread.degrees))
+    deviation = max(a_spread.deviation, b_spread.deviation)
+    error = deviation * math.sqrt(1 / a_spread.runs + 1 / b_spread.runs)
     # Few values, for the cache of `student_t`.
-    half = student_t(COVERAGE, round(degrees, 1)) * error
-    factor = math.exp(min(half, 300.0))  # avoid overflow
+    half_width = student_t(COVERAGE, round(degrees, 1)) * error
+    # The limit avoids an overflow.
+    factor = math.exp(min(half_width, 300.0))
     ratio = (b.rate or 0.0) / (a.rate or 1.0)
     return ratio / factor, ratio * factor
 
 
-def verdict(a: Scale, b: Scale) -> str:
+def describe_significance(a: Scale, b: Scale) -> str:
     ratio = f"B / A = {(b.rate or 0.0) / (a.rate or 1.0):.4f}"
-    ends = interval(a, b)
-    if ends is None:
+    interval = ratio_interval(a, b)
+    if interval is None:
         return f"{ratio}: significance unknown without repeats of both; run each three times"
-    low, high = ends
-    answer = "no significant difference"
+    low, high = interval
+    conclusion = "no significant difference"
     if low > 1:
-        answer = "B is faster"
+        conclusion = "B is faster"
     if high < 1:
-        answer = "B is slower"
-    interval_text = (
-        f"{100 * COVERAGE:g}% interval by Welch, of {len(a.runs)} and {len(b.runs)} runs"
-    )
-    return f"{ratio} ({low:.5g}–{high:.5g}, {interval_text}): {answer}"
+        conclusion = "B is slower"
+    method = f"{100 * COVERAGE:g}% interval by Welch, of {len(a.runs)} and {len(b.runs)} runs"
+    return f"{ratio} ({low:.5g}–{high:.5g}, {method}): {conclusion}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = input_parser(__doc__).parse_args(argv)
     if len(options.inputs) != 2:
         raise UserError(f"expected two inputs, A and B; found {len(options.inputs)}")
-    for a, b in pairs(*(read_runs([path], options) for path in options.inputs)):
+    a_runs, b_runs = (read_runs([path], options) for path in options.inputs)
+    for a, b in pair_rows(a_runs, b_runs):
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
         rates = " and B ".join(row.cell("samples_per_s_per_gpu") for row in (a, b))
-        print(f"### {' and '.join(titles)}\n\nA {rates} samples/s/{a.unit}. {verdict(a, b)}.")
-        for side, row in zip("AB", (a, b), strict=True):
+        print(f"### {' and '.join(titles)}\n")
+        print(f"A {rates} samples/s/{a.unit}. {describe_significance(a, b)}.")
+        for side, row in (("A", a), ("B", b)):
             for doubt in list_doubts([row]):
                 print(f"In {side}: {doubt}.")
         print()

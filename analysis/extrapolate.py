@@ -10,7 +10,7 @@ their 2.5 and 97.5% quantiles.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
-from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, list_doubts, series_of
+from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, list_doubts, make_series
 from clap_ds.utils.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
@@ -31,82 +31,90 @@ ABOUT_BAND = (
 
 def render(series: Series, doubts: Sequence[str] = ()) -> str:
     """Render a series. `doubts`: those of `list_doubts`."""
-    title = f"## Projection of {series.title}"
-    told = f"**{headline(series)}.**"
-    told += f" Includes: {', '.join(doubts)}." if doubts else ""
-    return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series)]) + "\n"
+    summary = f"**{summarize(series)}.**"
+    if doubts:
+        summary += f" Includes: {', '.join(doubts)}."
+    blocks = [f"## Projection of {series.title}", summary]
+    blocks += [*_render_scales(series), *_render_hold_outs(series)]
+    return "\n\n".join(blocks) + "\n"
 
 
-def headline(series: Series) -> str:
-    """Return the efficiency at `FURTHEST` times the measured nodes, with its band."""
+def summarize(series: Series) -> str:
+    """Return the efficiency at the largest projected scale, with its band."""
     nodes = series.node_counts[-1]
-    band = _band(series, nodes)
-    around = (
-        f" (95% band {band})" if band else f" by {USUAL}, without a band, which needs three scales"
-    )
     (percent,) = series.percents([nodes])
-    return (
-        f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{series.relative}{around}"
-    )
+    gpus = nodes * series.gpus_per_node
+    efficiency = f"{percent:.1f}% efficiency on {gpus} GPUs{series.relative}"
+    band = _format_band(series, nodes)
+    if not band:
+        return f"{efficiency} by {USUAL}, without a band, which needs three scales"
+    return f"{efficiency} (95% band {band})"
 
 
-def _band(series: Series, nodes: int) -> str:
-    return "".join(map("{0[0]:.1f}–{0[1]:.1f}".format, series.bands([nodes]).values()))
+def _format_band(series: Series, nodes: int) -> str:
+    bands = series.bands([nodes])
+    if not bands:
+        return ""
+    low, high = bands[nodes]
+    return f"{low:.1f}–{high:.1f}"
 
 
-def _scaling(series: Series) -> list[str]:
-    """Return a table of all scales, measured and projected, and what the band means, if there is
+def _render_scales(series: Series) -> Iterator[str]:
+    """Yield a table of all scales, measured and projected, and what the band means, if there is
     one."""
     measured = dict(series.rates)
     rows = []
     for nodes, percent in zip(series.node_counts, series.percents(series.node_counts), strict=True):
         rate = measured.get(nodes)
-        known = [f"{rate:.1f}", f"{series.efficiency_percent(rate):.1f}"] if rate else ["", ""]
-        rows.append(
-            [
-                str(nodes),
-                str(nodes * series.gpus_per_node),
-                *known,
-                f"{percent:.1f}",
-                _band(series, nodes),
-            ]
-        )
+        rows.append([
+            str(nodes),
+            str(nodes * series.gpus_per_node),
+            f"{rate:.1f}" if rate else "",
+            f"{series.efficiency_percent(rate):.1f}" if rate else "",
+            f"{percent:.1f}",
+            _format_band(series, nodes),
+        ])  # fmt: skip
     header = ["nodes", "GPUs", "samples/s/GPU", "measured %", "projected %", "95% band"]
-    about = [ABOUT_BAND] if series.bands([1]) else []
-    return ["### Scaling", markdown_table(header, rows), *about]
+    yield "### Scaling"
+    yield markdown_table(header, rows)
+    if series.bands([1]):
+        yield ABOUT_BAND
 
 
-def _hold_outs(series: Series) -> list[str]:
-    """Return a table of scales as the projection and each law alone predict them from smaller
+def _render_hold_outs(series: Series) -> Iterator[str]:
+    """Yield a table of scales as the projection and each law alone predict them from smaller
     ones."""
     rows = []
     all_errors = []
-    in_band = []
-    for small, nodes, actual in series.hold_outs():
-        in_band += [low <= actual <= high for low, high in small.bands([nodes]).values()]
-        predicted = [*small.percents([nodes]), *(small.percent_by(law, nodes) for law in LAWS)]
-        errors = [percent - actual for percent in predicted]
+    # Whether each band covers the measurement; series of two scales have none.
+    is_covered = []
+    for smaller, nodes, measured in series.hold_outs():
+        for low, high in smaller.bands([nodes]).values():
+            is_covered.append(low <= measured <= high)
+        predictions = smaller.percents([nodes])
+        predictions += [smaller.percent_by(law, nodes) for law in LAWS]
+        errors = [percent - measured for percent in predictions]
         all_errors.append(errors)
-        cells = (f"{error:+.2f}" for error in errors)
-        rows.append(
-            [str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(small, nodes), *cells]
-        )
+        largest = smaller.rates[-1][0]
+        cells = [str(largest), str(nodes), f"{measured:.1f}", _format_band(smaller, nodes)]
+        rows.append(cells + [f"{error:+.2f}" for error in errors])
     if not rows:
-        return ["No hold-outs: they need three scales."]
+        yield "No hold-outs: they need three scales."
+        return
     names = ["projection", *LAWS]
-    header = [
-        "fitted up to",
-        "nodes",
-        "measured %",
-        "95% band",
-        *(f"{name}, error pp" for name in names),
-    ]
+    header = ["fitted up to", "nodes", "measured %", "95% band"]
+    header += [f"{name}, error pp" for name in names]
     means = np.abs(all_errors).mean(axis=0)
-    text = "Mean absolute error in points: "
-    text += ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means, strict=True)) + "."
-    text += f" The band covered {sum(in_band)} of {len(in_band)}." if in_band else ""
-    title = "### Hold-outs: each scale predicted from all smaller ones, and from all but the next smaller one"
-    return [title, markdown_table(header, rows), text]
+    errors_text = ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means, strict=True))
+    text = f"Mean absolute error in points: {errors_text}."
+    if is_covered:
+        text += f" The band covered {sum(is_covered)} of {len(is_covered)}."
+    yield (
+        "### Hold-outs: each scale predicted from all smaller ones,"
+        " and from all but the next smaller one"
+    )
+    yield markdown_table(header, rows)
+    yield text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,21 +125,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
-    swept = [
-        rows
-        for rows in curves
-        if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1
-    ]
+    sweeps = []
+    for rows in curves:
+        if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1:
+            sweeps.append(rows)
     projected = []
     texts = []
     problems = []
-    for rows in swept or curves:
+    for rows in sweeps or curves:
         try:
-            projected.append(series_of(rows))
+            series = make_series(rows)
         except UserError as error:
             problems.append(str(error))
         else:
-            texts.append(render(projected[-1], list_doubts(rows)))
+            projected.append(series)
+            texts.append(render(series, list_doubts(rows)))
     if not projected:
         raise UserError("\n".join(problems))
     for problem in problems:

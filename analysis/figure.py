@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 6.5
 LINE_INCHES = 0.16
-PLOT_SHARE = 0.85
-"""Width of a panel's axis relative to the panel, about."""
+# Width of a panel's axis relative to the panel, about.
+PLOT_FRACTION = 0.85
+# Width of a digit on an axis.
 DIGIT_POINTS = 4.5
-"""Width of a digit on an axis."""
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
+_COLOR_ORDER = (0, 1, 3, 5, 4, 2)
 SERIES_STYLES: list[Mapping[str, Any]] = [
-    {"color": COLORS[place], "marker": marker, "linestyle": line}
-    for place, marker, line in zip((0, 1, 3, 5, 4, 2), "os^DvP", ("-", "--", "-.") * 2, strict=True)
+    {"color": COLORS[index], "marker": marker, "linestyle": line}
+    for index, marker, line in zip(_COLOR_ORDER, "os^DvP", ("-", "--", "-.") * 2, strict=True)
 ]
 _STYLE: Any = {
     "font.size": 8, "figure.titlesize": 8, "figure.titleweight": "bold", "axes.titlesize": 8, "axes.labelsize": 8,
@@ -60,76 +61,94 @@ def styled() -> Iterator[None]:
         raise UserError(f"the figure can't be drawn: {error}") from error
 
 
-class Picture:
+class FigureBuilder:
+    """A figure of stacked rows of panels that grows with its title and legends."""
+
     @styled()
     def __init__(self, heights: Sequence[float] = (1.7,), columns: int = 1) -> None:
         """Create empty panels. `heights`: inches per row."""
         from matplotlib import figure
 
-        self.figure = figure.Figure(
-            figsize=(WIDTH_INCHES, sum(heights) + 0.6), layout="constrained"
-        )
+        size = (WIDTH_INCHES, sum(heights) + 0.6)
+        self.figure = figure.Figure(figsize=size, layout="constrained")
         panels = self.figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
-    def title(self, text: str) -> None:
+    def add_title(self, text: str) -> None:
         """Add a title; the figure grows by its lines."""
         lines = "\n".join(fill(line, 97) for line in text.splitlines())
         self._grow(lines)
         self.figure.suptitle(lines, x=0.01, ha="left")
 
-    def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
-        """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of
-        the legend."""
+    def add_legend_below(self, axes: Axes, columns: int = 1, heading: str = "") -> None:
+        """Add a legend of `axes` below the figure, which grows by its height."""
         handles, labels = axes.get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True))
-        heading = fill(common, 117)
-        self._grow(*[f"{heading}\n"] * bool(heading), *[*named][::columns])
-        self.figure.legend(named.values(), named, loc="outside lower left", ncols=columns, title=heading or None,
-                           alignment="left", title_fontsize=7)  # fmt: skip
+        # A label that several curves share has one entry.
+        entries = dict(zip(labels, handles, strict=True))
+        heading = fill(heading, 117)
+        rows = [*entries][::columns]
+        if heading:
+            rows.append(f"{heading}\n")
+        self._grow(*rows)
+        self.figure.legend(
+            entries.values(),
+            entries,
+            loc="outside lower left",
+            ncols=columns,
+            title=heading or None,
+            alignment="left",
+            title_fontsize=7,
+        )
 
     def _grow(self, *texts: str) -> None:
         lines = sum(text.count("\n") + 1 for text in texts)
         self.figure.set_figheight(self.figure.get_figheight() + LINE_INCHES * lines)
 
     @styled()
-    def save(self, path: Path, *beside: str) -> None:
-        """Write the figure in the format of its suffix, such as .png, and also with the suffixes
-          `beside`. UserError for a
-        folder."""
+    def save(self, path: Path, *extra_suffixes: str) -> None:
+        """Write the figure in the format of its suffix, such as .png, and also with these suffixes.
+        UserError for a folder."""
         if path.is_dir():
             raise UserError(f"--output {path}: expected a file such as scaling.png, found a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path = path.with_suffix(path.suffix or ".png")
-        for target in dict.fromkeys([path, *map(path.with_suffix, beside)]):
+        for target in dict.fromkeys([path, *map(path.with_suffix, extra_suffixes)]):
             with replacing(target) as file:
                 self.figure.savefig(file, format=target.suffix[1:])
 
 
-def gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True) -> None:
+def set_gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = True) -> None:
     """Put a tick at each of these counts. Label the largest, the smallest, and as many others as
     fit, from the largest down."""
     counts = sorted(set(gpus), reverse=True)
-    left, right = (counts[-1] / 1.25, counts[0] * 1.25) if is_log else (0.0, counts[0] * 1.04)
+    if is_log:
+        left = counts[-1] / 1.25
+        right = counts[0] * 1.25
+    else:
+        left = 0.0
+        right = counts[0] * 1.04
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlim=(left, right), xlabel=units)
     scaled = axes.xaxis.get_transform().transform
     grid = axes.get_gridspec()
-    axis_points = 72 * PLOT_SHARE * WIDTH_INCHES / (grid.ncols if grid else 1)
-    labels = dict[int, tuple[float, float]]()  # count: center and width in points
+    axis_points = 72 * PLOT_FRACTION * WIDTH_INCHES / (grid.ncols if grid else 1)
+    # Center and width in points of each labeled count.
+    labels = dict[int, tuple[float, float]]()
     for count in (counts[0], counts[-1], *counts[1:-1]):
         center = axis_points * (scaled(count) - scaled(left)) / (scaled(right) - scaled(left))
         width = DIGIT_POINTS * (len(f"{count:,}") + 1)
-        if all(
-            abs(center - other) >= (width + other_width) / 2
-            for other, other_width in labels.values()
-        ):
+        overlapping = [
+            label
+            for label, (other_center, other_width) in labels.items()
+            if abs(center - other_center) < (width + other_width) / 2
+        ]
+        if not overlapping:
             labels[count] = (center, width)
     axes.set_xticks([*labels], [f"{count:,}" for count in labels])
     axes.set_xticks(counts, [""] * len(counts), minor=True)
 
 
-def log_axis(axes: Axes) -> None:
+def set_log_axis(axes: Axes) -> None:
     """Make the y-axis logarithmic, with as many plain numbers as fit. Draw the data before."""
     from matplotlib.ticker import LogLocator
 
@@ -138,26 +157,23 @@ def log_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:,g}")
 
 
-def page(title: str, markdown: str, folder: Path) -> str:
+def render_page(title: str, markdown: str, folder: Path) -> str:
     """Render Markdown as a self-contained HTML page, with its pictures, `![](name.png)` in the
     folder, embedded."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
-        raise UserError(
-            "HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'"
-        ) from None
+        package = "markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'"
+        raise UserError(f"HTML needs {package}") from None
 
-    def embedded(match: re.Match[str]) -> str:
+    def embed(match: re.Match[str]) -> str:
         return f'src="data:image/png;base64,{b64encode(read_bytes(folder / match[1])).decode()}"'
 
     body = MarkdownIt("js-default", {"html": False}).disable(["link", "autolink"]).render(markdown)
-    body = body.replace(
-        "‹", "&lt;"
-    )  # `plain_text` replaced it for viewers of Markdown, which may take tags
-    return _PAGE.replace("TITLE", html.escape(title)).replace(
-        "BODY", re.sub(r'src="([\w-]+\.png)"', embedded, body)
-    )
+    # `plain_text` replaced "<" for viewers of Markdown, which may take tags.
+    body = body.replace("‹", "&lt;")
+    body = re.sub(r'src="([\w-]+\.png)"', embed, body)
+    return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", body)
 
 
 _PAGE = """<!doctype html>

@@ -24,11 +24,11 @@ PUBLISHED_CONTEXT_LENGTH = 77
 _SETUP = {
     "device": "GH200", "peak_tflops": GH200_PEAK_TFLOPS, "precision": "amp_bf16", "scaling": "weak", "state": "published",
 }  # fmt: skip
+# Columns that the published CSV lacks, by its file name without suffix.
 PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
     "jupiter_htsat_tiny": {"model": "htsat_tiny_roberta_base", "batch_per_gpu": 616, **_SETUP},
     "jupiter_htsat_base": {"model": "htsat_base_roberta_base", "batch_per_gpu": 416, **_SETUP},
 }
-"""Columns that the published CSV lacks, by its file name without suffix."""
 
 
 def training_gflops(model: str, context_length: int) -> float | None:
@@ -36,7 +36,8 @@ def training_gflops(model: str, context_length: int) -> float | None:
     for other models."""
     if model not in preset_names():
         return None
-    from clap_ds.config.model import load_preset  # imports pydantic, which tables don't need
+    # These import pydantic, which tables don't need.
+    from clap_ds.config.model import load_preset
     from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 
     config = load_preset(model)
@@ -48,4 +49,7 @@ def published_mfu_percent(model: str, rate: float, peak_tflops: float | None) ->
     """Return MFU in the published convention at `rate` samples/s/GPU; None if the model's cost or
     the peak is unknown."""
     gflops = FORWARD_GFLOPS.get(model)
-    return 100 * gflops * 3 * rate / (peak_tflops * 1000) if gflops and peak_tflops else None
+    if not gflops or not peak_tflops:
+        return None
+    # Forward and backward pass are counted as three forward passes.
+    return 100 * gflops * 3 * rate / (peak_tflops * 1000)

@@ -19,20 +19,19 @@ from operator import attrgetter
 from pathlib import Path
 
 from clap_ds.analysis import time_to_target
-from clap_ds.analysis.aggregate import combine_repeats, run_spreads, split_series
+from clap_ds.analysis.aggregate import choose_spreads, combine_repeats, split_series
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import (
     Row,
     Run,
     Scale,
-    by_series,
+    add_note,
+    describe_baseline,
+    group_by_series,
     markdown_table,
-    noted,
     plain_text,
-    relative_to,
     write_csv,
 )
-from clap_ds.analysis.time_to_target import target_argument
 from clap_ds.utils.errors import run_alone
 
 _COLUMNS = {
@@ -45,73 +44,86 @@ _COLUMNS = {
     "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
 }  # fmt: skip
 
-
+# Half of an interval, relative to its rate, above which a note doubts that runs are repeats.
 DOUBTFUL = 0.5
+# Points of efficiency above 100% that may be chance, if there is no ±.
+CHANCE_PERCENT = 2.0
 
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
-    """Return one row per series (`group_runs.py`) and scale, in ascending order of scale."""
-    scale = attrgetter("nodes", "gpus")
-    series = by_series(split_series(runs))
-    scales = [
-        [*found] for members in series for _, found in groupby(sorted(members, key=scale), scale)
-    ]
-    rows = map(combine_repeats, scales, run_spreads(scales))
-    return [row for members in by_series([*rows]) for row in _with_efficiencies(members)]
+    """Return one row per series (`split_series`) and scale, in ascending order of scale."""
+    order = attrgetter("nodes", "gpus")
+    scales = []
+    for series in group_by_series(split_series(runs)):
+        for _, repeats in groupby(sorted(series, key=order), order):
+            scales.append([*repeats])
+    rows = [*map(combine_repeats, scales, choose_spreads(scales))]
+    table = list[Scale]()
+    for members in group_by_series(rows):
+        table += _add_efficiencies(members)
+    return table
 
 
-def _with_efficiencies(rows: Sequence[Scale]) -> Iterator[Scale]:
+def _add_efficiencies(rows: Sequence[Scale]) -> Iterator[Scale]:
     """Fill in efficiencies, relative to the smallest scale with a rate."""
     baseline = next((row for row in rows if row.rate), None)
     for row in rows:
         if baseline and row.rate:
-            row = _with_efficiency(row, baseline, row.rate / (baseline.rate or 1.0))
-        if (row.relative_half or 0.0) > DOUBTFUL:
-            row = noted(row, "its ± is most of its rate: these may not be repeats of one scale")
-        yield noted(row, "not repeated") if row.repeats == 1 else row
+            row = _add_efficiency(row, baseline)
+        if (row.relative_ci95 or 0.0) > DOUBTFUL:
+            row = add_note(row, "its ± is most of its rate: these may not be repeats of one scale")
+        yield add_note(row, "not repeated") if row.repeats == 1 else row
 
 
-def _with_efficiency(row: Scale, baseline: Scale, share: float) -> Scale:
-    halves = (row.relative_half, baseline.relative_half)
+def _add_efficiency(row: Scale, baseline: Scale) -> Scale:
+    ratio = (row.rate or 0.0) / (baseline.rate or 1.0)
     error = None
-    if None not in halves and min(row.repeats, baseline.repeats) > 1:
-        error = 100 * share * math.hypot(*filter(None, halves)) * (row.scale != baseline.scale)
+    if row.relative_ci95 is not None and baseline.relative_ci95 is not None:
+        # Relative errors of a ratio add as squares.
+        error = 100 * ratio * math.hypot(row.relative_ci95, baseline.relative_ci95)
+        if row.scale == baseline.scale:
+            error = 0.0
+    if min(row.repeats, baseline.repeats) == 1:
+        error = None
     row = replace(
-        row, scaling_efficiency_percent=100 * share, speedup=share * row.gpus / baseline.gpus,
-        scaling_efficiency_percent_ci95=error, baseline_nodes=baseline.nodes,
-    )  # fmt: skip
-    # Without a ±, up to two points are attributed to chance.
-    if row.gpus > baseline.gpus and 100 * share - 100 > (error or 2.0):
-        return noted(
-            row, "efficiency above 100% by more than its ±: the baseline's rate is doubtful"
-        )
+        row,
+        scaling_efficiency_percent=100 * ratio,
+        speedup=ratio * row.gpus / baseline.gpus,
+        scaling_efficiency_percent_ci95=error,
+        baseline_nodes=baseline.nodes,
+    )
+    if row.gpus > baseline.gpus and 100 * ratio - 100 > (error or CHANCE_PERCENT):
+        doubt = "efficiency above 100% by more than its ±: the baseline's rate is doubtful"
+        return add_note(row, doubt)
     return row
 
 
 def render(rows: Sequence[Row]) -> str:
     """Render the table as Markdown, one part per series with numbered notes."""
-    return "\n\n".join(block for members in by_series(rows) for block in _blocks(members)) + "\n"
+    blocks = list[str]()
+    for members in group_by_series(rows):
+        blocks += _render_series(members)
+    return "\n\n".join(blocks) + "\n"
 
 
-def _blocks(rows: Sequence[Row]) -> Iterator[str]:
-    notes: dict[str, int] = {}
+def _render_series(rows: Sequence[Row]) -> Iterator[str]:
+    # A note that several rows have is printed once, under one number.
+    numbers: dict[str, int] = {}
     body = []
     for row in rows:
-        numbers = [
-            notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))
-        ]
         cells = {name: row.cell(column) for name, column in _COLUMNS.items()}
-        cells["state"] += "".join(f" [{number}]" for number in numbers)
+        for note in filter(None, row.notes.split("; ")):
+            number = numbers.setdefault(note, len(numbers) + 1)
+            cells["state"] += f" [{number}]"
         body.append(cells.values())
     yield f"### {rows[0].title}"
     yield markdown_table([name.replace("GPU", rows[0].unit) for name in _COLUMNS], body)
-    if relative := relative_to(rows):
-        yield f"Efficiency and speed-up are {relative}."
-    if spread := ", ".join(
-        dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)
-    ):
-        yield f"± from: {plain_text(spread)}."
-    yield from (f"[{number}] {plain_text(note)}" for note, number in notes.items())
+    if baseline := describe_baseline(rows):
+        yield f"Efficiency and speed-up are {baseline}."
+    if origins := dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from):
+        yield f"± from: {plain_text(', '.join(origins))}."
+    for note, number in numbers.items():
+        yield f"[{number}] {plain_text(note)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,8 +131,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="also write the table to this CSV file"
     )
-    told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
-    parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
+    target_help = (
+        "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
+    )
+    parser.add_argument(
+        "--time_to", type=time_to_target.parse_target, metavar="METRIC=VALUE", help=target_help
+    )
     options = parser.parse_args(argv)
     runs = read_runs(options.inputs, options)
     if options.time_to:

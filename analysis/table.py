@@ -1,8 +1,7 @@
-"""Measured runs and rows of the scaling table, written as CSV and Markdown, and read from CSV, this
-project's or published.
+"""Rows of the scaling table: written as CSV and Markdown, and read from CSV.
 
-The first columns are those of `published/*.csv`, under `FORMER_COLUMNS`. A missing value is an
-empty cell (CSV) or a dash (Markdown).
+The first columns are those of `published/*.csv`, renamed by `FORMER_COLUMNS`. A missing value is an
+empty cell in CSV, and a dash in Markdown.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ class Row:
     samples_per_s: float | None = None
     mfu_published_percent: float | None = None
     scaling_efficiency_percent: float | None = None
+    # Half the 95% interval by Student's t, like all columns of this ending.
     samples_per_s_per_gpu_ci95: float | None = None
-    """Half the 95% interval by Student's t, like all columns of this ending."""
+    # Set if both scales of the ratio were repeated.
     scaling_efficiency_percent_ci95: float | None = None
-    """Set if both scales of the ratio were repeated."""
     uncertainty_from: str = ""
     repeats: int = 0
+    # Nodes of the scale that efficiencies and speed-up are relative to.
     baseline_nodes: int | None = None
-    """Nodes of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
     deepspeed_samples_per_s_per_gpu: float | None = None
     achieved_tflops: float | None = None
+    # MFU by executed FLOPs.
     mfu_model_percent: float | None = None
-    """MFU by executed FLOPs."""
     model: str = ""
+    # `weak` (same batch per GPU), `strong` (same global batch), or empty if unknown.
     scaling: str = ""
-    """`weak` (same batch per GPU), `strong` (same global batch), or empty if unknown."""
     device: str = ""
     precision: str = ""
     peak_tflops: float | None = None
     context_length: int | None = None
+    # How its runs differ from others in the table: `gradient_sync=deepspeed, batch per GPU 64`.
     variant: str = ""
-    """How its runs differ from others in the table: `gradient_sync=deepspeed, batch per GPU 64`."""
     micro_batch: int | None = None
     batch_per_gpu: int | None = None
     global_batch: int | None = None
@@ -84,28 +83,26 @@ class Row:
         return self.samples_per_s_per_gpu
 
     @property
-    def relative_half(self) -> float | None:
+    def relative_ci95(self) -> float | None:
         """The ± of the rate relative to it."""
-        half = self.samples_per_s_per_gpu_ci95
-        return None if half is None or not self.rate else half / self.rate
+        if self.samples_per_s_per_gpu_ci95 is None or not self.rate:
+            return None
+        return self.samples_per_s_per_gpu_ci95 / self.rate
 
     @property
     def series(self) -> tuple[object, ...]:
-        return (
-            self.model,
-            self.scaling,
-            self.device,
-            self.precision,
-            self.context_length,
-            self.variant,
-        )
+        names = ("model", "scaling", "device", "precision", "context_length", "variant")
+        return tuple(getattr(self, name) for name in names)
 
     @property
     def title(self) -> str:
-        tokens = f"{self.context_length} text tokens" if self.context_length else ""
-        scaling = self.scaling and f"{self.scaling} scaling"
-        parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
-        return plain_text(", ".join(filter(None, parts)))
+        title = join_texts(self.model_name, self.device, self.precision)
+        if self.context_length:
+            title += f", {self.context_length} text tokens"
+        title = join_texts(title, self.variant)
+        if self.scaling:
+            title += f", {self.scaling} scaling"
+        return plain_text(title)
 
     @property
     def scale(self) -> str:
@@ -114,7 +111,7 @@ class Row:
 
     @property
     def unit(self) -> str:
-        return unit(self.device)
+        return name_unit(self.device)
 
     @property
     def model_name(self) -> str:
@@ -123,16 +120,19 @@ class Row:
     @property
     def breakdown_s(self) -> dict[str, float]:
         """Seconds per step by `STEP_PHASES` in an instrumented pass, without unmeasured parts."""
-        return {
-            part: value for part in STEP_PHASES if (value := getattr(self, f"{part}_s")) is not None
-        }
+        seconds = {part: getattr(self, f"{part}_s") for part in STEP_PHASES}
+        return {part: value for part, value in seconds.items() if value is not None}
 
     def cell(self, column: str) -> str:
         """Return a column's text, with its ± to as many decimals; empty for None."""
         text = format_cell(column, getattr(self, column))
         error = getattr(self, f"{column}_ci95", None)
-        decimals = max(len(text.partition(".")[2]), 2 * column.endswith("_percent"))
-        return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
+        if not text or error is None:
+            return text
+        decimals = len(text.partition(".")[2])
+        if column.endswith("_percent"):
+            decimals = max(decimals, 2)
+        return f"{text} ± {error:.{decimals}f}"
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,10 @@ class Run(Row):
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     finished: str = ""
+    # Half of the rate's last digit, relative to it. Repeats can't show that they differ by less.
     rounding: float = 1e-6
-    """Half of the rate's last digit, relative to it. Repeats can't show that they differ by
-    less."""
+    # The run directory that a log names.
     directory: str = ""
-    """The run directory that a log names."""
 
     @property
     def name(self) -> str:
@@ -165,99 +164,111 @@ class Run(Row):
 
 @dataclass(frozen=True)
 class Scale(Row):
+    # The runs that count: those with a rate, and if any completed, only completed ones.
     runs: tuple[Run, ...] = ()
-    """The runs that count: those with a rate, and if any completed, only completed ones."""
 
 
+# Columns of published and former tables → their names here.
 FORMER_COLUMNS = {
     "mfu_percent": "mfu_published_percent",
     "samples_per_s_per_gpu_2sigma": "samples_per_s_per_gpu_ci95",
     "scaling_efficiency_2sigma_percent": "scaling_efficiency_percent_ci95",
     "engine_samples_per_s_per_gpu": "deepspeed_samples_per_s_per_gpu",
 }
-"""Columns of published and former tables → their names here."""
+# Columns of one GPU → of all GPUs.
 _TOTALS = {"samples_per_s_per_gpu": "samples_per_s", "batch_per_gpu": "global_batch"}
-"""Columns of one GPU → of all GPUs."""
-ENERGY = ("joules_per_sample", "energy_kwh")
-MOST = 1e15
-"""Upper limit of all measured values, in the units of their fields."""
-_KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
-COLUMNS = tuple(_KINDS)
-COUNTS, TEXTS = (
-    {name for name, kind in _KINDS.items() if kind == wanted} for wanted in ("int", "str")
-)
+# Note of a run whose rate DeepSpeed's timer measured.
+BY_TIMER = "by DeepSpeed's timer"
+ENERGY_COLUMNS = ("joules_per_sample", "energy_kwh")
+# Upper limit of all measured values, in the units of their fields.
+MAX_VALUE = 1e15
+# `float | None` → float. Annotations are texts in this file.
+_TYPES = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
+COLUMNS = tuple(_TYPES)
 _EXPECTED = {"str": "text", "int": "a whole number", "float": "a nonnegative number"}
 _Row = TypeVar("_Row", bound=Row)
 
 
-def checked(row: _Row, where: str) -> _Row:
-    """Return the row. UserError if a value is not of its column's type: text, a count, or a
+def check_types(row: _Row, source: str) -> _Row:
+    """Return the row. UserError if a value isn't of its column's type: text, a count, or a
     nonnegative number."""
-    for name, kind in _KINDS.items():
+    for name, type_name in _TYPES.items():
         value = getattr(row, name)
-        is_number = (
-            isinstance(value, int | float)
-            and 0 <= value < MOST
-            and (kind == "float" or value == int(value))
-        )
-        if not (value is None or (isinstance(value, str) if kind == "str" else is_number)):
-            raise UserError(f"{where}: {name} is {value!r}; expected {_EXPECTED[kind]}")
+        is_number = isinstance(value, int | float) and 0 <= value < MAX_VALUE
+        is_valid = {
+            "str": isinstance(value, str),
+            "int": is_number and value == int(value),
+            "float": is_number,
+        }
+        if value is not None and not is_valid[type_name]:
+            raise UserError(f"{source}: {name} is {value!r}; expected {_EXPECTED[type_name]}")
     return row
 
 
-def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
+def group_by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
     members = defaultdict[object, list[_Row]](list)
     for row in rows:
         members[row.series].append(row)
     return [*members.values()]
 
 
-def noted(row: _Row, note: str) -> _Row:
-    return replace(row, notes="; ".join(filter(None, [row.notes, note])))
+def join_texts(*texts: str, by: str = ", ") -> str:
+    """Join the texts that aren't empty."""
+    return by.join(filter(None, texts))
 
 
-def relative_to(rows: Sequence[Row]) -> str:
+def add_note(row: _Row, note: str) -> _Row:
+    return replace(row, notes=join_texts(row.notes, note, by="; "))
+
+
+def describe_baseline(rows: Sequence[Row]) -> str:
     """Return `relative to 2 nodes` for the rows of one series; empty if the baseline is one
     node."""
     nodes = next((row.baseline_nodes for row in rows if row.baseline_nodes), 1)
     return "" if nodes == 1 else f"relative to {count_of(nodes, 'node')}"
 
 
-def unit(device: str) -> str:
+def name_unit(device: str) -> str:
     """Return what a rank runs on: "GPU", or "rank" if its device is a CPU."""
-    return (
-        "rank"
-        if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", device, re.IGNORECASE)
-        else "GPU"
-    )
+    is_cpu = re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", device, re.IGNORECASE)
+    return "rank" if is_cpu else "GPU"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
     """Format a number with at least four significant digits and `least_decimals` decimals, without
     exponent."""
-    return (
-        f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}" if value else "0"
-    )
+    if not value:
+        return "0"
+    decimals = max(least_decimals, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}"
 
 
 def format_cell(column: str, value: Any) -> str:
-    if value is None or _KINDS[column] != "float":
-        return "" if value is None else str(value)
-    if column.endswith("_percent") or column in ("speedup", "memory_peak_gib"):
-        return f"{value:.1f}" if column.endswith("_percent") else f"{value:.2f}"
+    if value is None:
+        return ""
+    if _TYPES[column] != "float":
+        return str(value)
+    if column.endswith("_percent"):
+        return f"{value:.1f}"
+    if column in ("speedup", "memory_peak_gib"):
+        return f"{value:.2f}"
     return significant(value, 1 if column == "samples_per_s_per_gpu" else 0)
 
 
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table, right-aligned for terminals, with dashes for empty cells and without
     empty columns; empty without rows."""
-    columns = [[name, *map(plain_text, cells)] for name, *cells in zip(header, *rows, strict=True)]
-    columns = [[cell or "–" for cell in column] for column in columns if any(column[1:])]
+    columns = []
+    for name, *cells in zip(header, *rows, strict=True):
+        texts = [plain_text(cell) for cell in cells]
+        if any(texts):
+            columns.append([name, *(text or "–" for text in texts)])
     if not columns:
         return ""
     widths = [max(map(len, column)) for column in columns]
-    first, *others = zip(*columns, strict=True)
-    lines = [first, ["-" * (width - 1) + ":" for width in widths], *others]
+    lines = [*zip(*columns, strict=True)]
+    # The colon aligns a column to the right.
+    lines.insert(1, tuple("-" * (width - 1) + ":" for width in widths))
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
@@ -273,12 +284,11 @@ _TAG_START = re.compile(r"<(?=[a-zA-Z/!?])")
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    cells = ([_csv_cell(getattr(row, column)) for column in COLUMNS] for row in rows)
-    csv_text.write_csv(path, [COLUMNS, *cells])
-
-
-def _csv_cell(value: str | float | None) -> str | float | None:
-    return f"{value:.7g}" if isinstance(value, float) else value
+    lines: list[Sequence[str | float | None]] = [COLUMNS]
+    for row in rows:
+        values = [getattr(row, column) for column in COLUMNS]
+        lines.append([f"{v:.7g}" if isinstance(v, float) else v for v in values])
+    csv_text.write_csv(path, lines)
 
 
 def find_encoding(start: bytes) -> str:
@@ -295,65 +305,71 @@ def read_table_runs(path: Path) -> list[Run]:
     Columns are separated by commas, tabs or semicolons; with semicolons, commas are decimal commas.
     UserError names the wrong row or column.
     """
+    (names, *rows), separator = _read_cells(path)
+    header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, names)]
+    if missing := [name for name in COLUMNS[:3] if name not in header]:
+        problem = f"no column {', '.join(missing)}; found {', '.join(header)}"
+        raise UserError(f"{path}: not a CSV table of runs: {problem}")
+    if repeated := [name for name in COLUMNS if header.count(name) > 1]:
+        raise UserError(f"{path}: column {repeated[0]} appears twice")
+    if not rows:
+        raise UserError(f"{path}: a header and no rows")
+    runs = []
+    for number, row in enumerate(rows, start=1):
+        source = f"{path}, row {number}"
+        if separator == ";":
+            source += " (with semicolons, numbers have decimal commas)"
+        # Spreadsheets end short rows with empty cells.
+        if any(row[len(header) :]):
+            raise UserError(f"{source}: more cells than the header")
+        values = {}
+        for name, cell in zip(header, row, strict=False):
+            if name in COLUMNS and cell:
+                values[name] = _parse_cell(cell, name, separator)
+        runs.append(_make_run(path, source, values))
+    return runs
+
+
+def _read_cells(path: Path) -> tuple[list[list[str]], str]:
+    """Return the rows that aren't blank, at least one, and the separator."""
     try:
         content = read_bytes(path)
         text = io.StringIO(content.decode(find_encoding(content)), newline=None)
-        lines = [line for line in text if not line.lstrip('"').startswith("sep=")]  # Excel's own
+        # Excel may begin with `sep=;`.
+        lines = [line for line in text if not line.lstrip('"').startswith("sep=")]
         header_line = next(filter(str.strip, lines), "")
         separator = next((mark for mark in ";\t" if mark in header_line), ",")
-        table = [
-            row for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if any(row)
-        ]
+        rows = csv.reader(lines, delimiter=separator, skipinitialspace=True)
+        return [row for row in rows if any(row)] or [[]], separator
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    names = table[0] if table else []
-    header = [FORMER_COLUMNS.get(name, name) for name in map(str.strip, names)]
-    if missing := [name for name in COLUMNS[:3] if name not in header]:
-        raise UserError(
-            f"{path}: not a CSV table of runs: no column {', '.join(missing)}; found {', '.join(header)}"
-        )
-    if repeated := [name for name in COLUMNS if header.count(name) > 1]:
-        raise UserError(f"{path}: column {repeated[0]} appears twice")
-    if len(table) == 1:
-        raise UserError(f"{path}: a header and no rows")
-    runs = []
-    for number, row in enumerate(table[1:], start=1):
-        where = f"{path}, row {number}"
-        if separator == ";":
-            where += " (with semicolons, numbers have decimal commas)"
-        if any(row[len(header) :]):
-            raise UserError(f"{where}: more cells than the header")
-        cells = zip(header, row, strict=False)
-        known = {
-            name: _parse_cell(cell, name, separator)
-            for name, cell in cells
-            if name in COLUMNS and cell
-        }
-        runs.append(_run(path, where, known))
-    return runs
 
 
 def _parse_cell(cell: str, column: str, separator: str) -> str | float:
     """Return a number, or the text if the cell is none."""
+    if _TYPES[column] == "str":
+        return unguarded(cell)
     number = cell.translate(str.maketrans(",.", ".,")) if separator == ";" else cell
     try:
-        return unguarded(cell) if column in TEXTS else float(number)
+        return float(number)
     except ValueError:
         return cell
 
 
-def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
+def _make_run(path: Path, source: str, cells: Mapping[Any, Any]) -> Run:
     values = {"state": "completed", "model": path.stem, **PUBLISHED_TABLES.get(path.stem, {})}
     values |= cells
     values["model"] = preset_of(values["model"])
-    run = checked(Run(**values, source=str(path), kind="table"), where)
+    run = check_types(Run(**values, source=str(path), kind="table"), source)
     if not (run.nodes and run.gpus):
-        raise UserError(f"{where}: nodes or gpus is empty")
-    counts: dict[str, Any] = {
-        name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None
-    }
+        raise UserError(f"{source}: nodes or gpus is empty")
+    # Cells are read as floats.
+    counts: dict[str, Any] = {}
+    for name, value in vars(run).items():
+        if _TYPES.get(name) == "int" and value is not None:
+            counts[name] = int(value)
     run = replace(run, **counts)
     if run.rate:
         run = replace(run, rounding=half_digit(run.rate) / run.rate)
@@ -366,14 +382,13 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
         low = max(value - half_digit(value), (total - half_digit(total)) / run.gpus)
         high = min(value + half_digit(value), (total + half_digit(total)) / run.gpus)
         if low > high:
-            run = noted(
-                run,
-                f"{total_name} {total:.12g} contradicts {name} {value:.12g} on {run.gpus} GPUs, which is used",
-            )
+            columns = f"{total_name} {total:.12g} contradicts {name} {value:.12g}"
+            run = add_note(run, f"{columns} on {run.gpus} GPUs, which is used")
         elif name == "samples_per_s_per_gpu":
             run = replace(run, samples_per_s_per_gpu=(low + high) / 2)
     return run
 
 
 def half_digit(number: float) -> float:
+    """Return half of a printed number's last digit: 0.05 for 600.1."""
     return 0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2])

@@ -22,55 +22,65 @@ KEYS = ["model", "device", "nodes", "GPUs", "global batch", "settings"]
 NEEDED = {"train_s": "time s ±", "step": "steps ±", "samples": "samples ±", "energy_kwh": "kWh ±"}
 
 
-def target_argument(text: str) -> tuple[str, float]:
+def parse_target(text: str) -> tuple[str, float]:
     """Parse `METRIC=VALUE`."""
     name, _, value = text.partition("=")
     return name, positive(value)
 
 
-def at_target(run: Run, metric: str, target: float) -> dict[str, Any]:
+def find_evaluation(run: Run, metric: str, target: float) -> dict[str, Any]:
     """Return the line of a run's first evaluation that reached the target; empty if none did."""
     summary = read_json(Path(run.source), "summary")
     history = summary.get("history") if summary.get("resumed_at_step") else None
-    lines = read_steps(Path(run.source), "evaluation", history=history)
-    if history:  # energy is that of each start
-        lines = [{**line, "energy_kwh": None} for line in lines]
-    reached = (
-        line
-        for line in lines
-        if metric in line and score(metric, line[metric]) >= score(metric, target)
-    )
-    return next(reached, {})
+    target_score = score(metric, target)
+    for line in read_steps(Path(run.source), "evaluation", history=history):
+        if metric in line and score(metric, line[metric]) >= target_score:
+            # After a resumption, energy is that of the last start alone.
+            return {**line, "energy_kwh": None} if history else line
+    return {}
 
 
 def render(runs: Sequence[Run], metric: str, target: float) -> str:
-    """Render a row per model, device, scale, global batch and settings. Speed-up is in time,
-    relative to a model's and device's first row that reached the target. UserError without run
-    directories."""
+    """Render a row per model, device, scale, global batch and settings.
+
+    Speed-up is in time, relative to a model's and device's first row that reached the target.
+    UserError without run directories.
+    """
     import pandas as pd
 
     records = [run for run in runs if run.kind == "record"]
     if not records:
         raise UserError("--time_to needs run directories of training")
-    table = pd.DataFrame([
-        [run.model, run.device, run.nodes, run.gpus, global_batch(run) or 0, settings]
-        + [at_target(run, metric, target).get(column) for column in NEEDED]
-        for settings, alike in split_settings(records) for run in alike
-    ], columns=[*KEYS, *NEEDED]).astype(dict.fromkeys(NEEDED, float))  # fmt: skip
-    groups = table.groupby(KEYS)
+    lines = []
+    for settings, members in split_settings(records):
+        for run in members:
+            evaluation = find_evaluation(run, metric, target)
+            scale = [run.model, run.device, run.nodes, run.gpus, global_batch(run) or 0, settings]
+            lines.append([*scale, *map(evaluation.get, NEEDED)])
+    table = pd.DataFrame(lines, columns=[*KEYS, *NEEDED])
+    groups = table.astype(dict.fromkeys(NEEDED, float)).groupby(KEYS)
+    sizes = groups.size()
     rows = []
-    first_s = dict[Any, float]()
-    for key, found in groups[[*NEEDED]].agg(["mean", "sem", "count"]).iterrows():
-        time_s, _, reached = found["train_s"]
-        speedup = f"{first_s.setdefault(key[:2], time_s) / time_s:.2f}" if reached else ""
-        cells = [_cell(*found[column]) for column in NEEDED]
-        rows.append([*map(str, key), str(groups.size()[key]), f"{reached:.0f}", *cells, speedup])
+    # Seconds of each model and device at its smallest scale.
+    baseline_s = dict[Any, float]()
+    for key, statistics in groups[[*NEEDED]].agg(["mean", "sem", "count"]).iterrows():
+        time_s, _, reached = statistics["train_s"]
+        speedup = ""
+        if reached:
+            speedup = f"{baseline_s.setdefault(key[:2], time_s) / time_s:.2f}"
+        cells = [_format_cell(*statistics[column]) for column in NEEDED]
+        rows.append([*map(str, key), str(sizes[key]), f"{reached:.0f}", *cells, speedup])
     header = (*KEYS, "runs", "reached", *NEEDED.values(), "speed-up")
     return f"### Until {metric} reaches {target:g}\n\n{markdown_table(header, rows)}\n"
 
 
-def _cell(mean: float, error: float, count: float) -> str:
-    text = significant(mean) if count else ""
-    if count < 2:
+def _format_cell(mean: float, error: float, count: float) -> str:
+    """Format a mean with its ±. `error`: standard error of the mean."""
+    if not count:
+        return ""
+    text = significant(mean)
+    if count == 1:
         return text
-    return f"{text} ± {error * student_t(COVERAGE, int(count) - 1):.{len(text.partition('.')[2])}f}"
+    decimals = len(text.partition(".")[2])
+    half_width = error * student_t(COVERAGE, int(count) - 1)
+    return f"{text} ± {half_width:.{decimals}f}"

@@ -31,13 +31,20 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
     """Return a batch of noise and random captions for the options of
     `benchmarks.compare_baselines`."""
     low, high = arguments.caption_lengths or (arguments.context_length, arguments.context_length)
-    lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(
-        source="synthetic", placement="device", caption_lengths=lengths, num_batches=1
+        source="synthetic",
+        placement="device",
+        caption_lengths={str(length): 1.0 for length in range(low, high + 1)},
+        num_batches=1,
     )
-    of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
-    of_run |= {"context_length": arguments.context_length, "micro_batch": arguments.micro_batch}
-    with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
+    options: Any = {
+        "model": config,
+        "device": device,
+        "pack_captions": arguments.text == "packed",
+        "context_length": arguments.context_length,
+        "micro_batch": arguments.micro_batch,
+    }
+    with build_batches(data, **options, rank=0, world_size=1, seed=0) as batches:
         return next(batches)
 
 
@@ -56,24 +63,21 @@ class EngineSide:
         from clap_ds.engine.factory import build_model
         from clap_ds.engine.loss import build_loss
 
-        model = {
-            "preset": arguments.preset,
-            "drop_path": 0.0,
-            "text_dropout": 0.0,
-            "spec_augment": spec_augment,
-        }
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "bf16": {"enabled": precision == "bf16"},
-        }  # fmt: skip
-        torch.manual_seed(0)
-        built = build_model(ModelSettings.model_validate(model), LossSettings(), batch.device).to(
-            batch.device
+        settings = ModelSettings(
+            preset=arguments.preset, drop_path=0.0, text_dropout=0.0, spec_augment=spec_augment
         )
-        self.weights = {
-            name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": arguments.micro_batch,
+            "gradient_clipping": 0.0,
+            "log_level": "error",
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
+            "bf16": {"enabled": precision == "bf16"},
         }
-        self.engine = ClapEngine(built, build_loss(LossSettings(), precision), config)
+        torch.manual_seed(0)
+        model = build_model(settings, LossSettings(), batch.device).to(batch.device)
+        weights = to_transformers(model.state_dict())
+        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.engine = ClapEngine(model, build_loss(LossSettings(), precision), config)
         self.losses = list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -81,12 +85,14 @@ class EngineSide:
         of the engine."""
         timer = self.engine.timer
         timer.start(instrumented=True)
-        whole_s = seconds(
-            lambda: self.losses.append(float(self.engine.step(iter([batch])))), batch.device
-        )
+
+        def step() -> None:
+            self.losses.append(float(self.engine.step(iter([batch]))))
+
+        step_s = seconds(step, batch.device)
         timer.mark()
         (parts,) = timer.stop().phases_s
-        return {**parts, "forward": parts["forward"] + parts["loss"], "step": whole_s}
+        return {**parts, "forward": parts["forward"] + parts["loss"], "step": step_s}
 
 
 class MasterAdamW:
@@ -101,7 +107,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         for master, low in zip(self.masters, self.low, strict=True):
-            master.grad = torch.empty_like(master) if master.grad is None else master.grad
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
             master.grad.copy_(torch.zeros_like(low) if low.grad is None else low.grad)
         self.adam.step()
         for master, low in zip(self.masters, self.low, strict=True):
@@ -111,14 +118,14 @@ class MasterAdamW:
 class Side:
     """A baseline with our weights.
 
+    Captions are padded as each program pads them: by the loops to the context length, for
+    `transformers` to the batch's longest.
+
     Args:
         weights: with `transformers` names.
-        kind: `open_clip` or `LAION-CLAP` for their training loops (LAION's fp16 is bf16 here,
-          because CPUs are slow at fp16),
-            or `transformers`: its towers with this project's front end and torch's fused AdamW.
-              Captions are padded as each
-            program pads them: by the loops to the context length, for `transformers` to the batch's
-              longest.
+        kind: `open_clip` or `LAION-CLAP` for their training loops, or `transformers` for its towers
+            with this project's front end and torch's fused AdamW. LAION's fp16 is bf16 here,
+            because CPUs are slow at fp16.
         low: use of bf16: `autocast`, `cast` with fp32 master weights, or `none`.
     """
 
@@ -132,49 +139,36 @@ class Side:
         *,
         spec_augment: bool,
     ) -> None:
-        head = config.audio.projection.model_copy(
-            update={"hidden_dim": config.joint_dim, "bias": True}
-        )  # unused
-        audio = config.audio.model_copy(update={"projection": head})
-        text = config.text.model_copy(update={"projection": head, "pooling": "cls_pooler"})
-        sizes: Any = config_to_transformers(
-            config.model_copy(update={"audio": audio, "text": text})
-        )
-        sizes.audio_config.drop_path_rate = 0.0
-        for tower in (sizes.audio_config, sizes.text_config):
-            tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
-        model: Any = LoopModel(config, sizes, spec_augment=spec_augment)
+        is_loop = kind != "transformers"
+        model: Any = LoopModel(config, make_sizes(config), spec_augment=spec_augment)
         model.load_state_dict(weights, strict=False)
         # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass
         # is several times slower.
         model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
         self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
-        make_optimizer = MasterAdamW if kind == "transformers" else loop_adamw
-        self.optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
-        self.mel = (ConvolutionMel if kind == "LAION-CLAP" else LogMel)(config.audio).to(device)
-        if kind == "transformers" and device.type == "cpu":
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = loop_adamw(parameters) if is_loop else MasterAdamW(parameters)
+        front_end = ConvolutionMel if kind == "LAION-CLAP" else LogMel
+        self.mel = front_end(config.audio).to(device)
+        if not is_loop and device.type == "cpu":
             convert(self.mel)
         self.low = low
         self.losses = list[float]()
-        self.pads_to_longest = kind == "transformers"
+        self.pads_to_longest = not is_loop
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run a step and return the seconds of its parts, synchronizing the device between them,
         and of the whole."""
-        length = (
-            int(batch.attention_mask.sum(dim=1).max())
-            if self.pads_to_longest
-            else batch.input_ids.shape[1]
-        )
+        length = batch.input_ids.shape[1]
+        if self.pads_to_longest:
+            length = int(batch.attention_mask.sum(dim=1).max())
         input_ids = batch.input_ids[:, :length]
         is_full = batch.num_tokens == input_ids.numel()
         mask = None if is_full else batch.attention_mask[:, :length]
         timer = StepTimer(batch.device)
         timer.start(instrumented=True)
-        with (
-            timer("forward"),
-            torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"),
-        ):
+        autocast = torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast")
+        with timer("forward"), autocast:
             features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
             loss = softmax_loss(*self.model(features, input_ids, mask))
         with timer("backward"):
@@ -186,6 +180,20 @@ class Side:
         timer.mark()
         (parts,) = timer.stop().phases_s
         return {**parts, "step": sum(parts.values())}
+
+
+def make_sizes(config: ClapConfig) -> Any:
+    """Return a preset as a `transformers` configuration, without dropout and stochastic depth."""
+    # Towers of `transformers` need heads of their own kind; they aren't used.
+    head = config.audio.projection.model_copy(update={"hidden_dim": config.joint_dim, "bias": True})
+    audio = config.audio.model_copy(update={"projection": head})
+    text = config.text.model_copy(update={"projection": head, "pooling": "cls_pooler"})
+    sizes: Any = config_to_transformers(config.model_copy(update={"audio": audio, "text": text}))
+    sizes.audio_config.drop_path_rate = 0.0
+    for tower in (sizes.audio_config, sizes.text_config):
+        tower.hidden_dropout_prob = 0.0
+        tower.attention_probs_dropout_prob = 0.0
+    return sizes
 
 
 def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -237,20 +245,16 @@ class LoopModel(nn.Module):
         """Return both embeddings (B, D) and the logit scale. `features`: log-mel (B, 1, T, F)."""
         audio = self.audio_projection(self.audio_model(input_features=features).pooler_output)
         text = self.text_model(input_ids=input_ids, attention_mask=mask)
-        pooled = (
-            mean_over_tokens(text.last_hidden_state, mask)
-            if self.takes_mean
-            else text.pooler_output
-        )
+        pooled = text.pooler_output
+        if self.takes_mean:
+            pooled = mean_over_tokens(text.last_hidden_state, mask)
         return audio, self.text_projection(pooled), self.logit_scale_a.float().exp()
 
 
 def loop_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     """Return AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of
     biases and norms."""
-    small, large = (
-        [each for each in parameters if (each.ndim < 2) == is_small] for is_small in (True, False)
-    )
-    return torch.optim.AdamW(
-        [{"params": large, "weight_decay": 0.2}, {"params": small, "weight_decay": 0.0}], lr=1e-6
-    )
+    large = [parameter for parameter in parameters if parameter.ndim >= 2]
+    small = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": large, "weight_decay": 0.2}, {"params": small, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-6)

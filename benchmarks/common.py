@@ -21,7 +21,8 @@ from clap_ds.config.arguments import read_config, with_assignments, with_field
 from clap_ds.utils.files import read_json, write_atomically, write_object
 from clap_ds.utils.paths import commit, work_folder
 
-LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
+# Between SIGTERM and SIGKILL.
+EXIT_GRACE_S = 5.0
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -52,18 +53,20 @@ def save(output: Path | None, text: str, figures: Any) -> None:
 def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a Markdown table. `columns`: `title {field:.1f} | title
     {rate[low]:,.1f}–{rate[high]:,.1f}`; cells of missing fields are empty."""
-    cells = {
-        each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")
-    }
+    templates = {}
+    for column in columns.split(" | "):
+        title, brace, template = column.partition("{")
+        templates[title.strip()] = brace + template
+    lines = []
+    for row in rows:
+        lines.append([_format_cell(template, row) for template in templates.values()])
+    return markdown_table(templates, lines)
 
-    def cell(template: str, row: Mapping[str, Any]) -> str:
-        with contextlib.suppress(KeyError, TypeError):
-            return template.format_map(row)
-        return ""
 
-    return markdown_table(
-        list(cells), [[cell(template, row) for template in cells.values()] for row in rows]
-    )
+def _format_cell(template: str, row: Mapping[str, Any]) -> str:
+    with contextlib.suppress(KeyError, TypeError):
+        return template.format_map(row)
+    return ""
 
 
 def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
@@ -87,34 +90,35 @@ def run_config(
     write_object(folder / "config.json", with_field(content, "clap.output", output))
     log = folder / "output.log"
     began_s = time.monotonic()
-    row = dict[str, Any]()
-    given: Any = {"cwd": work_folder(), "stdin": subprocess.DEVNULL, "start_new_session": True}
+    options: Any = {"cwd": work_folder(), "stdin": subprocess.DEVNULL, "start_new_session": True}
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, **given)
+        process = subprocess.Popen(command, stdout=file, stderr=file, **options)
     try:
         code = process.wait(limit_s)
         state = f"exit code {code}" if code else "completed"
     except subprocess.TimeoutExpired:
         state = f"stopped after {limit_s:.0f} s"
     finally:
-        for sent in (signal.SIGTERM, signal.SIGKILL):
+        # The command may have left processes of its group behind.
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, sent)
-                process.wait(LAST_WORDS_S)
+                os.killpg(process.pid, signal_number)
+                process.wait(EXIT_GRACE_S)
+    row = dict[str, Any]()
     for path in folder.glob("run-*/summary.json"):
         row = read_json(path)
-        kinds = ("peak", "reserved_peak", "context")
-        row |= {f"{kind}_gb": (row.get(f"memory_{kind}_bytes") or 0) / 1e9 for kind in kinds}
-    lines = [
-        "no output",
-        *filter(None, map(str.strip, log.read_text(errors="replace").splitlines())),
-    ]
-    last = next(
-        (line for line in reversed(lines) if re.search(r"\berror: |Error\b", line)), lines[-1]
-    )
-    note = (
-        ""
-        if state == "completed"
-        else (row.get("error") or last.removeprefix("error: ")[:200]).replace("|", "/")
-    )
-    return {**row, "state": state, "seconds": time.monotonic() - began_s, "note": note}
+        for kind in ("peak", "reserved_peak", "context"):
+            row[f"{kind}_gb"] = (row.get(f"memory_{kind}_bytes") or 0) / 1e9
+    note = ""
+    if state != "completed":
+        note = row.get("error") or _find_error(log)
+    result = {"state": state, "seconds": time.monotonic() - began_s}
+    return {**row, **result, "note": note.replace("|", "/")}
+
+
+def _find_error(log: Path) -> str:
+    """Return the last line of a log that states an error, or its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line] or ["no output"]
+    errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
+    return (errors or lines)[-1].removeprefix("error: ")[:200]

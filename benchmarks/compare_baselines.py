@@ -38,8 +38,8 @@ from clap_ds.metrics.intervals import median_interval
 from clap_ds.run_records.environment import device_name
 from clap_ds.utils.errors import run_alone
 
+# Largest relative difference of a loss from ours.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
-"""Largest relative difference of a loss from ours."""
 KINDS = {"loops": ("open_clip", "LAION-CLAP"), "transformers": ("transformers",)}
 WARM_UP = 2
 PARTS = ("forward", "backward", "optimizer", "step")
@@ -59,89 +59,90 @@ def compare(
 ) -> dict[str, Any]:
     """Time every side of one comparison and return a JSON-serializable result."""
     config = load_preset(arguments.preset)
-    lows = ["autocast"] if against == "loops" else ["autocast", "cast"]
+    modes = ["autocast"] if against == "loops" else ["autocast", "cast"]
+    if precision == "fp32":
+        modes = ["none"]
     batch = make_batch(arguments, config, device)
     ours = EngineSide(arguments, precision, batch, spec_augment=spec_augment)
     sides: dict[str, Side | EngineSide] = {"ours": ours}
-    for kind, low in itertools.product(KINDS[against], lows if precision == "bf16" else ["none"]):
-        sides[f"{kind}, {low}"] = Side(
-            config, ours.weights, kind, low, device, spec_augment=spec_augment
-        )
+    for kind, mode in itertools.product(KINDS[against], modes):
+        side = Side(config, ours.weights, kind, mode, device, spec_augment=spec_augment)
+        sides[f"{kind}, {mode}"] = side
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(WARM_UP + arguments.rounds):
+        # Every other round in reverse order, so that no side always runs first.
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            times[name].append(sides[name].step(batch))
+            step_s = sides[name].step(batch)
+            if number >= WARM_UP:
+                times[name].append(step_s)
     rows: list[dict[str, Any]] = []
     for name, steps in times.items():
-        speeds = [its["step"] / own["step"] for its, own in zip(steps, times["ours"], strict=True)][
-            WARM_UP:
+        ratios = [
+            step["step"] / our_step["step"]
+            for step, our_step in zip(steps, times["ours"], strict=True)
         ]
-        row = {part: 1000 * median(step[part] for step in steps[WARM_UP:]) for part in PARTS}
-        rows.append(
-            {"side": name, "loss": sides[name].losses[0], "speed": median_interval(speeds), **row}
-        )
+        row = {part: 1000 * median(step[part] for step in steps) for part in PARTS}
+        loss = sides[name].losses[0]
+        rows.append({"side": name, "loss": loss, "speed": median_interval(ratios), **row})
     difference = max(abs(row["loss"] / rows[0]["loss"] - 1) for row in rows)
     return {
-        "precision": precision, "preset": arguments.preset, "spec_augment": spec_augment, "sides": rows,
-        "loss_difference": difference, "loss_agrees": spec_augment or difference < TOLERANCE[precision],
-    }  # fmt: skip
+        "precision": precision,
+        "preset": arguments.preset,
+        "spec_augment": spec_augment,
+        "sides": rows,
+        "loss_difference": difference,
+        # With SpecAugment, each side draws its own masks.
+        "loss_agrees": spec_augment or difference < TOLERANCE[precision],
+    }
 
 
 def render(result: dict[str, Any]) -> str:
     """Format the result of one comparison as Markdown."""
-    agreement = "agree" if result["loss_agrees"] else "DISAGREE"
-    last = "each side draws its own masks" if result["spec_augment"] else agreement
-    masks = "as published, with SpecAugment" if result["spec_augment"] else "without SpecAugment"
-    return (
-        f"## {result['preset']}, {result['precision']}, {masks}\n\n{table(SIDES, result['sides'])}\n\nLosses differ by up to"
-        f" {result['loss_difference']:.1e}: {last}."
-    )
+    if result["spec_augment"]:
+        masks = "as published, with SpecAugment"
+        agreement = "each side draws its own masks"
+    else:
+        masks = "without SpecAugment"
+        agreement = "agree" if result["loss_agrees"] else "DISAGREE"
+    title = f"## {result['preset']}, {result['precision']}, {masks}"
+    losses = f"Losses differ by up to {result['loss_difference']:.1e}: {agreement}."
+    return f"{title}\n\n{table(SIDES, result['sides'])}\n\n{losses}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparisons and return 1 if losses disagree."""
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--against",
-        nargs="+",
-        choices=KINDS,
-        default=[*KINDS],
-        help="baselines to compare with (default: all)",
-    )
+    against = "baselines to compare with (default: all)"
+    add("--against", nargs="+", choices=KINDS, default=[*KINDS], help=against)
     add("--preset", default="htsat_tiny_roberta_base", help="model (default: HTSAT-tiny's)")
     add("--context_length", type=int, default=77, help="tokens per caption (default: 77)")
     lengths = "LOW and HIGH of uniform caption lengths in tokens (default: --context_length)"
     add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
-    add(
-        "--text",
-        choices=("padded", "packed"),
-        default="padded",
-        help="our text tower's batching (default: padded)",
-    )
+    text_help = "our text tower's batching (default: padded)"
+    add("--text", choices=("padded", "packed"), default="padded", help=text_help)
     add("--micro_batch", type=int, default=8, help="clips per step (default: 8)")
     add("--rounds", type=int, default=8, help="timed steps of each side (default: 8)")
-    add(
-        "--precision",
-        nargs="+",
-        choices=("bf16", "fp32"),
-        default=["bf16", "fp32"],
-        help="to time (default: both)",
-    )
+    precisions = ("bf16", "fp32")
+    precision_help = "to time (default: both)"
+    add("--precision", nargs="+", choices=precisions, default=[*precisions], help=precision_help)
     arguments = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
+    kernels = "Ours uses eager torch operations, unlike a default run."
+    if device.type == "cpu":
+        kernels = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
     text = (
-        f"# {load_preset(arguments.preset).name} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch"
-        f" {arguments.micro_batch}, {arguments.context_length} text tokens, {arguments.text}; torch {torch.__version__}."
+        f"# {load_preset(arguments.preset).name} on {device_name(device)}\n\n"
+        f"{torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"
+        f" {arguments.context_length} text tokens, {arguments.text}; torch {torch.__version__}."
+        f" {kernels}"
     )
-    on_cpu = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
-    text += f" {on_cpu if device.type == 'cpu' else 'Ours uses eager torch operations, unlike a default run.'}"
-    results = [
-        compare(arguments, against, precision, device, spec_augment=spec_augment)
-        for precision in arguments.precision
-        for against in arguments.against
-        for spec_augment in ((True, False) if against == "loops" else (False,))
-    ]
+    results = []
+    for precision in arguments.precision:
+        for name in arguments.against:
+            for spec_augment in (True, False) if name == "loops" else (False,):
+                result = compare(arguments, name, precision, device, spec_augment=spec_augment)
+                results.append(result)
     show(arguments.output, "\n\n".join([text, *map(render, results)]), results)
     return 0 if all(result["loss_agrees"] for result in results) else 1
 

@@ -20,11 +20,11 @@ from clap_ds.model.text_attention import attend_in_one_kernel
 P = 0.1
 HEADS = 2
 SHAPE_BLC = (4, 64, 64)
+# Standard deviations of the binomial distribution by which the share of zeros may differ.
 SPREADS = 5.0
-"""Standard deviations of the binomial distribution by which the share of zeros may differ."""
+# Relative difference of both passes' products. Roundings of 16-bit values make 0.01 at most, other
+# masks about 0.4.
 MASKS_DIFFER = 0.05
-"""Relative difference of both passes' products. Roundings of 16-bit values make 0.01 at most, other
-masks about 0.4."""
 
 
 def drop_elements(values_BLC: Tensor) -> Tensor:
@@ -41,54 +41,58 @@ def drop_attention_weights(values_BLC: Tensor) -> Tensor:
 
 
 B, L, C = SHAPE_BLC
+# Layers with the number of their random decisions.
 LAYERS: Mapping[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "dropout": (drop_elements, B * L * C),
     "text attention's dropout": (drop_attention_weights, B * HEADS * L * L),
 }
-"""Layers with the number of their random decisions."""
 
 
 def check_dropout(device: torch.device, backend: Any = "inductor") -> Iterator[dict[str, Any]]:
     """Yield a row per property of each compiled layer, with `wrong`."""
     for name, (layer, decisions) in LAYERS.items():
+        for property_name, is_wrong in _check_layer(layer, decisions, device, backend).items():
+            yield {"name": f"{name}, {property_name}", "wrong": is_wrong}
 
-        def call_two_layers(
-            values: Tensor, layer: Callable[[Tensor], Tensor] = layer
-        ) -> tuple[Tensor, Tensor]:
-            return layer(values), layer(values)
 
-        compiled = torch.compile(call_two_layers, backend=backend)
-        ones = torch.ones(
-            SHAPE_BLC, dtype=torch.bfloat16, device=device, requires_grad=True
-        )  # as in training
-        torch.manual_seed(0)
-        first_layer, second_layer = compiled(ones)
-        next_step, _ = compiled(ones)
-        torch.manual_seed(0)
-        again, _ = compiled(ones)
-        torch.manual_seed(1)  # ranks have seeds that follow each other
-        other_rank, _ = compiled(ones)
+def _check_layer(
+    layer: Callable[[Tensor], Tensor], decisions: int, device: torch.device, backend: Any
+) -> dict[str, bool]:
+    """Return properties of a layer, and whether each is wrong."""
 
-        kept = float(first_layer.detach().double().mean()) * (1 - P)
-        rounding = torch.finfo(torch.bfloat16).eps / 4  # of 1 / (1 - P)
-        tolerance = SPREADS * math.sqrt(P * (1 - P) / decisions) + rounding
-        generator = torch.Generator().manual_seed(0)
-        values, gradient = (
-            torch.randn(2, *SHAPE_BLC, generator=generator).sign().bfloat16().to(device)
-        )
-        output, _ = compiled(values.requires_grad_())
-        (of_values,) = torch.autograd.grad(output, values, gradient)
-        forward = (output.detach().double() * gradient).sum(dim=1)
-        backward = (of_values.double() * values.detach()).sum(dim=1)
+    def call_two_layers(values: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(values), layer(values)
 
-        is_wrong = {
-            f"zeros: {1 - kept:.4f} of {P}": abs(1 - kept - P) > tolerance,
-            "both passes have one mask": float((forward - backward).norm() / forward.norm())
-            > MASKS_DIFFER,
-            "a seed repeats its masks": not torch.equal(first_layer, again),
-            "layers have different masks": torch.equal(first_layer, second_layer),
-            "steps have different masks": torch.equal(first_layer, next_step),
-            "ranks have different masks": torch.equal(first_layer, other_rank),
-        }
-        for what, wrong in is_wrong.items():
-            yield {"name": f"{name}, {what}", "wrong": wrong}
+    compiled = torch.compile(call_two_layers, backend=backend)
+    # In training, inputs require gradients.
+    ones = torch.ones(SHAPE_BLC, dtype=torch.bfloat16, device=device, requires_grad=True)
+    torch.manual_seed(0)
+    first_layer, second_layer = compiled(ones)
+    next_step, _ = compiled(ones)
+    torch.manual_seed(0)
+    same_seed, _ = compiled(ones)
+    # Ranks have seeds that follow each other.
+    torch.manual_seed(1)
+    other_rank, _ = compiled(ones)
+
+    # Values that aren't dropped are 1 / (1 - P).
+    zeros = 1 - float(first_layer.detach().double().mean()) * (1 - P)
+    rounding = torch.finfo(torch.bfloat16).eps / 4
+    tolerance = SPREADS * math.sqrt(P * (1 - P) / decisions) + rounding
+    # With the same mask, <gradient, layer(values)> and <values, backward(gradient)> are equal.
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(2, *SHAPE_BLC, generator=generator).sign().bfloat16()
+    values, gradient = random.to(device)
+    output, _ = compiled(values.requires_grad_())
+    (values_gradient,) = torch.autograd.grad(output, values, gradient)
+    forward = (output.detach().double() * gradient).sum(dim=1)
+    backward = (values_gradient.double() * values.detach()).sum(dim=1)
+    mask_difference = float((forward - backward).norm() / forward.norm())
+    return {
+        f"zeros: {zeros:.4f} of {P}": abs(zeros - P) > tolerance,
+        "both passes have one mask": mask_difference > MASKS_DIFFER,
+        "a seed repeats its masks": not torch.equal(first_layer, same_seed),
+        "layers have different masks": torch.equal(first_layer, second_layer),
+        "steps have different masks": torch.equal(first_layer, next_step),
+        "ranks have different masks": torch.equal(first_layer, other_rank),
+    }

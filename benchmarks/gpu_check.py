@@ -61,6 +61,7 @@ HALF = (
 SOUNDS = "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
 PREPARE = "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset htsat_tiny_roberta_base"
 SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
+# Steps by call, the most informative first, after those they depend on.
 CALLS = {
     1: {
         "kernels": Check(130, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
@@ -95,13 +96,11 @@ CALLS = {
         "prepare": Check(60, command=PREPARE),
         "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
         "mix_order_off": Check(100, variables=("TORCHINDUCTOR_MIX_ORDER_REDUCTION=0",)),
-        "specaugment": Check(60, command="-m benchmarks.specaugment --clips 64 308 616 --output {folder}/specaugment.md"),
     },
 }  # fmt: skip
-"""Steps by call, the most informative first, after those they depend on."""
 SHORT = "tensorboard.enabled=false clap.bench.warmup_steps=5 clap.bench.windows=3 clap.bench.breakdown_steps=2"
+# Minimum remaining time to start a step; also reserved to end the last one.
 FEWEST_S = 20.0
-"""Minimum remaining time to start a step; also reserved to end the last one."""
 BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
@@ -113,27 +112,28 @@ COLUMNS = (
 
 def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
     """Run one step in a new folder, print its output and return its table row."""
-    places: dict[str, Any] = {
+    call = folder.parent
+    name, *assignments = shlex.split(step.run.replace("{call}", str(call)))
+    content = changed(Path(name), [*SHORT.split(), *assignments])
+    values: dict[str, Any] = {
         "gpu": gpu,
-        "call": folder.parent,
+        "call": call,
         "folder": folder,
         "config": folder / "config.json",
+        "micro_batch": content["train_micro_batch_size_per_gpu"],
     }
-    name, *assignments = shlex.split(step.run.replace("{call}", str(folder.parent)))
-    content = changed(Path(name), [*SHORT.split(), *assignments])
-    places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
-    command = [word.format_map(places) for word in shlex.split(step.command)]
-    print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
+    arguments = [argument.format_map(values) for argument in shlex.split(step.command)]
+    print(f"\n== {folder.name}: {shlex.join(arguments)}", flush=True)
+    command = ["env", *step.variables, sys.executable, *arguments]
     try:
-        row = run_config(
-            content, ["env", *step.variables, sys.executable, *command], folder, limit_s
-        )
+        row = run_config(content, command, folder, limit_s)
     finally:
         print((folder / "output.log").read_text(errors="replace"), flush=True)
     row["losses"] = []
     for path in folder.glob("run-*/metrics.jsonl"):
         for line in path.read_text().splitlines():
-            with suppress(ValueError, KeyError):  # other records, and a killed run's last line
+            # Other records, and a killed run's last line, have no loss.
+            with suppress(ValueError, KeyError):
                 row["losses"].append(json.loads(line)["loss"])
     return row
 
@@ -141,18 +141,21 @@ def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, A
 def archive(folder: Path, root: Path, target: Path, since_s: float = 0.0) -> None:
     """Archive a folder's files that changed since a time, by their paths in `root`, without shards
     and intermediate code."""
-
-    def is_kept(path: Path) -> bool:
-        return path.is_file() and not path.name.endswith(BULKY) and path.stat().st_mtime >= since_s
-
-    part = target.with_name(f".{target.name}")
+    draft = target.with_name(f".{target.name}")
     try:
-        if files := [path for path in sorted(folder.rglob("*")) if is_kept(path)]:
-            with tarfile.open(part, "w:xz", preset=0) as tar:
-                for path in files:
-                    tar.add(path, path.relative_to(root))
-            part.replace(target)
-    except OSError as error:  # such as a full disk: the next steps still print what they measure
+        files = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.endswith(BULKY) and path.stat().st_mtime >= since_s
+        ]
+        if not files:
+            return
+        with tarfile.open(draft, "w:xz", preset=0) as tar:
+            for path in files:
+                tar.add(path, path.relative_to(root))
+        draft.replace(target)
+    except OSError as error:
+        # Such as a full disk: the next steps still print what they measure.
         print(f"warning: {target} can't be written: {error}", flush=True)
 
 
@@ -168,46 +171,46 @@ def restore(archives: Iterable[Path], target: Path) -> None:
 def compare_losses(rows: list[dict[str, Any]]) -> None:
     """Add the largest relative difference of compiled losses from eager ones to their row."""
     steps = {row["step"]: row for row in rows}
-    eager_losses = steps.get("losses_eager", {}).get("losses", [])
-    if compiled_losses := steps.get("losses_compiled", {}).get("losses", []):
-        pairs = zip(compiled_losses, eager_losses, strict=False)
-        differences = [abs(compiled / eager - 1) for compiled, eager in pairs]
-        steps["losses_compiled"]["loss_difference"] = max(differences, default=None)
+    if not steps.keys() >= {"losses_eager", "losses_compiled"}:
+        return
+    compiled = steps["losses_compiled"]
+    # A step that failed has no losses.
+    pairs = zip(compiled.get("losses", []), steps["losses_eager"].get("losses", []), strict=False)
+    differences = [abs(compiled_loss / eager_loss - 1) for compiled_loss, eager_loss in pairs]
+    compiled["loss_difference"] = max(differences, default=None)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a call's steps, and save table and archives after each. Return 1 if one isn't complete;
     UserError without a GPU."""
     parser = make_parser(__doc__)
-    parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
-    parser.add_argument(
-        "--minutes", type=float, default=9.0, help="time limit of the call (default: 9)"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)"
-    )
+    add = parser.add_argument
+    add("call", type=int, choices=CALLS, help="part of the check to run")
+    add("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
+    output_help = "results folder (default: results/<device>)"
+    add("--output", type=Path, metavar="FOLDER", help=output_help)
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
-    if not (gpus := nvidia_smi()) or choose_accelerator() == "cpu":
-        raise UserError(
-            "no NVIDIA GPU found: check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR"
-        )
-    device = gpus[0].split(",")[0].strip()
-    gpu = getattr(peak_for(device), "name", "") or device
+    gpus = nvidia_smi()
+    if not gpus or choose_accelerator() == "cpu":
+        checks = "check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR"
+        raise UserError(f"no NVIDIA GPU found: {checks}")
     exit_on_sigterm()
-    short = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
-    results = options.output or work_folder() / "results" / short
+    device = gpus[0].split(",")[0].strip()
+    known_gpu = peak_for(device)
+    gpu = known_gpu.name if known_gpu else device
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
+    results = options.output or work_folder() / "results" / slug
     results.mkdir(parents=True, exist_ok=True)
-    folder = work_folder() / "runs" / "gpu_check" / short / f"call{options.call}"
-    caches = compile_cache_dir("gpu_check")
+    folder = work_folder() / "runs" / "gpu_check" / slug / f"call{options.call}"
     shutil.rmtree(folder, ignore_errors=True)
-    other_profiles = f"call[!{options.call}]_profile_*.tar.xz"
+    # Continue with compiled code and profiles of earlier calls.
+    caches = compile_cache_dir("gpu_check")
     restore([*results.glob("caches*.tar.xz")], caches.parent)
-    restore([*results.glob(other_profiles)], folder.parent.parent)
-    os.environ |= {
-        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
-        "TRITON_CACHE_DIR": f"{caches}/triton",
-    }
+    profiles = f"call[!{options.call}]_profile_*.tar.xz"
+    restore([*results.glob(profiles)], folder.parent.parent)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/inductor"
+    os.environ["TRITON_CACHE_DIR"] = f"{caches}/triton"
     rows: list[dict[str, Any]] = []
     for name, step in CALLS[options.call].items():
         row: dict[str, Any] = {"step": name, "state": "no time left", "seconds": 0.0}
@@ -218,23 +221,18 @@ def main(argv: list[str] | None = None) -> int:
             if left_s >= FEWEST_S:
                 row["state"] = "interrupted"
                 row |= run_step(step, folder / name, min(step.most_s, left_s), gpu)
-        finally:  # also if this call is ended
+        finally:
+            # Also if this call is ended.
             compare_losses(rows)
-            show(
-                folder / "table.md",
-                f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}",
-                rows,
-            )
+            title = f"# {device}, {datetime.now(UTC):%Y-%m-%d}"
+            show(folder / "table.md", f"{title}\n\n{table(COLUMNS, rows)}", rows)
             shutil.copy(folder / "table.md", results / f"call{options.call}.md")
-            if (shares := folder / "efficiencies.json").exists():
-                shutil.copy(shares, results)
+            efficiencies = folder / "efficiencies.json"
+            if efficiencies.exists():
+                shutil.copy(efficiencies, results)
             archive(folder / name, folder.parent, results / f"call{options.call}_{name}.tar.xz")
-            archive(
-                caches,
-                caches.parent,
-                results / f"caches_{len([*results.glob('caches*')]):03}.tar.xz",
-                began_s,
-            )
+            number = len([*results.glob("caches*")])
+            archive(caches, caches.parent, results / f"caches_{number:03}.tar.xz", began_s)
     return int(any(row["state"] != "completed" for row in rows))
 
 

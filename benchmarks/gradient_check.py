@@ -42,9 +42,9 @@ BATCHES = 3
 FACTOR = 3.0
 SLACK = 0.01
 SHARPEN = 3.0
+# Linears whose weights are multiplied: attention of a new model is so even that queries and keys
+# have almost no gradient.
 SHARPENED = ("qkv", "query", "key")
-"""Linears whose weights are multiplied: attention of a new model is so even that queries and keys
-have almost no gradient."""
 COLUMNS = (
     "parameter or property {name} | norm {norm:.2e} | eager, off by {eager:.2e} | compiled, off by {compiled:.2e}"
     " | share of the bound {share:.2f} | wrong {wrong}"
@@ -60,15 +60,37 @@ def gradients(model: ContrastiveModel, batch: Batch) -> dict[str, Tensor]:
     """
     model.zero_grad(set_to_none=True)
     audio, text, *_ = model(*batch.model_inputs())
-    signs = (
-        torch.randn(2, audio.shape[1], generator=torch.Generator().manual_seed(0))
-        .sign()
-        .to(audio.device)
-    )
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randn(2, audio.shape[1], generator=generator).sign().to(audio.device)
     (signs[0] * audio.float() + signs[1] * text.float()).sum().backward()
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    named = {name: each.grad for name, each in trained if each is not model.logit_scale}
-    return {name: torch.zeros(()) if grad is None else grad.float() for name, grad in named.items()}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter is not model.logit_scale:
+            gradient = parameter.grad
+            gradients[name] = torch.zeros(()) if gradient is None else gradient.float()
+    return gradients
+
+
+def make_batches(run: RunSettings, device: torch.device, clips: int) -> list[Batch]:
+    """Return `BATCHES` batches of different data."""
+    options: Any = {
+        "model": run.clap.preset(),
+        "device": device,
+        "context_length": run.clap.context_length,
+        "micro_batch": clips,
+    }
+    batches = list[Batch]()
+    for seed in range(BATCHES):
+        with build_batches(run.clap.data, **options, rank=0, world_size=1, seed=seed) as source:
+            batches.append(next(source))
+    return batches
+
+
+def make_model(run: RunSettings, device: torch.device, **changes: Any) -> ContrastiveModel:
+    settings = run.clap.model.model_copy(update=changes)
+    model = build_model(settings, run.clap.loss, device, run.clap.train.freeze)
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    return model.to(device, dtype).train()
 
 
 def compare(
@@ -76,81 +98,55 @@ def compare(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield after each batch a row per parameter: its gradient's norm in fp32, and errors of the
     eager and compiled gradients relative to it. These are medians of the batches so far."""
-    of_run: Any = {
-        "model": run.clap.preset(),
-        "device": device,
-        "context_length": run.clap.context_length,
-    }
-    batches = list[Batch]()
-    for seed in range(BATCHES):
-        with build_batches(
-            run.clap.data, **of_run, micro_batch=clips, rank=0, world_size=1, seed=seed
-        ) as source:
-            batches.append(next(source))
+    batches = make_batches(run, device, clips)
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-
-    def build(**kernels: str) -> ContrastiveModel:
-        settings = run.clap.model.model_copy(update=kernels)
-        return (
-            build_model(settings, run.clap.loss, device, run.clap.train.freeze)
-            .to(device, dtype)
-            .train()
-        )
-
     torch.manual_seed(0)
-    model = build()
-    plain = build(**PLAIN)
+    model = make_model(run, device)
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith(SHARPENED):
                 module.weight.mul_(SHARPEN)
-    plain.load_state_dict(model.state_dict())
-    reference = copy.deepcopy(plain).float()
+    eager_model = make_model(run, device, **PLAIN)
+    eager_model.load_state_dict(model.state_dict())
+    reference_model = copy.deepcopy(eager_model).float()
     if device.type == "cuda":
         fall_back(run.clap.model, model)
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
-    problems = compile_towers(engine, batches[0], "towers", cached=False, backend=backend)[
-        "compiled"
-    ]
-    if failed := {part: problem for part, problem in problems.items() if problem}:
-        raise UserError(f"compilation failed: {failed}")
-    norms: dict[str, list[float]] = defaultdict(list)
-    eager_errors: dict[str, list[float]] = defaultdict(list)
-    compiled_errors: dict[str, list[float]] = defaultdict(list)
+    compilation = compile_towers(engine, batches[0], "towers", cached=False, backend=backend)
+    problems = {part: problem for part, problem in compilation["compiled"].items() if problem}
+    if problems:
+        raise UserError(f"compilation failed: {problems}")
+    norms = defaultdict[str, list[float]](list)
+    eager_errors = defaultdict[str, list[float]](list)
+    compiled_errors = defaultdict[str, list[float]](list)
     for batch in batches:
-        eager, expected, compiled = (gradients(each, batch) for each in (plain, reference, model))
-        floor = 1e-4 * max(
-            float(gradient.norm()) for gradient in expected.values()
-        )  # smaller ones are rounding errors
-        for name, gradient in expected.items():
+        eager = gradients(eager_model, batch)
+        reference = gradients(reference_model, batch)
+        compiled = gradients(model, batch)
+        # Smaller norms are rounding errors.
+        floor = 1e-4 * max(float(gradient.norm()) for gradient in reference.values())
+        for name, gradient in reference.items():
             norm = float(gradient.norm())
+            scale = max(norm, floor)
             norms[name].append(norm)
-            eager_errors[name].append(float((eager[name] - gradient).norm()) / max(norm, floor))
-            compiled_errors[name].append(
-                float((compiled[name] - gradient).norm()) / max(norm, floor)
-            )
+            eager_errors[name].append(float((eager[name] - gradient).norm()) / scale)
+            compiled_errors[name].append(float((compiled[name] - gradient).norm()) / scale)
         rows = list[dict[str, Any]]()
         for name, values in norms.items():
             eager_error = median(eager_errors[name])
             compiled_error = median(compiled_errors[name])
+            row = {"name": name, "norm": median(values), "eager": eager_error}
             share = compiled_error / (FACTOR * eager_error + SLACK)
-            row = {
-                "name": name,
-                "norm": median(values),
-                "eager": eager_error,
-                "compiled": compiled_error,
-            }
-            rows.append({**row, "share": share, "wrong": share > 1})
+            rows.append({**row, "compiled": compiled_error, "share": share, "wrong": share > 1})
         yield sorted(rows, key=lambda row: -row["share"])
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="RUN", help="the run's JSON"
-    )
-    parser.add_argument("--clips", type=int, default=64, help="batch size in clips (default: 64)")
+    add = parser.add_argument
+    config = "the run's JSON"
+    add("--deepspeed_config", type=Path, required=True, metavar="RUN", help=config)
+    add("--clips", type=int, default=64, help="batch size in clips (default: 64)")
     options = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -160,15 +156,17 @@ def main(argv: list[str] | None = None) -> None:
             dropout_rows.append(row)
             print(row["name"], "wrong" if row["wrong"] else "right", sep=": ", flush=True)
             save(options.output, table(COLUMNS, dropout_rows), dropout_rows)
-    except Exception as error:  # the gradients are still worth checking
-        dropout_rows.append(
-            {"name": f"the dropout check failed: {reason_of(error)}", "wrong": True}
-        )
+    except Exception as error:
+        # The gradients are still worth checking.
+        name = f"the dropout check failed: {reason_of(error)}"
+        dropout_rows.append({"name": name, "wrong": True})
     for gradient_rows in compare(load_run(options.deepspeed_config, 1), device, options.clips):
         rows = [*dropout_rows, *gradient_rows]
         wrong = [row["name"] for row in rows if row["wrong"]]
-        summary = f"{len(gradient_rows)} gradients and {len(dropout_rows)} properties of dropout, {len(wrong)} wrong"
-        show(options.output, f"{summary}\n\n{table(COLUMNS, rows[: len(dropout_rows) + 12])}", rows)
+        counts = f"{len(gradient_rows)} gradients and {len(dropout_rows)} properties of dropout"
+        # The table has all properties, and the gradients closest to their bounds.
+        lines = table(COLUMNS, rows[: len(dropout_rows) + 12])
+        show(options.output, f"{counts}, {len(wrong)} wrong\n\n{lines}", rows)
     if wrong:
         raise UserError(f"{len(wrong)} gradients or properties are wrong: {', '.join(wrong[:5])}")
 

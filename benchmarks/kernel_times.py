@@ -55,21 +55,18 @@ def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
         for shift in (0, window // 2) if grid > window else (0,):
             mask = shifted_window_mask(grid, window, shift) if shift else None
             geometry: dict[str, Any] = {"mask_GNN": mask, "window": window, "shift": shift}
-            ours, torchs = (
-                partial(attend_windows, **geometry, kernel=kernel) for kernel in ("triton", "sdpa")
-            )
             values = clips * grid**2 * dim * ITEM
             product = 2 * clips * grid**2 * window**2 * dim
-            shapes = [(clips, grid, grid, 3 * dim), (heads, window**2, window**2)]
-            size = f"{grid}² × {dim}, {heads} heads, shift {shift}"
             yield Case(
-                "attention",
-                size,
-                ours,
-                torchs,
-                shapes,
-                (4 * values, 7 * values),
-                (2 * product, 5 * product),
+                kernel="attention",
+                size=f"{grid}² × {dim}, {heads} heads, shift {shift}",
+                ours=partial(attend_windows, **geometry, kernel="triton"),
+                torchs=partial(attend_windows, **geometry, kernel="sdpa"),
+                shapes=[(clips, grid, grid, 3 * dim), (heads, window**2, window**2)],
+                # Forward: q, k, v and the output; backward: also their gradients.
+                moved=(4 * values, 7 * values),
+                # The backward pass computes twice the forward pass, and one product of it again.
+                flops=(2 * product, 5 * product),
             )
 
 
@@ -83,16 +80,21 @@ def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
     is_fused = supports(dim, hidden)
     values = clips * tokens * ITEM
     product = 2 * clips * tokens * dim * hidden
-    widths = (
-        (2 * dim, 5 * dim + 4 * hidden)
-        if is_fused
-        else (2 * dim + 4 * hidden, 4 * dim + 7 * hidden)
-    )
-    shapes = [(clips, tokens, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)]
-    moved = (values * widths[0], values * widths[1])
-    flops = (2 * product, (4 + is_fused) * product)
+    # Values that each token reads and writes, forward and backward.
+    forward_values = 2 * dim
+    backward_values = 5 * dim + 4 * hidden
+    if not is_fused:
+        forward_values = 2 * dim + 4 * hidden
+        backward_values = 4 * dim + 7 * hidden
     return Case(
-        "mlp" if is_fused else "mlp, not fused", size, triton_mlp, eager, shapes, moved, flops
+        kernel="mlp" if is_fused else "mlp, not fused",
+        size=size,
+        ours=triton_mlp,
+        torchs=eager,
+        shapes=[(clips, tokens, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)],
+        moved=(values * forward_values, values * backward_values),
+        # The fused kernel computes one product of the forward pass again.
+        flops=(2 * product, (4 + is_fused) * product),
     )
 
 
@@ -102,39 +104,36 @@ def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
 
 
 def text_cases(clips: int) -> Iterator[Case]:
-    """Yield the text tower's MLP, and its attention over 77 tokens with Triton's and each of
-    torch's kernels."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
+    """Yield the text tower's MLP, and its attention over 77 tokens with Triton's and torch's
+    kernel."""
     yield mlp_case("77 × 768", clips, 77, 768, 3072)
     heads = 12
     tokens = 77
     dim = 64
-    values = clips * heads * tokens * dim * ITEM
-    product = 2 * clips * heads * tokens**2 * dim
-    size = f"{tokens} × {heads * dim}"
-    flops = (2 * product, 5 * product)
-    packed = (clips, tokens, 3 * heads * dim)
 
     def ours(qkv: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
         return attend_in_one_kernel(qkv, bias, None, None, heads, dropout)
 
     def torchs(qkv: Tensor, bias: Tensor) -> Tensor:
+        # The bias has a gradient, and adds nothing.
         q, k, v = (qkv + bias - bias.detach()).unflatten(2, (3, heads, dim)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
-    rest: tuple[Any, ...] = [packed, packed[2:]], (4.0 * values, 7.0 * values), flops
-    yield Case("text attention", size, ours, torchs, *rest)
-    yield Case("text attention, dropout 0.1", size, None, partial(ours, dropout=0.1), *rest)
-    for backend in (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-    ):
-        attend = sdpa_kernel(backend)(partial(F.scaled_dot_product_attention, dropout_p=0.1))
-        kernel = f"text attention, {backend.name.split('_')[0].lower()}"
-        shapes = [(clips, heads, tokens, dim)] * 3
-        yield Case(kernel, size, None, attend, shapes, (4.0 * values, 8.0 * values), flops)
+    values = clips * heads * tokens * dim * ITEM
+    product = 2 * clips * heads * tokens**2 * dim
+    case = Case(
+        kernel="text attention",
+        size=f"{tokens} × {heads * dim}",
+        ours=ours,
+        torchs=torchs,
+        shapes=[(clips, tokens, 3 * heads * dim), (3 * heads * dim,)],
+        moved=(4.0 * values, 7.0 * values),
+        flops=(2 * product, 5 * product),
+    )
+    yield case
+    # Masks differ from torch's, so only the time is of interest.
+    dropout = partial(ours, dropout=0.1)
+    yield case._replace(kernel="text attention, dropout 0.1", ours=None, torchs=dropout)
 
 
 def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -> float:
@@ -159,59 +158,59 @@ def passes(
 ) -> tuple[Callable[[], Any], ...]:
     """Return a function's forward and backward pass, with gradients of ones, as calls without
     arguments."""
-    leaves = [each.to(dtype).requires_grad_() for each in inputs]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
     output = function(*leaves)
     ones = torch.ones_like(output)
-    return lambda: function(*leaves), lambda: torch.autograd.grad(
-        output, leaves, ones, retain_graph=True
-    )
+
+    def backward() -> Any:
+        return torch.autograd.grad(output, leaves, ones, retain_graph=True)
+
+    return partial(function, *leaves), backward
 
 
-def errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
+def compute(function: Function, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return output and gradients in fp32."""
+    forward, backward = passes(function, inputs, dtype)
+    return [tensor.detach().float() for tensor in (forward(), *backward())]
+
+
+def measure_errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
     """Return the largest relative error of output and gradients in bf16, of a kernel and of torch,
     against torch in fp32."""
-    few = [inputs[0][:FEW], *inputs[1:]]
-
-    def results(function: Function, dtype: torch.dtype) -> list[Tensor]:
-        forward, backward = passes(function, few, dtype)
-        return [each.detach().float() for each in (forward(), *backward())]
-
-    expected = results(case.torchs, torch.float32)
-    found = {}
+    inputs = [inputs[0][:FEW], *inputs[1:]]
+    expected = compute(case.torchs, inputs, torch.float32)
+    errors = {}
     for name, function in (("error", case.ours), ("torch_error", case.torchs)):
-        got = results(function or case.torchs, torch.bfloat16)
-        found[name] = max(
-            float((g - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True)
-        )
-    return found
+        results = compute(function or case.torchs, inputs, torch.bfloat16)
+        pairs = zip(results, expected, strict=True)
+        errors[name] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return errors
 
 
-def rows_of(case: Case) -> Iterator[dict[str, Any]]:
+def measure(case: Case) -> Iterator[dict[str, Any]]:
     """Yield the table's rows of both passes. A failure is a row, so that other kernels still
     run."""
-    both: list[dict[str, Any]] = [
-        {"kernel": case.kernel, "size": case.size, "pass": each} for each in ("forward", "backward")
+    rows: list[dict[str, Any]] = [
+        {"kernel": case.kernel, "size": case.size, "pass": name} for name in ("forward", "backward")
     ]
     try:
         inputs = [0.1 * torch.randn(shape, dtype=torch.bfloat16) for shape in case.shapes]
-        found = {} if case.ours is None else errors(case, inputs)
+        errors = measure_errors(case, inputs) if case.ours else {}
         for name, function in (("torch_ms", case.torchs), ("ms", case.ours or case.torchs)):
-            for row, each in zip(both, passes(function, inputs, torch.bfloat16), strict=True):
-                row |= {name: median_ms(each), **found}
+            for row, call in zip(rows, passes(function, inputs, torch.bfloat16), strict=True):
+                row |= {name: median_ms(call), **errors}
     except Exception as error:
-        for row in both:
-            row["note"] = (
-                (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
-            )
-    for row, moved, flops in zip(both, case.moved, case.flops, strict=True):
+        note = (str(error) or type(error).__name__).splitlines()[0]
+        for row in rows:
+            row["note"] = note.replace("|", "/")[:120]
+    for row, moved, flops in zip(rows, case.moved, case.flops, strict=True):
         yield {**row, "bytes": moved, "flops": flops}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "--clips", type=int, default=616, help="clips of HTSAT-tiny's micro-batch (default: 616)"
-    )
+    clips_help = "clips of HTSAT-tiny's micro-batch (default: 616)"
+    parser.add_argument("--clips", type=int, default=616, help=clips_help)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise UserError("no CUDA device: torch.cuda.is_available() is false")
@@ -226,10 +225,12 @@ def main(argv: list[str] | None = None) -> None:
     title = f"# {device}: copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s"
     print(title, table(COLUMNS, []), sep="\n\n", flush=True)
     for case in (*cases, *text_cases(options.clips)):
-        for row in rows_of(case):
+        for row in measure(case):
             row["least_ms"] = 1000 * max(row["bytes"] / bandwidth, row["flops"] / rate)
-            rows.append(row | ({"share": row["least_ms"] / row["ms"]} if "ms" in row else {}))
-            print(table(COLUMNS, rows[-1:]).splitlines()[-1], flush=True)
+            if "ms" in row:
+                row["share"] = row["least_ms"] / row["ms"]
+            rows.append(row)
+            print(table(COLUMNS, [row]).splitlines()[-1], flush=True)
         # After every case, because the command may be ended at any time.
         figures = {"device": device, "bandwidth": bandwidth, "flops_per_s": rate, "rows": rows}
         save(options.output, f"{title}\n\n{table(COLUMNS, rows)}", figures)

@@ -31,12 +31,14 @@ LAUNCHER = [
     "--master_port",
     str(free_port()),
 ]
+# Command of a run on all GPUs of this machine; its JSON's name follows.
 BENCH = [*LAUNCHER, str(PACKAGE / "bench.py"), "--deepspeed_config"]
-"""Command of a run on all GPUs of this machine; its JSON's name follows."""
-SHORT = [
-    f"clap.bench.{each}"
-    for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")
-]
+SHORT = (
+    "clap.bench.warmup_steps=5",
+    "clap.bench.windows=6",
+    "clap.bench.steps_per_window=4",
+    "clap.bench.breakdown_steps=0",
+)
 COLUMNS = (
     "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
     " | range of windows {samples_per_s_per_gpu[min]:,.2f}–{samples_per_s_per_gpu[max]:,.2f} | ratio {ratio:.3f}"
@@ -47,12 +49,13 @@ COLUMNS = (
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """Format rows as a table, with ratios to the first row that has a rate."""
-    rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean") for row in rows]
-    first = next(filter(None, rates), 1.0)
-    return table(
-        COLUMNS,
-        [row | {"ratio": rate and rate / first} for row, rate in zip(rows, rates, strict=True)],
-    )
+    baseline = None
+    lines = []
+    for row in rows:
+        rate = (row.get("samples_per_s_per_gpu") or {}).get("mean")
+        baseline = baseline or rate
+        lines.append({**row, "ratio": rate / baseline} if rate else row)
+    return table(COLUMNS, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,35 +63,32 @@ def main(argv: list[str] | None = None) -> int:
     Return 1 if no run completed; UserError if the configuration or an option is wrong."""
     parser = make_parser(__doc__)
     add_config(parser)
+    add = parser.add_argument
     vary = "values to try of a field; repeatable"
-    parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
-    parser.add_argument(
-        "--folder", type=Path, help="output folder (default: runs/variants/<config>-<time>)"
-    )
-    parser.add_argument(
-        "--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)"
-    )
+    add("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
+    add("--folder", type=Path, help="output folder (default: runs/tune/<config>-<time>)")
+    add("--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)")
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set overrides this."
     exit_on_sigterm()
-    arguments = parser.parse_args(argv)
-    varied = [
-        [f"{name}={each if isinstance(each, str) else json.dumps(each)}" for each in values]
-        for name, values in map(parse_varied, arguments.vary)
+    options = parser.parse_args(argv)
+    # One list of `FIELD=VALUE` for each field.
+    fields = [
+        [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for v in values]
+        for name, values in map(parse_varied, options.vary)
     ]
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = (
-        arguments.folder or work_folder() / "runs" / "tune" / f"{arguments.config.stem}-{stamp}"
-    )
+    folder = options.folder or work_folder() / "runs" / "tune" / f"{options.config.stem}-{stamp}"
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--folder {folder}: expected a new or empty folder")
     rows: list[dict[str, Any]] = []
-    for number, settings in enumerate(itertools.product(*varied), start=1):
-        own = folder.resolve() / f"{number:02}"
-        print(f"{number}  {', '.join(settings)}, in {own}", flush=True)
-        run = changed(arguments.config, [*SHORT, *arguments.set, *settings])
-        row = run_config(run, [*BENCH, str(own / "config.json")], own, arguments.limit_s)
+    for number, settings in enumerate(itertools.product(*fields), start=1):
+        run_folder = folder.resolve() / f"{number:02}"
+        print(f"{number}  {', '.join(settings)}, in {run_folder}", flush=True)
+        content = changed(options.config, [*SHORT, *options.set, *settings])
+        command = [*BENCH, str(run_folder / "config.json")]
+        row = run_config(content, command, run_folder, options.limit_s)
         rows.append({"settings": ", ".join(settings), **row})
-        show(arguments.output or folder / "tune.md", format_table(rows), rows)
+        show(options.output or folder / "tune.md", format_table(rows), rows)
     return int(all(row["state"] != "completed" for row in rows))
 
 

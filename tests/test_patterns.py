@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.log_formats import DIALECTS
+from clap_ds.analysis.log_formats import LOG_FORMATS
 from clap_ds.analysis.table import plain_text
 from clap_ds.analysis.training_log import Log
 from clap_ds.data.build_shards import caption_lists
@@ -79,7 +79,7 @@ def find_calls(source: str) -> Iterator[tuple[str, ast.expr]]:
 def collect_patterns() -> tuple[dict[re.Pattern[Any], bool], set[str]]:
     """Return all patterns, each with whether it is searched for anywhere in a text, and the modules
     that have computed ones."""
-    patterns = {re.compile(dialect.pattern): True for dialect in DIALECTS.values()}
+    patterns = {re.compile(log_format.pattern): True for log_format in LOG_FORMATS.values()}
     computed = set()
     paths = {*PACKAGE.rglob("*.py")}
     # rglob doesn't follow links.

@@ -20,10 +20,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 
-from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, styled
+from clap_ds.analysis.figure import COLORS, SERIES_STYLES, FigureBuilder, styled
 from clap_ds.analysis.published import FORWARD_GFLOPS
 from clap_ds.analysis.read_run import read_steps
 
+# Part of a bar: its components of a record of `clap_ds.flops`.
 FLOPS_GROUPS = {
     "audio: STFT, mel": ("stft_convolution", "mel"),
     "audio: block linears": ("block_linears",),
@@ -37,7 +38,7 @@ FLOPS_GROUPS = {
     "text: linears": ("text_linears",),
     "text: attention": ("text_attention", "text_pooler", "text_projection"),
 }
-"""Part of a bar: its components of a record of `clap_ds.flops`."""
+# Part of a bar: pattern of the classes of kernels in it. The first that matches counts.
 KERNEL_GROUPS = {
     "matrix products": r"product|weight gradient|aten::mm",
     "attention": "attention",
@@ -46,18 +47,16 @@ KERNEL_GROUPS = {
     "norms": "norm",
     "other kernels": "",
 }
-"""Part of a bar: pattern of the classes of kernels in it. The first that matches counts."""
+# Bar: record of its kernels and the heading in it; archive with the timed run and the run's folder.
 GPU_STEPS = {
     "eager": ("efficiencies.md", "profile_eager", "call1.tar.xz", "call1/compile_off/"),
     "compiled": ("efficiencies.md", "profile_compiled", "call1.tar.xz", "call1/htsat_tiny/"),
     "compiled,\nnewer code": ("step.md", "", "step.tar.xz", "step/"),
 }
-"""Bar: record of its kernels and the heading in it; archive with the timed run and the run's
-folder."""
 LEAST_LABELED_MS = 7.0
 RATE_TICKS = (50, 100, 200, 500, 1000, 2000)
+# Model and processor, threads, batch and instructions in the text of `compare_baselines`.
 HARDWARE = r"# (.+)\n\n(\d+) threads, (micro-batch \d+),[^\0]*?ours native \((\w+)\)"
-"""Model and processor, threads, batch and instructions in the text of `compare_baselines`."""
 
 
 def list_bars(axes: Axes) -> list[BarContainer]:
@@ -65,10 +64,10 @@ def list_bars(axes: Axes) -> list[BarContainer]:
 
 
 @styled()
-def draw_flops(paths: Sequence[Path]) -> Picture:
+def draw_flops(paths: Sequence[Path]) -> FigureBuilder:
     """Draw forward GFLOPs per sample by component, with a bar for each record, and the published
     figures as lines."""
-    picture = Picture((2.6,))
+    picture = FigureBuilder((2.6,))
     (axes,) = picture.panels
     records = [json.loads(path.read_text()) for path in paths]
     parts = pd.DataFrame([record["published"]["components"] for record in records])
@@ -78,7 +77,7 @@ def draw_flops(paths: Sequence[Path]) -> Picture:
     groups.plot.bar(
         ax=axes,
         stacked=True,
-        color=[COLORS[place] for place in (4, 0, 3, 5, 1, 2)],
+        color=[COLORS[index] for index in (4, 0, 3, 5, 1, 2)],
         legend=False,
         rot=0,
     )
@@ -91,7 +90,7 @@ def draw_flops(paths: Sequence[Path]) -> Picture:
     axes.set_xticks(range(len(records)), [f"{record['text_tokens']} tokens" for record in records])
     for name in dict.fromkeys(record["preset"] for record in records):
         published = FORWARD_GFLOPS[name]
-        bars = [place for place, record in enumerate(records) if record["preset"] == name]
+        bars = [index for index, record in enumerate(records) if record["preset"] == name]
         title = name.split("_roberta")[0].replace("htsat_", "HTSAT-")
         axes.hlines(
             published, bars[0] - 0.4, bars[-1] + 0.4, color="black", linestyle="--", linewidth=0.8
@@ -99,7 +98,7 @@ def draw_flops(paths: Sequence[Path]) -> Picture:
         axes.text(bars[0] - 0.4, published + 2, f"{title}, published: {published:.2f}")
     axes.set(ylabel="forward GFLOPs per sample\n(published convention)", ylim=(0, 150))
     axes.grid(axis="x", visible=False)
-    picture.name_below(axes, columns=3)
+    picture.add_legend_below(axes, columns=3)
     return picture
 
 
@@ -127,9 +126,9 @@ def read_median_step_ms(archive: Path, folder: str) -> float:
 
 
 @styled()
-def draw_gpu_step(paths: Sequence[Path]) -> Picture:
+def draw_gpu_step(paths: Sequence[Path]) -> FigureBuilder:
     """Draw a step on an H200 in ms by class of kernels, eager beside compiled."""
-    picture = Picture((1.5,))
+    picture = FigureBuilder((1.5,))
     (axes,) = picture.panels
     records = {path.name: path for path in paths}
     bars = {}
@@ -148,7 +147,7 @@ def draw_gpu_step(paths: Sequence[Path]) -> Picture:
             "rest of the timed step": step_ms - groups.sum(),
         }
     table = pd.DataFrame(bars).T
-    colors = [*(COLORS[place] for place in (0, 1, 4, 5, 3, 2)), "0.92"]
+    colors = [*(COLORS[index] for index in (0, 1, 4, 5, 3, 2)), "0.92"]
     table.plot.barh(ax=axes, stacked=True, width=0.8, color=colors, edgecolor="white", legend=False)
     for part, name, color in zip(list_bars(axes), table, "wwkkwkk", strict=True):
         labels = [f"{ms:.0f}" if ms > LEAST_LABELED_MS else "" for ms in table[name]]
@@ -156,16 +155,16 @@ def draw_gpu_step(paths: Sequence[Path]) -> Picture:
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
     axes.set_xlabel("ms per step")
-    picture.title("HTSAT-tiny on one NVIDIA H200, bf16, micro-batch 616")
-    picture.name_below(axes, columns=4)
+    picture.add_title("HTSAT-tiny on one NVIDIA H200, bf16, micro-batch 616")
+    picture.add_legend_below(axes, columns=4)
     return picture
 
 
 @styled()
-def draw_plan(paths: Sequence[Path]) -> Picture:
+def draw_plan(paths: Sequence[Path]) -> FigureBuilder:
     """Draw predicted over published rates, with the predicted intervals, by GPU."""
     (path,) = paths
-    picture = Picture((3.0,))
+    picture = FigureBuilder((3.0,))
     (axes,) = picture.panels
     rows = pd.json_normalize(json.loads(path.read_text()))
     limits = np.array([rows["rate"].min() / 1.7, rows["rate"].max() * 1.7])
@@ -175,16 +174,16 @@ def draw_plan(paths: Sequence[Path]) -> Picture:
     for (gpu, group), style in zip(rows.groupby("device", sort=False), SERIES_STYLES, strict=True):
         predicted = group["predicted_rate.middle"]
         errors = [predicted - group["predicted_rate.low"], group["predicted_rate.high"] - predicted]
-        look = {**style, "linestyle": "none", "elinewidth": 0.8}
+        style = {**style, "linestyle": "none", "elinewidth": 0.8}
         axes.errorbar(
-            group["rate"], predicted, errors, label=f"{gpu.upper()}, {len(group)} rates", **look
+            group["rate"], predicted, errors, label=f"{gpu.upper()}, {len(group)} rates", **style
         )
     axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(RATE_TICKS, [f"{rate:,}" for rate in RATE_TICKS])
         axis.set_ticks([], minor=True)
     axes.set(xlabel="published samples, images or sequences/s", ylabel="predicted")
-    picture.name_below(axes, columns=4)
+    picture.add_legend_below(axes, columns=4)
     return picture
 
 
@@ -204,14 +203,14 @@ def read_ratios(path: Path) -> pd.DataFrame:
 
 
 @styled()
-def draw_peers(paths: Sequence[Path]) -> Picture:
+def draw_peers(paths: Sequence[Path]) -> FigureBuilder:
     """Draw how many times as long a step takes in other programs, from a record of
     `compare_baselines`.
 
     The hardware is stated by the text next to the record.
     """
     (path,) = paths
-    picture = Picture()
+    picture = FigureBuilder()
     (axes,) = picture.panels
     ratios = read_ratios(path)
     medians = ratios["speed.median"]
@@ -229,15 +228,15 @@ def draw_peers(paths: Sequence[Path]) -> Picture:
     )
     model, cores, batch, instructions = re.findall(HARDWARE, path.with_suffix(".md").read_text())[0]
     precision = json.loads(path.read_text())[0]["precision"]
-    picture.title(f"{model} with {instructions}: {cores} cores, {precision}, {batch}")
+    picture.add_title(f"{model} with {instructions}: {cores} cores, {precision}, {batch}")
     return picture
 
 
 @styled()
-def draw_train_demo(paths: Sequence[Path]) -> Picture:
+def draw_train_demo(paths: Sequence[Path]) -> FigureBuilder:
     """Draw loss and zero-shot accuracy of a training run, with the chance level."""
     (folder,) = paths
-    picture = Picture((1.7,), columns=2)
+    picture = FigureBuilder((1.7,), columns=2)
     loss, accuracy = picture.panels
     steps = pd.DataFrame(read_steps(folder, "train")).set_index("step")
     loss.plot(steps["loss"], color=COLORS[0])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import plot_scaling
+from clap_ds.analysis.figure import FigureBuilder
 from clap_ds.analysis.plot_run import draw_benchmark, draw_breakdown, draw_runs, draw_training
 from clap_ds.analysis.table import Row
 from clap_ds.utils.errors import UserError
@@ -24,7 +25,7 @@ def benchmark(folder: Path, **changes: Any) -> Path:
     phases = ["warmup", *["timed"] * 4]
     steps = [
         {"step": n, "phase": phase, "window": n // 4, "time_s": n / 10}
-        for n, phase in enumerate(phases, 1)
+        for n, phase in enumerate(phases, start=1)
     ]
     summary = COMMON | {
         "precision": "bf16", "micro_batch_per_gpu": 4, "context_length": 16, "schema": 3, "step_time_s": {"median": 0.4},
@@ -40,100 +41,96 @@ def training(folder: Path, **changes: Any) -> Path:
          "gradient_norm": 1.0, "logit_scale": 14.0}
         for step in range(1, 51)
     ]  # fmt: skip
-    evaluated = {
+    evaluation = {
         "zero_shot_top1": 0.5,
         "retrieval_audio_to_text_r1": 0.1,
         "chance": {"zero_shot_top1": 0.25},
     }
-    lines.insert(25, {"phase": "evaluation", "step": 25, **evaluated})
+    lines.insert(25, {"phase": "evaluation", "step": 25, **evaluation})
     lines.insert(26, {"phase": "checkpoint", "checkpoint": [1.0, 2.0]})
     summary = COMMON | {"command": "train", "samples": 400, "precision": "fp32", "global_batch": 8}
     return record(folder, lines, **summary | changes)
 
 
-def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
-    picture = draw_benchmark(benchmark(tmp_path / "run"))
-    times, parts = picture.panels
-    assert picture.figure.get_suptitle().replace("\n", " ") == (
-        "10.00 samples/s/rank (windows: 9.00 – 11.00) micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"
-    )
+def title_of(figure: FigureBuilder) -> str:
+    return figure.figure.get_suptitle().replace("\n", " ")
+
+
+def test_benchmark_is_drawn_with_its_numbers(tmp_path: Path) -> None:
+    figure = draw_benchmark(benchmark(tmp_path / "run"))
+    rates = "10.00 samples/s/rank (windows: 9.00 – 11.00)"
+    settings = "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"
+    assert title_of(figure) == f"{rates} {settings}"
+    times, parts = figure.panels
     warmup, timed, median = (line.get_xydata().tolist() for line in times.lines)
-    assert (warmup, median[0][1]) == ([[1, 100]], 400)
+    assert warmup == [[1, 100]]
     assert timed == [[2, 200], [3, 300], [4, 400], [5, 500]]
+    assert median[0][1] == 400
     bars = [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers]
     assert bars == [(0, 100), (100, 200)]
 
 
-def test_benchmark_that_ended_before_its_breakdown_is_drawn_without_it(tmp_path: Path) -> None:
-    (times,) = draw_benchmark(benchmark(tmp_path / "run", breakdown_s=None)).panels
+def test_benchmark_that_ended_early_is_drawn_without_breakdown(tmp_path: Path) -> None:
+    figure = draw_benchmark(benchmark(tmp_path / "run", breakdown_s=None, state="timeout"))
+    (times,) = figure.panels
     assert len(times.lines) == 3
+    assert "timeout" in title_of(figure)
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
-    picture = draw_training([training(tmp_path / "run")])
-    loss, rate, _, norm, speed, evaluation = picture.panels
+    figure = draw_training([training(tmp_path / "run")])
+    loss, rate, _, norm, speed, evaluation = figure.panels
     (mean,) = (line.get_xydata().tolist() for line in loss.lines)
     assert mean[4] == [5, pytest.approx(sum(2 / step for step in range(1, 6)) / 5)]
     assert [len(line.get_xydata()) for line in rate.lines] == [50]
     assert speed.lines[0].get_xydata()[5].tolist() == [6, 20.0]
     assert norm.get_yscale() == "log"
-    drawn = {
-        line.get_label(): line.get_xydata().tolist()
-        for line in evaluation.lines
-        if line.get_linestyle() == "-"
-    }
-    assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text r1": [[25, 0.1]]}
-    assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [
-        0.25
-    ]  # chance
-    assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
+    curves = [line for line in evaluation.lines if line.get_linestyle() == "-"]
+    points = {line.get_label(): line.get_xydata().tolist() for line in curves}
+    assert points == {"zero shot top1": [[25, 0.5]], "retrieval audio to text r1": [[25, 0.1]]}
+    (chance,) = (line for line in evaluation.lines if line not in curves)
+    assert (chance.get_linestyle(), chance.get_ydata()[0]) == (":", 0.25)
+    assert title_of(figure).endswith(": 400 samples")
 
 
-def test_pictures_of_runs_state_which_ones_and_how_they_ended(tmp_path: Path) -> None:
-    killed = training(tmp_path / "first", state="terminated")
-    other = training(tmp_path / "second", preset="htsat_tiny", world_size=4)
-    first, second = draw_training([killed, other]).figure.get_suptitle().splitlines()
+def test_compared_training_runs_are_named_with_their_ends(tmp_path: Path) -> None:
+    stopped = training(tmp_path / "first", state="terminated")
+    larger = training(tmp_path / "second", preset="htsat_tiny", world_size=4)
+    first, second = draw_training([stopped, larger]).figure.get_suptitle().splitlines()
     assert first.startswith("first: micro on 2 × a CPU")
     assert "terminated" in first
     assert second.startswith("second: htsat_tiny on 4 × a CPU")
-    assert (
-        "timeout"
-        in draw_benchmark(benchmark(tmp_path / "run", state="timeout")).figure.get_suptitle()
-    )
 
 
-def test_the_command_draws_curves_of_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plot_scaling.main(
-        ["--curves", str(training(tmp_path / "run")), "--output", str(tmp_path / "run.png")]
-    )
+def test_command_draws_curves_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = training(tmp_path / "run")
+    plot_scaling.main(["--curves", str(run_dir), "--output", str(tmp_path / "run.png")])
     assert (tmp_path / "run.png").stat().st_size > 10_000
     assert "run.png" in capsys.readouterr().out
 
 
-def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
-    picture = draw_breakdown([Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)])
-    bars = [
-        [(bar.get_x(), bar.get_width()) for bar in part] for part in picture.panels[0].containers
+def test_breakdown_has_a_bar_per_scale_in_milliseconds() -> None:
+    figure = draw_breakdown([Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)])
+    forward, backward = figure.panels[0].containers
+    assert [(bar.get_x(), bar.get_width()) for bar in forward] == [(0, 100)] * 3
+    assert [(bar.get_x(), bar.get_width()) for bar in backward] == [
+        (100, 200),
+        (100, 400),
+        (100, 800),
     ]
-    assert bars == [[(0, 100)] * 3, [(100, 200), (100, 400), (100, 800)]]
-    named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
-    assert named == {"backward 88.9%", "forward 11.1%"}
+    labels = {text.get_text() for text in figure.figure.legends[0].get_texts()}
+    assert labels == {"backward 88.9%", "forward 11.1%"}
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    killed = {
-        "step_time_s": None,
-        "samples_per_s_per_gpu": None,
-        "micro_batch_per_gpu": None,
-        "state": "failed",
-    }
-    for folders, message in (
-        ([benchmark(tmp_path / "killed", **killed)], "no timed windows.*'failed'"),
-        ([benchmark(tmp_path / "untrained", command="train")], "no training steps"),
+def test_run_without_steps_is_rejected(tmp_path: Path) -> None:
+    summary = dict.fromkeys(("step_time_s", "samples_per_s_per_gpu", "micro_batch_per_gpu"))
+    failed = benchmark(tmp_path / "failed", **summary, state="failed")
+    untrained = benchmark(tmp_path / "untrained", command="train")
+    for directories, message in (
+        ([failed], "no timed windows.*'failed'"),
+        ([untrained], "no training steps"),
         ([tmp_path], r"no summary\.json"),
         ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "no training steps"),
     ):
         with pytest.raises(UserError, match=message):
-            draw_runs(folders, tmp_path / "run.png")
+            draw_runs(directories, tmp_path / "run.png")

@@ -30,115 +30,94 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -> None:
+def read_section(folder: Path, title: str) -> str:
+    markdown = (folder / "report.md").read_text()
+    return markdown.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_report_has_every_section_and_picture_and_needs_no_other_file(folder: Path) -> None:
     text = (folder / "report.html").read_text()
-    assert re.findall("<h2>(.*?)</h2>", text) == [
-        "Summary", "Efficiency", "Where a step's time goes", "Projection", "Runs",
-    ]  # fmt: skip
+    sections = ["Summary", "Efficiency", "Where a step's time goes", "Projection", "Runs"]
+    assert re.findall("<h2>(.*?)</h2>", text) == sections
     assert f"by version {VERSION}" in text
-    shown = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
-    assert {re.sub(r"-\d+", "", name) for name in shown} == {
-        "scaling.png",
-        "breakdown.png",
-        "projection.png",
-    }
-    assert sorted(shown) == sorted(path.name for path in folder.glob("*.png"))
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
+    kinds = {re.sub(r"-\d+", "", name) for name in pictures}
+    assert kinds == {"scaling.png", "breakdown.png", "projection.png"}
+    assert sorted(pictures) == sorted(path.name for path in folder.glob("*.png"))
     references = re.findall(r'\b(?:src|href)="(.*?)"', text)
-    assert len(references) == len(shown)
+    assert len(references) == len(pictures)
     assert all(reference.startswith("data:image/png;base64,iVBOR") for reference in references)
     assert not re.search(r"\b(nan|None|inf)\b", re.sub(r'src="data:.*?"', "", text))
 
 
-def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
-    lines = [
-        re.findall("<td.*?>(.*?)</td>", line, re.DOTALL)
-        for line in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)
-    ]
+def test_report_has_the_numbers_and_versions_of_its_inputs(folder: Path) -> None:
+    efficiency = read_section(folder, "Efficiency")
     for row in csv.DictReader(TINY.open()):
-        start = [row["nodes"], row["gpus"], "1", row["samples_per_s_per_gpu"]]
-        found = next(line for line in lines if line[:4] == start)  # in the efficiency table
-        assert found[5] == row["scaling_efficiency_percent"]
-    shown = {cell for line in lines for cell in line}
-    assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
-    assert (
-        "87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU." in text[: text.index(">Efficiency<")]
-    )
-    runs = (folder / "report.md").read_text().partition("## Runs")[2]
+        cells = [row["nodes"], row["gpus"], "1", row["samples_per_s_per_gpu"], "[0-9.]+"]
+        line = r" \| +".join([*cells, row["scaling_efficiency_percent"]])
+        assert re.search(rf"\| +{line} ", efficiency), row
+    forward_s = f"{SUMMARY['breakdown_s']['forward']:#.4g}"
+    assert forward_s in read_section(folder, "Where a step's time goes")
+    summary = "87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU."
+    assert summary in read_section(folder, "Summary")
+    runs = read_section(folder, "Runs")
     versions = ENVIRONMENT["versions"]
-    for part in (
-        versions["torch"],
-        versions["deepspeed"],
-        " ".join(ENVIRONMENT["command"]),
-        " 544.6 | published |",
-    ):
-        assert part in runs
+    command_line = " ".join(ENVIRONMENT["command"])
+    for text in (versions["torch"], versions["deepspeed"], command_line, " 544.6 | published |"):
+        assert text in runs
 
 
 def test_tables_of_cpu_ranks_have_no_gpus(folder: Path) -> None:
-    steps = (
-        (folder / "report.md")
-        .read_text()
-        .partition("## Where a step's time goes")[2]
-        .partition("## Projection")[0]
-    )
+    steps = read_section(folder, "Where a step's time goes")
     headers = re.findall(r"### (.+)\n\n\| nodes \| +(\w+) \|", steps)
-    assert {("Xeon" in title, unit) for title, unit in headers} == {
-        (True, "ranks"),
-        (False, "GPUs"),
-    }
+    units = {("Xeon" in title, unit) for title, unit in headers}
+    assert units == {(True, "ranks"), (False, "GPUs")}
 
 
-def test_a_failed_run_alone_still_makes_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = {
-        key: SUMMARY[key]
-        for key in ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")
-    }
-    failed = record(tmp_path / "run", [], **kept, state="out_of_memory", error="too <big>")
+def test_failed_run_alone_makes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("preset", "num_nodes", "world_size", "micro_batch_per_gpu", "precision")
+    summary = {name: SUMMARY[name] for name in names}
+    failed = record(tmp_path / "run", [], **summary, state="out_of_memory", error="too <big>")
     command(monkeypatch, report.main, failed, "--output", tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
-    for part in ("No rate was measured (out_of_memory)", "too &lt;big&gt;"):
-        assert part in text
+    assert "No rate was measured (out_of_memory)" in text
+    assert "too &lt;big&gt;" in text
     assert "<big>" not in text
 
 
 PAYLOAD = "` ](http://a.b) ![x](http://a.b)\n# Fake heading\n\n<img src=x> <script>a</script> \x1b[31m | **b** ~~c~~"
 
 
-def with_payload(content: Any) -> Any:
+def add_payload(content: Any) -> Any:
+    """Append the payload to all texts."""
     if isinstance(content, dict):
-        return {name: with_payload(value) for name, value in content.items()}
+        return {name: add_payload(value) for name, value in content.items()}
     if isinstance(content, list):
-        return [with_payload(value) for value in content]
+        return [add_payload(value) for value in content]
     return f"{content} {PAYLOAD}" if isinstance(content, str) else content
 
 
-def test_no_text_of_a_record_is_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_record_is_no_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
+    slow = {"rank": 1, "host": "n1", "lag_s": 1.0, "lag_percent": 2.0, "data_wait_s": 0.1}
+    changes = {"summary": {"error": "why", "finished": "", "stragglers": [slow]}}
     for name in ("summary", "environment", "config"):
         content = json.loads((DATA / f"record_2ranks/{name}.json").read_text())
-        if name == "summary":
-            slow = {"rank": 1, "host": "n1", "lag_s": 1.0, "lag_percent": 2.0, "data_wait_s": 0.1}
-            content |= {"error": "why", "finished": "", "stragglers": [slow]}
-        (folder / f"{name}.json").write_text(json.dumps(with_payload(content)))
-    table = tmp_path / "table.csv"
-    write_csv(table, [Row(n, 4 * n, 5.0, model="m", scaling=with_payload("s"), state=with_payload("x"), notes=with_payload("n"),
-                          uncertainty_from=with_payload("u"), samples_per_s_per_gpu_ci95=0.1) for n in (1, 2)])  # fmt: skip
-    command(monkeypatch, report.main, folder, table, "--output", tmp_path / "out")
+        content |= changes.get(name, {})
+        (folder / f"{name}.json").write_text(json.dumps(add_payload(content)))
+    texts = {name: add_payload("x") for name in ("scaling", "state", "notes", "uncertainty_from")}
+    rows = [Row(n, 4 * n, 5.0, model="m", samples_per_s_per_gpu_ci95=0.1, **texts) for n in (1, 2)]
+    write_csv(tmp_path / "table.csv", rows)
+    command(monkeypatch, report.main, folder, tmp_path / "table.csv", "--output", tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
-    body = text.partition("<body>")[2]
-    allowed = set("h1 h2 h3 h4 p em strong code img ul li table thead tbody tr th td".split())  # noqa: SIM905
-    assert {*re.findall(r"<(\w+)", body)} <= allowed
-    assert all(
-        source.startswith('src="data:image/png') for source in re.findall(r'src="[^"]*', body)
-    )
+    tags = {*re.findall(r"<(\w+)", text.partition("<body>")[2])}
+    allowed = "h1 h2 h3 h4 p em strong code img ul li table thead tbody tr th td"
+    assert tags <= {*allowed.split()}
+    assert text.count('src="') == text.count('src="data:image/png')
     assert not re.search("<h[1-6]>Fake|<strong>b<|href|\x1b", text)
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "Fake heading" in markdown
-    assert not re.search(
-        r"\x1b|^# Fake|<img|<script|(?<!!\[)\]\(|\*\*b\*\*", markdown, re.MULTILINE
-    )
+    markup = r"\x1b|^# Fake|<img|<script|(?<!!\[)\]\(|\*\*b\*\*"
+    assert not re.search(markup, markdown, re.MULTILINE)
     assert markdown.count("`") == 2

@@ -20,9 +20,8 @@ from tests.analysis.samples import TINY, given, write
 HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
 
-def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(
-    tmp_path: Path,
-) -> None:
+def test_written_table_is_read_equally_and_begins_as_published(tmp_path: Path) -> None:
+    common = {"model": "micro", "state": "x"}
     rows = [
         Row(
             1,
@@ -37,35 +36,27 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(
             3,
             1,
             1.0,
-            model="micro",
-            state="x",
+            **common,
         ),
         Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
-        Row(
-            4,
-            16,
-            0.05321,
-            0.85136,
-            forward_s=0.25,
-            data_wait_s=0.0,
-            model="micro",
-            context_length=77,
-            state="x",
-        ),
+        Row(4, 16, 0.05321, 0.85136, forward_s=0.25, data_wait_s=0.0, context_length=77, **common),
     ]
     write_csv(tmp_path / "t.csv", rows)
-    for row, found in zip(rows, read_table_runs(tmp_path / "t.csv"), strict=True):
-        assert {name: getattr(found, name) for name in COLUMNS} == pytest.approx(vars(row))
+    for row, read in zip(rows, read_table_runs(tmp_path / "t.csv"), strict=True):
+        assert {name: getattr(read, name) for name in COLUMNS} == pytest.approx(vars(row))
     published = HEADER.strip().split(",")
     assert [FORMER_COLUMNS.get(name, name) for name in published] == [*COLUMNS[:6]]
 
 
-def test_a_table_with_former_names_is_read(tmp_path: Path) -> None:
+def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
     names = "nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu_2sigma,scaling_efficiency_2sigma_percent"
     text = f"{names},mfu_percent,engine_samples_per_s_per_gpu\n1,4,100,2.5,0.5,20.5,110\n"
     (run,) = read_table_runs(write(tmp_path / "old.csv", text))
     assert (run.samples_per_s_per_gpu_ci95, run.scaling_efficiency_percent_ci95) == (2.5, 0.5)
     assert (run.mfu_published_percent, run.deepspeed_samples_per_s_per_gpu) == (20.5, 110)
+
+
+NAMES = "nodes,gpus,samples_per_s_per_gpu"
 
 
 @pytest.mark.parametrize(
@@ -78,26 +69,16 @@ def test_a_table_with_former_names_is_read(tmp_path: Path) -> None:
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
         (HEADER + "1,4,1,234.5,4938,3,100\n", "row 1: more cells than the header"),
+        (f"{NAMES}\n1,4,600\n2,8,1,580\n", "row 2: more cells than the header"),
         (
-            "nodes,gpus,samples_per_s_per_gpu\n1,4,600,7\n2,8,580,7\n",
-            "row 1: more cells than the header",
-        ),
-        (
-            "nodes,gpus,samples_per_s_per_gpu\n1,4,600\n2,8,1,580\n",
-            "row 2: more cells than the header",
-        ),
-        (
-            "nodes;gpus;samples_per_s_per_gpu\n1;4;623.7\n",
+            f"{NAMES}\n1;4;623.7\n".replace(",", ";"),
             "row 1 .*decimal commas.*: samples_per_s_per_gpu is '623.7'",
         ),
-        (
-            "nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu\n1,4,600,7\n",
-            "samples_per_s_per_gpu appears twice",
-        ),
+        (f"{NAMES},samples_per_s_per_gpu\n1,4,600,7\n", "samples_per_s_per_gpu appears twice"),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
 )
-def test_a_bad_table_is_refused_by_line_and_column(
+def test_bad_table_is_rejected_with_row_and_column(
     tmp_path: Path, text: str | bytes, message: str
 ) -> None:
     path = write(tmp_path / "bad.csv", text)
@@ -105,28 +86,17 @@ def test_a_bad_table_is_refused_by_line_and_column(
         read_table_runs(path)
 
 
-def test_table_that_is_missing_is_named_so(tmp_path: Path) -> None:
+def test_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing\.csv: no such file$"):
         read_table_runs(tmp_path / "missing.csv")
 
 
-def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
-    text = "\ufeff" + HEADER.replace(",", ";") + "1;4;623,75;2495;21;100\n2;8;;;;\n"
-    first, second = read_table_runs(write(tmp_path / "t.csv", text))
-    assert (first.nodes, first.rate, first.samples_per_s, second.gpus, second.rate) == (
-        1,
-        623.75,
-        2495.0,
-        8,
-        None,
-    )
-
-
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize(
     "text",
     [
-        "nodes,gpus,samples_per_s_per_gpu\n1,4,600.5,\n2,8,580,\n",
-        "nodes,gpus,samples_per_s_per_gpu,,\n1,4,600.5,,\n\n2,8,580\n,,,\n",
+        f"{NAMES}\n1,4,600.5,\n2,8,580,\n",
+        f"{NAMES},,\n1,4,600.5,,\n\n2,8,580\n,,,\n",
         "nodes, gpus, samples_per_s_per_gpu\r\n1, 4, 600.5\r\n2, 8, 580\r\n",
         "sep=;\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n",
         '\n"sep=;"\n\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n',
@@ -134,28 +104,27 @@ def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
         '"nodes","gpus","samples_per_s_per_gpu"\n"1","4","600.5"\n"2","8","580"\n',
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_table_as_spreadsheets_write_it_is_read(tmp_path: Path, text: str, encoding: str) -> None:
+def test_table_of_a_spreadsheet_is_read(tmp_path: Path, text: str, encoding: str) -> None:
     for name in ("t.csv", "t.tsv", "T.CSV"):
         rows = read_runs([write(tmp_path / name, text.encode(encoding))], given())
         assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
 
 
-def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
-    agreeing, contradicting = read_table_runs(
-        write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
-    )
-    assert (agreeing.rate, contradicting.rate) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 10.0)
+def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path: Path) -> None:
+    text = HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n"
+    agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
+    assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
+    assert contradicting.rate == 10.0
     assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
 
 def test_batches_that_contradict_each_other_are_noted(tmp_path: Path) -> None:
-    text = "nodes,gpus,samples_per_s_per_gpu,batch_per_gpu,global_batch\n1,4,600,64,256\n2,8,590,64,256\n"
+    text = f"{NAMES},batch_per_gpu,global_batch\n1,4,600,64,256\n2,8,590,64,256\n"
     agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
     assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
 
-def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:
+def test_markdown_has_dashes_for_gaps_and_no_markup_of_records() -> None:
     row = Row(1, 4, model="![x](http://a.b)", device="<img src=a>|`b`\n")
     assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "
     table = markdown_table(("a", "bb", "c"), [("1", "", ""), ("2", "3", "")])
@@ -163,15 +132,9 @@ def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:
 
 
 def test_formulas_in_a_table_are_text_and_come_back(tmp_path: Path) -> None:
-    row = Row(
-        1, 4, 5.0, model="=1+1", device="@SUM(A1)", variant="-2+3", notes="'quoted", speedup=1e-7
-    )
-    write_csv(tmp_path / "t.csv", [row])
+    texts = {"device": "@SUM(A1)", "variant": "-2+3", "notes": "'quoted"}
+    write_csv(tmp_path / "t.csv", [Row(1, 4, 5.0, model="=1+1", speedup=1e-7, **texts)])
     assert not re.search(r"(^|,)[=@+-]", (tmp_path / "t.csv").read_text(), re.MULTILINE)
     (run,) = read_table_runs(tmp_path / "t.csv")
-    assert (run.device, run.variant, run.notes, run.speedup) == (
-        "@SUM(A1)",
-        "-2+3",
-        "'quoted",
-        1e-7,
-    )
+    assert {name: getattr(run, name) for name in texts} == texts
+    assert run.speedup == 1e-7

@@ -10,28 +10,23 @@ from tests.analysis.samples import TINY, command, record
 
 
 def trained(
-    folder: Path, gpus: int, times: dict[int, float], step_s: float = 2.0, **evaluated: float
+    folder: Path, gpus: int, scores: dict[int, float], step_s: float = 2.0, **columns: float
 ) -> None:
-    lines = [
-        {"phase": "evaluation", "step": step, "samples": 8 * gpus * step, "train_s": step * step_s, "score": value, **evaluated}
-        for step, value in times.items()
-    ]  # fmt: skip
-    summary = {
-        "command": "train",
-        "state": "completed",
-        "preset": "micro",
-        "world_size": gpus,
-        "num_nodes": 1,
-    }
-    record(folder, lines, **summary, micro_batch_per_gpu=8)
+    """Write a training run whose evaluations after these steps have these scores."""
+    lines = []
+    for step, score in scores.items():
+        position = {"step": step, "samples": 8 * gpus * step, "train_s": step * step_s}
+        lines.append({"phase": "evaluation", **position, "score": score, **columns})
+    summary = {"command": "train", "preset": "micro", "world_size": gpus, "num_nodes": 1}
+    record(folder, lines, **summary, state="completed", micro_batch_per_gpu=8)
 
 
-def test_what_runs_needed_until_a_target_is_by_scale_with_its_interval(
+def test_time_to_target_is_that_of_each_scale_with_its_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three runs need 100, 200 and 300 s: ± is 4.303 · 100 / √3 = 248.4."""
-    for number, at in enumerate((50, 100, 150)):
-        trained(tmp_path / f"a{number}", 1, {25: 0.2, at: 0.9, 200: 0.3}, energy_kwh=0.5)
+    for step in (50, 100, 150):
+        trained(tmp_path / f"a{step}", 1, {25: 0.2, step: 0.9, 200: 0.3}, energy_kwh=0.5)
     trained(tmp_path / "b", 2, {50: 0.7, 100: 0.8}, step_s=0.5)
     trained(tmp_path / "never", 2, {50: 0.7})
     command(monkeypatch, scaling.main, tmp_path, "--time_to", "score=0.8")
@@ -42,6 +37,11 @@ def test_what_runs_needed_until_a_target_is_by_scale_with_its_interval(
         ["micro", "1", "1", "8", "3", "3", "200.0 ± 248.4", "100.0 ± 124.2", "800.0 ± 993.7", "0.5000 ± 0.0000", "1.00"],
         ["micro", "1", "2", "16", "2", "1", "50.00", "100.0", "1600", "–", "4.00"],
     ]  # fmt: skip
+
+
+def test_time_to_target_of_a_table_or_without_value_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="run directories"):
         command(monkeypatch, scaling.main, TINY, "--time_to", "score=0.8")
     with pytest.raises(SystemExit):

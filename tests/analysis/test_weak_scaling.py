@@ -1,6 +1,7 @@
 """Laws on data that follows them, bands on many kinds of simulated sweeps, and the published
 tables."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +12,16 @@ import pytest
 from clap_ds.analysis.extrapolate import ABOUT_BAND
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, series_of
+from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, make_series
 from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 TINY, BASE = (
-    series_of(scaling_table(read_table_runs(path))) for path in (samples.TINY, samples.BASE)
+    make_series(scaling_table(read_table_runs(path))) for path in (samples.TINY, samples.BASE)
 )
-KINDS = {
+# Kinds of growth of the step time, relative to a step without communication.
+GROWTHS = {
     "flat": lambda n: 0 * n,
     "logarithm": lambda n: 0.02 * np.log2(n),
     "steep logarithm": lambda n: 0.06 * np.log2(n),
@@ -44,122 +46,127 @@ KINDS = {
     "logarithm and linear": lambda n: 0.01 * np.log2(n) + 0.001 * (n - 1),
     "bounded and root": lambda n: 0.06 * (1 - 1 / n) + 0.01 * (n**0.5 - 1),
     "slowest of n": lambda n: 0.03 * np.sqrt(2 * np.log(n)),
-    "jump at 2": lambda n: 0.1 * (n >= 2),
-    "jump at 2 and logarithm": lambda n: 0.1 * (n >= 2) + 0.006 * np.log2(n),
-    "jump at 16": lambda n: 0.08 * (n >= 16),
-    "jump at 16 and logarithm": lambda n: 0.05 * (n >= 16) + 0.01 * np.log2(n),
+    "jump at 2": lambda n: np.where(n >= 2, 0.1, 0),
+    "jump at 2 and logarithm": lambda n: np.where(n >= 2, 0.1, 0) + 0.006 * np.log2(n),
+    "jump at 16": lambda n: np.where(n >= 16, 0.08, 0),
+    "jump at 16 and logarithm": lambda n: np.where(n >= 16, 0.05, 0) + 0.01 * np.log2(n),
     "hidden up to 8": lambda n: np.maximum(0, 0.004 * n - 0.03),
 }
-"""Kinds of growth of the step time, relative to a step without communication."""
 SWEEPS = ((1, 2, 4), (1, 4, 16), NODES[:6], NODES)
 NOISES = (0.0, 0.002, 0.005, 0.01, 0.02)
 
 
-def of_law(law: str, **changes: Any) -> Series:
+def make_law_series(law: str, **changes: Any) -> Series:
     """Return a sweep in which a sample takes 1.5 ms plus 0.16 ms per unit of growth."""
-    made = Law(LAWS[law], 1.5e-3, 0.16e-3)
-    return Series("", tuple((nodes, made.rate(nodes)) for nodes in NODES[:6]), **changes)
+    fit = Law(LAWS[law], 1.5e-3, 0.16e-3)
+    return Series("", tuple((nodes, fit.rate(nodes)) for nodes in NODES[:6]), **changes)
 
 
-def sweep_of(kind: str, node_counts: Sequence[int], errors: Any = 0.0) -> Series:
-    times = (1 + KINDS[kind](np.array(node_counts, float))) * (1 + errors)
-    return Series(
-        "", tuple((nodes, 600 / time) for nodes, time in zip(node_counts, times, strict=True))
-    )
+def make_series_of_growth(name: str, node_counts: Sequence[int], errors: Any = 0.0) -> Series:
+    times = (1 + GROWTHS[name](np.array(node_counts, float))) * (1 + errors)
+    rates = (600 / times).tolist()
+    return Series("", tuple(zip(node_counts, rates, strict=True)))
 
 
-def simulate_bands(kind: str) -> tuple[list[bool], list[float]]:
-    """Return whether bands at two and four times the largest scale hold the law's efficiency, and
-    how wide they are, for sweeps of few and many scales, with more and less noise."""
-    generator = np.random.default_rng(list(KINDS).index(kind))
+def simulate_bands(name: str) -> tuple[list[bool], list[float]]:
+    """Return whether bands at two and four times the largest scale hold the growth's efficiency,
+    and how wide they are, for sweeps of few and many scales, with more and less noise."""
+    generator = np.random.default_rng(list(GROWTHS).index(name))
     is_held = []
     widths = []
-    for node_counts in SWEEPS:
+    for node_counts, noise in itertools.product(SWEEPS, NOISES):
         targets = [2 * node_counts[-1], 4 * node_counts[-1]]
-        truth = sweep_of(kind, (1, *targets))
-        for noise in NOISES:
-            for _ in range(2):
-                errors = noise * generator.standard_normal(len(node_counts))
-                series = sweep_of(kind, node_counts, errors)
-                bands = series.bands(targets)
-                for nodes, rate in truth.rates[1:]:
-                    low, high = bands[nodes]
-                    is_held.append(low <= truth.efficiency_percent(rate) <= high)
-                    widths.append(high - low)
+        truth = make_series_of_growth(name, (1, *targets))
+        for _ in range(2):
+            errors = noise * generator.standard_normal(len(node_counts))
+            bands = make_series_of_growth(name, node_counts, errors).bands(targets)
+            for nodes, rate in truth.rates[1:]:
+                low, high = bands[nodes]
+                is_held.append(low <= truth.efficiency_percent(rate) <= high)
+                widths.append(high - low)
     return is_held, widths
 
 
-def test_bands_hold_as_many_of_the_laws_efficiencies_as_the_output_says() -> None:
-    simulated = {kind: simulate_bands(kind) for kind in KINDS}
-    shares = {kind: 100 * np.mean(is_held) for kind, (is_held, _) in simulated.items()}
-    stated = re.search(
-        r"with (\d+) kinds of growth the band covered (\d+)% on average and (\d+)% for the worst",
-        ABOUT_BAND,
+def test_bands_hold_as_many_efficiencies_as_the_output_states() -> None:
+    simulated = {name: simulate_bands(name) for name in GROWTHS}
+    percents = {name: 100 * np.mean(is_held) for name, (is_held, _) in simulated.items()}
+    worst = min(percents, key=lambda name: percents[name])
+    pattern = (
+        r"with (\d+) kinds of growth the band covered (\d+)% on average and (\d+)% for the worst"
     )
+    stated = re.search(pattern, ABOUT_BAND)
     assert stated
-    worst = min(shares, key=lambda kind: shares[kind])
-    computed = [len(KINDS), round(np.mean([*shares.values()])), round(shares[worst])]
+    computed = [len(GROWTHS), round(np.mean([*percents.values()])), round(percents[worst])]
     assert computed == [int(number) for number in stated.groups()], worst
-    assert shares[worst] >= 85
-    mean_width = np.mean([widths for _, widths in simulated.values()])
-    assert mean_width < 20  # bands that are of use
+    assert percents[worst] >= 85
+    # Wider bands would be of no use.
+    assert np.mean([widths for _, widths in simulated.values()]) < 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_projection_of_any_law_lies_in_its_band(kind: str) -> None:
+@pytest.mark.parametrize("name", GROWTHS)
+def test_projection_lies_in_its_band(name: str) -> None:
     for node_counts in SWEEPS:
-        series = sweep_of(kind, node_counts)
-        counts = series.node_counts
-        for percent, (low, high) in zip(
-            series.percents(counts), series.bands(counts).values(), strict=True
-        ):
+        series = make_series_of_growth(name, node_counts)
+        percents = series.percents(series.node_counts)
+        bands = series.bands(series.node_counts).values()
+        for percent, (low, high) in zip(percents, bands, strict=True):
             assert low < percent < high
 
 
 @pytest.mark.parametrize(
-    ("law", "grown"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)]
+    ("law", "growth"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)]
 )
-def test_fit_recovers_what_made_the_data(law: str, grown: float) -> None:
+def test_fit_recovers_the_law_of_the_data(law: str, growth: float) -> None:
     """For 512 nodes, log n is 6.2383, 2·(√n - 1) is 43.2548, and n - 1 is 511."""
-    made = of_law(law)
-    assert 1 / made.fit(law).rate(512) == pytest.approx(1.5e-3 + 0.16e-3 * grown, rel=1e-5)
+    fit = make_law_series(law).fit(law)
+    assert 1 / fit.rate(512) == pytest.approx(1.5e-3 + 0.16e-3 * growth, rel=1e-5)
 
 
-def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
-    pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.first(5).hold_outs()]
+def test_hold_outs_are_fitted_to_smaller_scales_alone() -> None:
+    pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.head(5).hold_outs()]
     assert pairs == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
     (_, one), (_, two), (_, four) = TINY.rates[:3]
-    root = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (
-        2**0.5 - 1
-    )  # a + b·√n through two points, by hand
-    error = abs(100 / root / one - 100 * four / one)
-    ((small, nodes, actual),) = TINY.first(3).hold_outs()
-    assert abs(small.percent_by(USUAL, nodes) - actual) == pytest.approx(error, abs=1e-6)
-    assert TINY.first(2).hold_outs() == []
-    assert TINY.first(2).percents([8]) == [TINY.first(2).percent_by(USUAL, 8)]
+    # a + b·√n through two points, by hand.
+    time = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)
+    error = abs(100 / time / one - 100 * four / one)
+    ((small, nodes, measured),) = TINY.head(3).hold_outs()
+    assert abs(small.percent_by(USUAL, nodes) - measured) == pytest.approx(error, abs=1e-6)
+    pair = TINY.head(2)
+    assert pair.hold_outs() == []
+    assert pair.percents([8]) == [pair.percent_by(USUAL, 8)]
 
 
-def of_runs(rates: dict[int, float], **changes: Any) -> Series:
-    by_nodes = changes.pop("by_nodes", lambda nodes: {})
-    runs = [samples.run(nodes, rate, **changes | by_nodes(nodes)) for nodes, rate in rates.items()]
-    return series_of(scaling_table(runs))
+def make_run_series(rates: dict[int, float], **columns: Any) -> Series:
+    """Return the series of runs. `columns`: functions of the number of nodes."""
+    runs = []
+    for nodes, rate in rates.items():
+        values = {name: value(nodes) for name, value in columns.items()}
+        runs.append(samples.run(nodes, rate, **values))
+    return make_series(scaling_table(runs))
+
+
+def test_series_of_equal_nodes_has_gpus_per_node() -> None:
+    assert make_run_series({1: 10.0, 2: 9.0}, gpus=lambda n: 8 * n).gpus_per_node == 8
+
+
+def test_series_that_laws_miss_by_less_than_10_points_is_projected() -> None:
+    # By 9.4 points.
+    assert make_run_series({1: 600.0, 2: 500.0, 4: 590.0, 8: 500.0})
 
 
 @pytest.mark.parametrize(
-    ("rates", "changes", "said"),
+    ("rates", "columns", "message"),
     [
         ({1: 9.0}, {}, "expected weak scaling .* on 1 node, 4 GPUs"),
-        ({1: 9.0, 2: 8.0}, {"by_nodes": lambda n: {"gpus": 4}}, "equal nodes; .* on 1 node, 4 GPUs, 2 nodes, 4 GPUs"),
-        ({2: 9.0, 4: 8.0}, {"by_nodes": lambda n: {"gpus": 5 * n // 2}}, "equal nodes; .* on 2 nodes, 5 GPUs"),
-        ({1: 9.0, 2: 8.0}, {"by_nodes": lambda n: {"batch_per_gpu": 8 // n}}, "found strong scaling"),
+        ({1: 9.0, 2: 8.0}, {"gpus": lambda n: 4}, "equal nodes; .* on 1 node, 4 GPUs, 2 nodes, 4 GPUs"),
+        ({2: 9.0, 4: 8.0}, {"gpus": lambda n: 5 * n // 2}, "equal nodes; .* on 2 nodes, 5 GPUs"),
+        ({1: 9.0, 2: 8.0}, {"batch_per_gpu": lambda n: 8 // n}, "found strong scaling"),
         ({1: 600.0, 2: 480.0, 4: 590.0, 8: 500.0}, {}, "laws .* miss"),
         ({1: 600.0, 2: 630.0, 4: 625.0}, {}, "efficiency above 100% on 2 nodes, 8 GPUs"),
     ],
 )  # fmt: skip
-def test_what_nothing_can_be_projected_from_is_refused(
-    rates: dict[int, float], changes: Any, said: str
+def test_series_without_a_projection_is_rejected(
+    rates: dict[int, float], columns: Any, message: str
 ) -> None:
-    assert of_runs({1: 10.0, 2: 9.0}, by_nodes=lambda n: {"gpus": 8 * n}).gpus_per_node == 8
-    assert of_runs({1: 600.0, 2: 500.0, 4: 590.0, 8: 500.0})  # misses by 9.4 points
-    with pytest.raises(UserError, match=said):
-        of_runs(rates, **changes)
+    with pytest.raises(UserError, match=message):
+        make_run_series(rates, **columns)

@@ -23,82 +23,68 @@ SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
 
 
 @pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clean up the process group that the command creates."""
-    with (
-        mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"),
-        mock.patch.dict(vars(groups), _WORLD_GROUP=None),
-    ):
+    monkeypatch.setattr(groups, "_WORLD_GROUP", None)
+    # Restores all variables, also those that the process group sets.
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):
         yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         deepspeed.comm.comm.cdb = None
 
 
-def compared(folder: Path, *options: str) -> list[dict[str, Any]]:
-    path = folder / "peers.md"
-    assert compare_baselines.main([*SMALL, *options, "--output", str(path)]) == 0
-    found: list[dict[str, Any]] = json.loads(path.with_suffix(".json").read_text())
-    words = ["with" if row["spec_augment"] else "without" for row in found]
-    assert re.findall(r"## .* (\w+) SpecAugment", path.read_text()) == words
-    return found
+def compare(folder: Path, *options: str) -> list[dict[str, Any]]:
+    """Run the command and return its JSON."""
+    output = folder / "baselines.md"
+    assert compare_baselines.main([*SMALL, *options, "--output", str(output)]) == 0
+    results: list[dict[str, Any]] = json.loads(output.with_suffix(".json").read_text())
+    titles = ["with" if result["spec_augment"] else "without" for result in results]
+    assert re.findall(r"## .* (\w+) SpecAugment", output.read_text()) == titles
+    return results
 
 
-def test_loops_have_the_benchmarks_heads_and_are_timed_with_spec_augment_and_without(
-    tmp_path: Path,
-) -> None:
+def test_loops_have_the_heads_of_the_preset_and_equal_losses_without_masks(tmp_path: Path) -> None:
     sizes = load_preset("micro").model_dump(exclude={"name"})
-    sizes["text"] |= {
-        "pooling": "mean",
-        "projection": {"hidden_dim": 24, "activation": "gelu", "bias": False},
-    }
+    head = {"hidden_dim": 24, "activation": "gelu", "bias": False}
+    sizes["text"] |= {"pooling": "mean", "projection": head}
     sizes["audio"]["projection"]["activation"] = "gelu"
     preset = tmp_path / "mean.json"
     preset.write_text(json.dumps(sizes))
-    found = compared(
-        tmp_path, "--preset", str(preset), "--caption_lengths", "3", "9", "--against", "loops"
-    )
-    kinds = [(row["precision"], row["spec_augment"]) for row in found]
+    options = ["--preset", str(preset), "--caption_lengths", "3", "9", "--against", "loops"]
+    results = compare(tmp_path, *options)
+    kinds = [(result["precision"], result["spec_augment"]) for result in results]
     assert kinds == [("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)]
-    masked, plain = ({side["side"]: side["loss"] for side in row["sides"]} for row in found[2:])
+    masked, plain = (
+        {row["side"]: row["loss"] for row in result["sides"]} for result in results[2:]
+    )
     assert plain.keys() == {"ours", "open_clip, none", "LAION-CLAP, none"}
-    assert list(plain.values()) == pytest.approx([plain["ours"]] * 3, rel=1e-5)
-    assert all(abs(masked[side] - loss) > 1e-4 for side, loss in plain.items())
+    for side, loss in plain.items():
+        assert loss == pytest.approx(plain["ours"], rel=1e-5)
+        assert abs(masked[side] - loss) > 1e-4
 
 
-def test_transformers_towers_compute_the_same_loss(tmp_path: Path) -> None:
-    found = compared(
-        tmp_path,
-        "--preset",
-        "micro",
-        "--text",
-        "packed",
-        "--caption_lengths",
-        "3",
-        "9",
-        "--against",
-        "transformers",
-    )
-    assert [len(row["sides"]) for row in found] == [3, 2]
-    assert found[1]["loss_difference"] < 1e-5
-    ours, peer = found[1]["sides"]
-    assert peer["speed"]["median"] == pytest.approx(peer["step"] / ours["step"])
+def test_towers_of_transformers_have_equal_losses_and_ratios_of_their_times(tmp_path: Path) -> None:
+    options = ["--preset", "micro", "--text", "packed", "--caption_lengths", "3", "9"]
+    bf16, fp32 = compare(tmp_path, *options, "--against", "transformers")
+    assert (len(bf16["sides"]), len(fp32["sides"])) == (3, 2)
+    assert fp32["loss_difference"] < 1e-5
+    ours, baseline = fp32["sides"]
+    assert baseline["speed"]["median"] == pytest.approx(baseline["step"] / ours["step"])
 
 
-def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = baselines.to_transformers
-    monkeypatch.setattr(
-        baselines, "to_transformers", lambda state: {k: v * 1.5 for k, v in honest(state).items()}
-    )
-    assert (
-        compare_baselines.main(
-            [*SMALL, "--preset", "micro", "--precision", "fp32", "--against", "transformers"]
-        )
-        == 1
-    )
+def test_baseline_with_other_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = baselines.to_transformers
+
+    def scale_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: 1.5 * tensor for name, tensor in convert(state).items()}
+
+    monkeypatch.setattr(baselines, "to_transformers", scale_weights)
+    options = ["--preset", "micro", "--precision", "fp32", "--against", "transformers"]
+    assert compare_baselines.main([*SMALL, *options]) == 1
 
 
-def test_the_loop_masks_the_stripes_that_it_draws() -> None:
+def test_loop_masks_the_stripes_that_it_draws() -> None:
     batch = 4
     frames = 101
     bins = 16
@@ -107,20 +93,20 @@ def test_the_loop_masks_the_stripes_that_it_draws() -> None:
     torch.manual_seed(3)
     masked = baselines.mask_in_a_loop(norm(mel))
     torch.manual_seed(3)
-    kept = torch.ones(batch, bins, frames, 1)
+    mask = torch.ones(batch, bins, frames, 1)
     for dim, size, limit in ((2, frames, 64), (1, bins, 8)):
-        for number in range(batch):
-            for _ in range(2):
-                width = int(torch.randint(limit, (1,)))
-                start = int(torch.randint(size - width, (1,)))
-                kept[number].narrow(dim - 1, start, width).zero_()
-    torch.testing.assert_close(masked, norm(mel) * kept, rtol=0, atol=0)
-    assert 0 < kept.mean() < 1
+        # Two stripes for each clip.
+        for stripe in range(2 * batch):
+            width = int(torch.randint(limit, (1,)))
+            start = int(torch.randint(size - width, (1,)))
+            mask[stripe // 2].narrow(dim - 1, start, width).zero_()
+    torch.testing.assert_close(masked, norm(mel) * mask, rtol=0, atol=0)
+    assert 0 < mask.mean() < 1
 
 
 @pytest.mark.parametrize(("kind", "padded_length"), [("transformers", 7), ("open_clip", 12)])
-def test_shorter_captions_are_padded_as_the_program_pads_them(
-    kind: str, padded_length: int
+def test_captions_are_padded_as_the_program_pads_them(
+    monkeypatch: pytest.MonkeyPatch, kind: str, padded_length: int
 ) -> None:
     config = load_preset("micro")
     weights = baselines.to_transformers(ClapModel(config).state_dict())
@@ -128,9 +114,15 @@ def test_shorter_captions_are_padded_as_the_program_pads_them(
     lengths = torch.tensor([4, 7, 5])
     mask = (torch.arange(12) < lengths[:, None]).long()
     ids = torch.where(mask.bool(), 7, config.text.pad_token_id)
-    batch = Batch(torch.zeros(3, *config.audio.clip_shape, dtype=torch.int16), ids, mask)
-    with mock.patch.object(side.model, "forward", wraps=side.model.forward) as forward:
-        side.step(batch)
-    _, seen_ids, seen_mask = forward.call_args.args
-    assert seen_ids.shape == seen_mask.shape == (3, padded_length)
-    assert seen_mask.sum(dim=1).tolist() == [4, 7, 5]
+    forward = side.model.forward
+    calls = []
+
+    def record_call(*arguments: torch.Tensor) -> Any:
+        calls.append(arguments)
+        return forward(*arguments)
+
+    monkeypatch.setattr(side.model, "forward", record_call)
+    side.step(Batch(torch.zeros(3, *config.audio.clip_shape, dtype=torch.int16), ids, mask))
+    ((_, input_ids, input_mask),) = calls
+    assert input_ids.shape == input_mask.shape == (3, padded_length)
+    assert input_mask.sum(dim=1).tolist() == [4, 7, 5]

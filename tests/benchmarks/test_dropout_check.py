@@ -18,13 +18,10 @@ from tests.processes import ROOT
 BACKEND = "aot_eager_decomp_partition"
 
 
-def wrong_rows() -> list[str]:
+def list_wrong_rows() -> list[str]:
     torch._dynamo.reset()
-    return [
-        row["name"]
-        for row in dropout_check.check_dropout(torch.device("cpu"), BACKEND)
-        if row["wrong"]
-    ]
+    rows = dropout_check.check_dropout(torch.device("cpu"), BACKEND)
+    return [row["name"] for row in rows if row["wrong"]]
 
 
 def draw_constant_seed(*_: Any, device: torch.device, **__: Any) -> Tensor:
@@ -39,7 +36,7 @@ def store_other_mask(values: Tensor, p: float) -> Tensor:
     return backward + (forward - backward).detach()
 
 
-def double_share(values: Tensor, p: float) -> Tensor:
+def double_probability(values: Tensor, p: float) -> Tensor:
     return dropout.hash_dropout(values, 2 * p) * (1 - 2 * p) / (1 - p)
 
 
@@ -50,46 +47,45 @@ def elements_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("elements_alone")
-def test_hashed_dropout_is_right() -> None:
-    assert wrong_rows() == []
+def test_hashed_dropout_has_no_wrong_property() -> None:
+    assert list_wrong_rows() == []
 
 
 @pytest.mark.usefixtures("elements_alone")
-def test_a_constant_seed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_seed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randint", draw_constant_seed)
-    assert [name.split(", ")[1] for name in wrong_rows()] == [
-        "layers have different masks", "steps have different masks", "ranks have different masks",
-    ]  # fmt: skip
+    properties = [name.split(", ")[1] for name in list_wrong_rows()]
+    assert properties == [f"{name} have different masks" for name in ("layers", "steps", "ranks")]
 
 
 @pytest.mark.usefixtures("elements_alone")
 @pytest.mark.parametrize(
     ("wrong_dropout", "property_"),
-    [(store_other_mask, "both passes"), (double_share, "zeros: 0.2")],
+    [(store_other_mask, "both passes"), (double_probability, "zeros: 0.2")],
 )
-def test_other_masks_backward_and_another_share_are_detected(
+def test_other_mask_or_probability_is_detected(
     monkeypatch: pytest.MonkeyPatch,
     wrong_dropout: Callable[[Tensor, float], Tensor],
     property_: str,
 ) -> None:
     monkeypatch.setattr(dropout_check, "hash_dropout", wrong_dropout)
-    (name,) = wrong_rows()
+    (name,) = list_wrong_rows()
     assert property_ in name
 
 
 TRITON = """
 import torch
-from tests.benchmarks.test_dropout_check import draw_constant_seed, wrong_rows
-print("right:", wrong_rows())
+from tests.benchmarks.test_dropout_check import draw_constant_seed, list_wrong_rows
+print("right:", list_wrong_rows())
 torch.randint = lambda low, high, shape, **options: draw_constant_seed(**options).expand(shape).contiguous()
-print("constant:", len(wrong_rows()))
+print("constant:", len(list_wrong_rows()))
 """
 
 
 @pytest.mark.end_to_end
-def test_text_attention_kernels_dropout_is_right_and_its_constant_seed_is_detected() -> None:
+def test_dropout_of_the_text_attention_kernel_is_right_and_a_constant_seed_detected() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", TRITON], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert ended.stdout.splitlines() == ["right: []", "constant: 6"], ended.stdout + ended.stderr
+    command = [sys.executable, "-c", TRITON]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    output = process.stdout + process.stderr
+    assert process.stdout.splitlines() == ["right: []", "constant: 6"], output

@@ -1,5 +1,6 @@
-"""Outcomes of steps and results of a call of the GPU check, with a micro model on CPUs."""
+"""States of steps and results of a call of the GPU check, with a micro model on CPUs."""
 
+import fnmatch
 import json
 import os
 import shlex
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from fnmatch import fnmatch
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,118 +23,99 @@ from tests.processes import ROOT
 MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_length=16 clap.cpu_kernels=off"
 
 
+TABLE = Path("runs", "gpu_check", "h100-80gb-hbm3", "call1", "table.json")
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run checks in this folder, with a micro model on CPUs that counts as a GPU."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # restored afterwards
+        # Restored afterwards.
+        monkeypatch.setenv(name, "")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(
-        gpu_check, "nvidia_smi", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"]
-    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gpu = "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"
+    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: [gpu])
     monkeypatch.setattr(gpu_check, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(gpu_check, "SHORT", f"{gpu_check.SHORT} {MICRO}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_check, "work_folder", lambda: tmp_path)
     monkeypatch.setattr(gpu_check, "exit_on_sigterm", lambda: None)
     return tmp_path
 
 
-def test_steps_that_fail_or_find_no_time_are_rows_like_any_other(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes = {
-        "good": "open('{folder}/kept', 'w'); open('{folder}/a.tar', 'w')",
-        "bad": "raise ValueError('a|b')",
-    }
-    steps = {name: Check(60, command=f"-c {shlex.quote(code)}") for name, code in codes.items()}
+def set_steps(monkeypatch: pytest.MonkeyPatch, *codes: str, most_s: float = 60) -> None:
+    """Make call 1 run these Python codes."""
+    steps = {}
+    for number, code in enumerate(codes):
+        steps[f"step{number}"] = Check(most_s, command=f"-c {shlex.quote(code)}")
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
-    assert gpu_check.main(["1", "--output", str(here / "out")]) == 1
-    rows = json.loads(
-        (here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text()
-    )
-    assert [(row["step"], row["state"], row["note"]) for row in rows] == [
-        ("good", "completed", ""),
-        ("bad", "exit code 1", "ValueError: a/b"),
-    ]
-    assert "exit code 1" in (here / "out" / "call1.md").read_text()
-    with tarfile.open(here / "out" / "call1_good.tar.xz") as archive:
-        assert "call1/good/kept" in archive.getnames()
-        assert "call1/good/a.tar" not in archive.getnames()
-    assert gpu_check.main(["1", "--output", str(here / "out"), "--minutes", "0"]) == 1
-    assert "no time left" in (here / "out" / "call1.md").read_text()
 
 
-ENDS = {
-    "hang": ("import time; time.sleep(60)", "stopped after 5 s"),
-    "crash": ("raise ValueError", "exit code 1"),
-    "kill": ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
-    "this call is ended": ("import os, time; os.kill({pid}, 15); time.sleep(60)", "interrupted"),
-}
+def test_step_without_time_is_a_row(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_steps(monkeypatch, "pass")
+    assert gpu_check.main(["1", "--output", str(work_dir / "out"), "--minutes", "0"]) == 1
+    assert "no time left" in (work_dir / "out" / "call1.md").read_text()
+
+
+GOOD = """
+import os
+print('{folder} has rows', flush=True)
+open('{folder}/rows.md', 'w').write('row')
+open('{folder}/shard.tar', 'w')
+open(os.environ['TRITON_CACHE_DIR'] + '/../{folder.name}', 'w')
+"""
 
 
 @pytest.mark.parametrize(
-    ("end", "position"),
-    [("hang", 1), *((end, position) for end in ENDS for position in range(3) if end != "hang")],
+    ("code", "state", "note"),
+    [
+        ("import time; time.sleep(60)", "stopped after 5 s", "has rows"),
+        ("raise ValueError('a|b')", "exit code 1", "ValueError: a/b"),
+        ("os.kill(os.getpid(), 9)", "exit code -9", "has rows"),
+        # The whole call is ended.
+        (f"import time; os.kill({os.getpid()}, 15); time.sleep(60)", "interrupted", ""),
+    ],
 )
-def test_whatever_ran_before_a_step_that_ends_badly_is_kept_and_printed(
-    here: Path,
+def test_step_that_ends_badly_is_a_row_and_all_results_are_saved(
+    work_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    end: str,
-    position: int,
+    code: str,
+    state: str,
+    note: str,
 ) -> None:
-    code, state = ENDS[end]
-    write = "print('{folder} has rows', flush=True); open('{folder}/rows.md', 'w').write('row')"
-    cache = "import os; open(os.environ['TRITON_CACHE_DIR'] + '/../{folder.name}', 'w')"
-    good = f"{write}; {cache}"
-    codes = [good, good, good]
-    codes[position] = f"{good}; {code.replace('{pid}', str(os.getpid()))}"
-    steps = {
-        f"step{i}": Check(60, command=f"-c {shlex.quote(each)}") for i, each in enumerate(codes)
-    }
-    if end == "hang":
-        steps[f"step{position}"] = steps[f"step{position}"]._replace(most_s=5)
-    monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
-    monkeypatch.setattr(
-        gpu_check,
-        "exit_on_sigterm",
-        lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)),
-    )
-    caches = here / "cache" / "clap_ds" / "gpu_check"
-    (caches / "triton").mkdir(parents=True)
-    before = signal.getsignal(signal.SIGTERM)
+    set_steps(monkeypatch, GOOD, GOOD + code, GOOD, most_s=5)
+    (work_dir / "cache" / "clap_ds" / "gpu_check" / "triton").mkdir(parents=True)
+    is_interrupted = state == "interrupted"
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if state == "interrupted":
-            with pytest.raises(SystemExit):
-                gpu_check.main(["1", "--output", str(here / "out")])
-        else:
-            assert gpu_check.main(["1", "--output", str(here / "out")]) == 1
+        with pytest.raises(SystemExit) if is_interrupted else nullcontext():
+            assert gpu_check.main(["1", "--output", str(work_dir / "out")]) == 1
     finally:
-        signal.signal(signal.SIGTERM, before)
-    started = range(position + 1) if state == "interrupted" else range(3)
-    states = ["completed"] * len(started)
-    states[position] = state
-    printed = capfd.readouterr().out
-    rows = json.loads(
-        (here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text()
-    )
+        signal.signal(signal.SIGTERM, handler)
+    rows = json.loads((work_dir / TABLE).read_text())
+    states = ["completed", state] if is_interrupted else ["completed", state, "completed"]
     assert [row["state"] for row in rows] == states
-    table = (here / "out" / "call1.md").read_text()
-    restored = here / "restored"
-    gpu_check.restore((here / "out").glob("*.tar.xz"), restored)
-    for i in started:
-        assert f"step{i} has rows" in printed
-        assert f"step{i} " in table
-        assert (restored / "call1" / f"step{i}" / "rows.md").read_text() == "row"
-        assert (restored / caches.name / f"step{i}").exists()
+    assert note in rows[1].get("note", "")
+    printed = capfd.readouterr().out
+    restored = work_dir / "restored"
+    gpu_check.restore((work_dir / "out").glob("*.tar.xz"), restored)
+    for number, state in enumerate(states):
+        assert f"step{number} has rows" in printed
+        assert state in (work_dir / "out" / "call1.md").read_text()
+        step = restored / "call1" / f"step{number}"
+        assert (step / "rows.md").read_text() == "row"
+        assert not (step / "shard.tar").exists()
+        assert (restored / "gpu_check" / f"step{number}").exists()
 
 
-def test_every_run_of_the_calls_is_a_run(tmp_path: Path) -> None:
-    for step in (step for steps in CALLS.values() for step in steps.values()):
-        config, *changes = shlex.split(step.run)
-        content = changed(Path(config), [*gpu_check.SHORT.split(), *changes])
-        (tmp_path / "run.json").write_text(json.dumps(content))
-        load_run(tmp_path / "run.json", 1)
+def test_configurations_of_all_calls_are_valid(tmp_path: Path) -> None:
+    for steps in CALLS.values():
+        for step in steps.values():
+            config, *changes = shlex.split(step.run)
+            content = changed(Path(config), [*gpu_check.SHORT.split(), *changes])
+            (tmp_path / "run.json").write_text(json.dumps(content))
+            load_run(tmp_path / "run.json", 1)
     assert {"test_triton_kernels", "test_window_attention"} <= CALLS[2].keys()
 
 
@@ -176,7 +158,7 @@ class Finder:
 
     def find_distributions(self, context):
         found = PathFinder.find_distributions(context)
-        return (each for each in found if plain(each.name) in there)
+        return (package for package in found if plain(package.name) in there)
 
 sys.meta_path[:] = [Finder()]
 commands = [step.command.split() for steps in CALLS.values() for step in steps.values()]
@@ -193,34 +175,27 @@ assert "tensorboard" not in sys.modules
 
 
 @pytest.mark.end_to_end
-def test_all_modules_of_the_calls_import_with_the_packages_that_a_gpu_machine_has() -> None:
+def test_modules_of_all_calls_import_with_the_packages_of_a_gpu_machine() -> None:
     """Those are torch, torchaudio, transformers, what they require, and the Makefile's
     `CHECKED`."""
-    ended = subprocess.run(
-        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, "-c", IMPORTS]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.end_to_end
-def test_profile_and_its_shares_on_a_stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiled = {
-        name: CALLS[2][name]._replace(most_s=200)
-        for name in ("compile_off", "profile_eager", "efficiencies")
-    }
-    monkeypatch.setattr(gpu_check, "CALLS", {1: profiled})
-    assert gpu_check.main(["1", "--output", str(here / "out")]) == 0
-    with tarfile.open(here / "out" / "call1_compile_off.tar.xz") as archive:
-        archived = {
-            Path(name).name
-            for name in archive.getnames()
-            if fnmatch(name, "call1/compile_off/run-*")
-        }
-    assert {*RECORD_FILES, "rank0.log"} <= archived
-    archives = ["call1_efficiencies.tar.xz", "call1_profile_eager.tar.xz"]
-    assert {"call1.md", "efficiencies.json", *archives} <= {*os.listdir(here / "out")}
-    classes = json.loads((here / "out" / "efficiencies.json").read_text())["classes"]
+def test_profile_has_efficiencies(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("compile_off", "profile_eager", "efficiencies")
+    steps = {name: CALLS[2][name]._replace(most_s=200) for name in names}
+    monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
+    results = work_dir / "out"
+    assert gpu_check.main(["1", "--output", str(results)]) == 0
+    with tarfile.open(results / "call1_compile_off.tar.xz") as archive:
+        run_files = fnmatch.filter(archive.getnames(), "call1/compile_off/run-*")
+    assert {*RECORD_FILES, "rank0.log"} <= {Path(name).name for name in run_files}
+    for name in ("call1.md", "call1_efficiencies.tar.xz", "call1_profile_eager.tar.xz"):
+        assert (results / name).exists()
+    classes = json.loads((results / "efficiencies.json").read_text())["classes"]
     assert {"thin product", "element-wise", "narrow norm", "optimizer"} <= classes.keys()
-    assert all(
-        0 < each["efficiency"] < 1 for each in classes.values()
-    )  # a CPU relative to an H100's data sheet
+    # A CPU's, relative to an H100's data sheet.
+    assert all(0 < figures["efficiency"] < 1 for figures in classes.values())

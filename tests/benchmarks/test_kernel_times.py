@@ -1,6 +1,8 @@
+"""Rows of the kernels' table, with a linear layer in place of kernels."""
+
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,45 +12,53 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import kernel_times
-from benchmarks.kernel_times import Case, attention_cases, mlp_cases, rows_of
+from benchmarks.kernel_times import Case, attention_cases, measure, mlp_cases
 from clap_ds.config.model import AudioConfig, load_preset
 
+SHAPES = [(6, 8, 16), (32, 16)]
+LINEAR = Case("linear", "16", F.linear, F.linear, SHAPES, moved=(1.0, 2.0), flops=(1.0, 2.0))
 
-def broken(*_: Tensor) -> Tensor:
+
+def run_instead_of_timing(function: Callable[[], object]) -> float:
+    return float(function() is not None)
+
+
+def raise_two_lines(*_: Tensor) -> Tensor:
     raise RuntimeError("no kernel image\nfor this device")
 
 
-def test_wrong_and_failing_kernels_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_times, "median_ms", lambda function: float(function() is not None))
-    shapes = [(6, 8, 16), (32, 16)]
-    flops = (1.0, 2.0)
-    case = partial(Case, "linear", "16", torchs=F.linear, shapes=shapes, moved=flops, flops=flops)
-    forward, backward = rows_of(case(ours=F.linear))
+def exit_command(*_: Tensor) -> Tensor:
+    raise SystemExit(143)
+
+
+def test_wrong_or_failing_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_times, "median_ms", run_instead_of_timing)
+    forward, backward = measure(LINEAR)
     assert (forward["pass"], backward["flops"]) == ("forward", 2.0)
     assert 0 < forward["error"] == forward["torch_error"] < 0.01
     assert forward["ms"] == backward["torch_ms"] == 1
-    assert next(rows_of(case(ours=lambda x, w: 1.5 * F.linear(x, w))))["error"] > 0.3
-    assert next(rows_of(case(ours=broken)))["note"] == "no kernel image"
+    wrong, _ = measure(LINEAR._replace(ours=lambda x, w: 1.5 * F.linear(x, w)))
+    assert wrong["error"] > 0.3
+    failing, _ = measure(LINEAR._replace(ours=raise_two_lines))
+    assert failing["note"] == "no kernel image"
 
 
-def test_rows_before_a_case_that_ends_the_command_are_kept_and_printed(
+def test_rows_are_saved_if_a_later_case_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def end(*_: Tensor) -> Tensor:
-        raise SystemExit(143)
-
-    case = Case("linear", "16", F.linear, F.linear, [(6, 8, 16), (32, 16)], (1.0, 2.0), (1.0, 2.0))
-    monkeypatch.setattr(
-        kernel_times, "text_cases", lambda _: [case, case._replace(kernel="ends", ours=end)]
-    )
-    for name in ("attention_cases", "mlp_cases"):
-        monkeypatch.setattr(kernel_times, name, lambda *_: [])
-    monkeypatch.setattr(kernel_times, "median_ms", lambda function: float(function() is not None))
-    monkeypatch.setattr(kernel_times, "peaks", lambda: (1e12, 1e15))
-    monkeypatch.setattr(torch, "set_default_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    cases = [LINEAR, LINEAR._replace(kernel="ends", ours=exit_command)]
+    stand_ins: Any = {
+        "text_cases": lambda clips: cases,
+        "attention_cases": lambda audio, clips: [],
+        "mlp_cases": lambda audio, clips: [],
+        "median_ms": run_instead_of_timing,
+        "peaks": lambda: (1e12, 1e15),
+    }
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(kernel_times, name, function)
+    monkeypatch.setattr(torch, "set_default_device", lambda device: None)
+    for name, value in (("is_available", True), ("get_device_name", "GPU"), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with pytest.raises(SystemExit):
         kernel_times.main(["--output", str(tmp_path / "kernels.md")])
     for text in (capsys.readouterr().out, (tmp_path / "kernels.md").read_text()):
@@ -56,12 +66,11 @@ def test_rows_before_a_case_that_ends_the_command_are_kept_and_printed(
 
 
 @pytest.mark.parametrize("cases", [attention_cases, mlp_cases])
-def test_flops_are_those_of_torchs_operations(
-    cases: Callable[[AudioConfig, int], Iterator[Case]],
-) -> None:
+def test_flops_are_those_of_torch(cases: Callable[[AudioConfig, int], Iterator[Case]]) -> None:
     case = next(cases(load_preset("htsat_tiny_roberta_base").audio, 1))
     inputs = [torch.ones(shape) for shape in case.shapes]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         case.torchs(*inputs)
+    flops = counter.get_total_flops()
     # A kernel's backward pass computes twice the forward pass, and one product of it again.
-    assert (counter.get_total_flops(), 2.5 * counter.get_total_flops()) == case.flops
+    assert case.flops == (flops, 2.5 * flops)

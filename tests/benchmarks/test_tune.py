@@ -46,23 +46,19 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "out" / "tune.json").read_text()))
 
 
-def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> None:
+def test_combinations_run_in_order(run: Callable[..., int], tmp_path: Path) -> None:
     options = ["--vary", "clap.compile=off,step", "--vary", "train_micro_batch_size_per_gpu=8,16"]
     assert run(*options, "--set", "clap.bench.windows=3") == 0
-    assert [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)] == [
-        108.0,
-        116.0,
-        158.0,
-        166.0,
-    ]
-    written = json.loads((tmp_path / "out" / "03" / "config.json").read_text())
-    assert (written["clap"]["compile"], written["train_micro_batch_size_per_gpu"]) == ("step", 8)
-    assert (written["clap"]["bench"]["windows"], written["clap"]["bench"]["warmup_steps"]) == (3, 5)
+    means = [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)]
+    assert means == [108.0, 116.0, 158.0, 166.0]
+    config = json.loads((tmp_path / "out" / "03" / "config.json").read_text())
+    assert (config["clap"]["compile"], config["train_micro_batch_size_per_gpu"]) == ("step", 8)
+    assert (config["clap"]["bench"]["windows"], config["clap"]["bench"]["warmup_steps"]) == (3, 5)
     table = (tmp_path / "out" / "tune.md").read_text()
     assert "158.00 | 157.00–159.00 | 1.463 | 2.00 | 3.000 | 4.000 |" in " ".join(table.split())
 
 
-def test_failed_runs_are_rows_with_their_reason(run: Callable[..., int], tmp_path: Path) -> None:
+def test_failed_run_is_a_row_with_its_reason(run: Callable[..., int], tmp_path: Path) -> None:
     assert run("--vary", "clap.compile=off,towers,memory") == 0
     assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
         ("completed", ""),
@@ -75,6 +71,5 @@ def test_failed_runs_are_rows_with_their_reason(run: Callable[..., int], tmp_pat
 
 def test_run_over_its_time_limit_is_a_row(run: Callable[..., int], tmp_path: Path) -> None:
     assert run("--vary", "clap.compile=slow", "--limit_s", "1") == 1
-    assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
-        ("stopped after 1 s", "no output")
-    ]
+    (row,) = rows(tmp_path)
+    assert (row["state"], row["note"]) == ("stopped after 1 s", "no output")

@@ -1,6 +1,6 @@
 """Test models of open_clip, with a stand-in: sizes, batches, training, resuming and evaluation.
 
-`benchmarks/open_clip_training.py` compares losses with open_clip's own loop."""
+`results/open_clip/training_1.md` compares losses with open_clip's own loop."""
 
 import json
 import os

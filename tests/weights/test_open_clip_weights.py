@@ -1,5 +1,5 @@
-"""Test reading and writing open_clip's models. `benchmarks/open_clip_parity.py` compares embeddings
-with open_clip's own."""
+"""Test reading and writing open_clip's models. `results/open_clip/parity.md` compares embeddings with
+open_clip's own."""
 
 import hashlib
 import json
