@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.schema import EngineSettings, ModelSettings, TrainSettings
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed import error_file
 from clap_ds.distributed.collectives import reduce_on_rank0
 from clap_ds.distributed.watchdog import watch
-from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
+from clap_ds.engine.compile import compile_towers, resolve_compile_mode, set_compile_cache
 from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
-from clap_ds.engine.kernel_fallback import fall_back
+from clap_ds.engine.kernel_fallback import replace_failing_kernels
 from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
 from clap_ds.metrics.timers import StepTimer, StepTimes
 from clap_ds.model.contrastive import ContrastiveModel
@@ -84,7 +84,7 @@ class ClapEngine:
         self.config = deepspeed
         self.timer = timer or StepTimer(self.device)
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
-            convert(model)
+            patch_model(model)
         self.cached = train.accumulation == "gradcache"
         if hasattr(loss, "gather_early") and not self.cached:
             loss.gather_early(model)
@@ -122,8 +122,8 @@ class ClapEngine:
             set_compile_cache()
             autocast = self.deepspeed.torch_autocast_enabled()
             with torch.random.fork_rng([self.device]):
-                found["kernels"] = fall_back(model, self.model, autocast=autocast)
-        if (what := what_to_compile(what, self.device)) != "off":
+                found["kernels"] = replace_failing_kernels(model, self.model, autocast=autocast)
+        if (what := resolve_compile_mode(what, self.device)) != "off":
             found |= compile_towers(self.deepspeed, loader.peek(), what, cached=self.cached)
         return found
 

@@ -12,7 +12,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import raise_on_all_ranks, rank, reduce_on_rank0
 from clap_ds.distributed.watchdog import activity
-from clap_ds.engine.compile import run_eager, untouched
+from clap_ds.engine.compile import preserve_rng_and_bn, run_eager
 from clap_ds.engine.engine import ClapEngine
 
 MULTIPLE = 8
@@ -71,7 +71,7 @@ def _fits(engine: ClapEngine, context_length: int, size: int) -> bool:
         ids = torch.full(
             (size, context_length), engine.model.config.text.vocab_size - 1, device=device
         )
-        with untouched(engine.model, device):
+        with preserve_rng_and_bn(engine.model, device):
             run_eager(engine.deepspeed, Batch(clips, ids, torch.ones_like(ids)))
     except torch.OutOfMemoryError:
         fits = False

@@ -9,10 +9,9 @@ a broadcast matrix once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.profiling.flops_profiler import get_model_profile
@@ -21,14 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.schema import ModelSettings
-from clap_ds.cpu_kernels.patch_model import reverted
+from clap_ds.cpu_kernels.patch_model import unpatched
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather_tensor, rank
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
-from clap_ds.engine.kernel_fallback import groups_of
 from clap_ds.flop_count.analytic import (
     TextLengths,
     backward_flops,
@@ -39,7 +37,7 @@ from clap_ds.flop_count.analytic import (
 from clap_ds.flop_count.counters import count_by_deepspeed, counted_ffts
 from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.kernels import torch_kernels
+from clap_ds.model.kernels import without_triton
 
 REPORT = "flops_profile.txt"
 LENGTH_BATCHES = 4
@@ -154,11 +152,6 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
 @contextmanager
 def _torch_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
-    with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
-        for part, kernel in torch_kernels(device)._asdict().items():
-            for module in (
-                module for _, modules, *_ in groups_of(model, part) for module in modules
-            ):
-                if module.kernel == "triton":
-                    stack.enter_context(mock.patch.object(module, "kernel", kernel))
+    eager = torch.compiler.set_stance("force_eager")
+    with unpatched(model), without_triton(model, device), eager:
         yield
