@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import LossSettings, ModelSettings, SyntheticData
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel

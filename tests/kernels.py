@@ -42,7 +42,7 @@ def compiled_for(name: str) -> Iterator[None]:
 def _lacking() -> str:
     if os.environ.get("CXX") == "false":  # .ci/processors.py disables native kernels like this
         return "$CXX is false, so no native kernels"
-    return "" if jit_build.executable() else jit_build.unavailable()
+    return "" if jit_build.supported_implementations() else jit_build.unavailable()
 
 
 _LACKING = _lacking()
@@ -50,7 +50,10 @@ needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Run this project's CPU kernels as a run does."""
 each_implementation = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(name, marks=needs_kernels) for name in [*jit_build.executable(), EMULATED]],
+    [
+        pytest.param(name, marks=needs_kernels)
+        for name in [*jit_build.supported_implementations(), EMULATED]
+    ],
     indirect=True,
     scope="module",
 )

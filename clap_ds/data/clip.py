@@ -28,7 +28,7 @@ from clap_ds.data.decoding import (
 )
 from clap_ds.data.shard_io import Kind
 from clap_ds.model.mel import LogMel
-from clap_ds.model.patch_embed import longer_rows
+from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.utils.files import parse_json
 
 FEATURES = "npy"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.schema import EngineSettings, ModelSettings, TrainSettings
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed import error_file

@@ -79,7 +79,7 @@ def build_model(
         settings.sizes,
         **options,
         learns_bias=LOSSES[loss.kind].needs_bias,
-        **kernels_for(settings, device)._asdict(),
+        **select_kernels(settings, device)._asdict(),
         activation_checkpointing=tuple(settings.activation_checkpointing),
     )
     if settings.pretrained_text and isinstance(model, ClapModel):

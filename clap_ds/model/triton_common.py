@@ -6,6 +6,7 @@ from __future__ import annotations
 # Triton parses the kernels' annotations, so they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,13 +30,22 @@ class Launch(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """Return Triton's keyword arguments."""
-        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers:
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+def attention_flops(num_products: int, qkv: Sequence[int], num_keys: int) -> int:
+    """Return the FLOPs of attention's products, each queries times keys times channels: a third of
+    `qkv`'s elements times the keys."""
+    return num_products * 2 * math.prod(qkv) // 3 * num_keys
 
 
 @triton.jit
 def dot(a, b, WIDEN: tl.constexpr):
     """Return the matrix product, accumulated in fp32."""
+    # "ieee": without TF32 for fp32 tensors.
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -72,14 +82,16 @@ def gelu_factors(x, WIDEN: tl.constexpr):
     8e-8. CUDA's erf would add a third to the instructions of the MLP kernels' loops, which are
     instruction-bound.
     """
-    density = exp2(x * x * MINUS_HALF_LOG2_E, WIDEN)  # times √2π
+    # exp(-x²/2): the normal density times √2π.
+    density = exp2(x * x * MINUS_HALF_LOG2_E, WIDEN)
     t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(x), WIDEN)
-    series = 0.127414796 + t * (
-        -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
-    )
+    # Half of the formula's coefficients, by Horner's rule, as the tail is (1 - erf(|x|/√2)) / 2.
+    series = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+    series = 0.127414796 + t * (-0.142248368 + t * series)
     tail = t * series * density
-    below = tl.where(x < 0, tail, 1.0 - tail)
-    return below, below + x * density * ROOT_HALF_PI
+    cdf = tl.where(x < 0, tail, 1.0 - tail)
+    # d(x · cdf(x)) / dx = cdf(x) + x · density(x)
+    return cdf, cdf + x * density * ROOT_HALF_PI
 
 
 def must_widen(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import raise_on_all_ranks, rank, reduce_on_rank0
 from clap_ds.distributed.watchdog import activity
-from clap_ds.engine.compile import run_eager, untouched
+from clap_ds.engine.compile import preserve_rng_and_bn, run_eager
 from clap_ds.engine.engine import ClapEngine
 
 MULTIPLE = 8

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import load_preset
 from clap_ds.cpu_kernels import patch_model
-from clap_ds.cpu_kernels.jit_build import executable
-from clap_ds.cpu_kernels.patch_model import NATIVE, report, reverted
+from clap_ds.cpu_kernels.jit_build import supported_implementations
+from clap_ds.cpu_kernels.patch_model import NATIVE, report, unpatched
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
@@ -55,7 +55,7 @@ def text_tower(pooling: str = "mean") -> Any:
 
 
 def native(model: nn.Module) -> Any:
-    patch_model.convert(model.to(BF16))
+    patch_model.patch_model(model.to(BF16))
     return model
 
 
@@ -135,7 +135,7 @@ def test_text_tower(form: str, pooling: str) -> None:
 
 def test_front_end_is_the_same_and_has_gradients() -> None:
     plain, ours = (LogMel(DEMO.audio) for _ in range(2))
-    patch_model.convert(ours)
+    patch_model.patch_model(ours)
     waveforms = clips(3, DEMO.audio.num_samples, 0)
     assert not torch.equal(ours(waveforms), plain(waveforms)), "no kernel has run"
     torch.testing.assert_close(ours(waveforms), plain(waveforms), rtol=1e-4, atol=1e-3)
@@ -152,7 +152,7 @@ def test_parameters_hooks_and_copies_stay() -> None:
     note = lambda module, inputs, output: seen.append(type(module).__name__)  # noqa: E731
     for layer in model.text.roberta.encoder.layer:
         layer.register_forward_hook(note)
-    patch_model.convert(model)
+    patch_model.patch_model(model)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     blocks = model.audio.blocks()
     for block in blocks:
@@ -171,14 +171,14 @@ def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
         with torch.no_grad():
             output = ours(*inputs)
             assert not torch.equal(output, plain(*inputs))
-            with reverted(ours):
+            with unpatched(ours):
                 assert torch.equal(ours(*inputs), plain(*inputs))
                 assert not kinds(ours)
             assert torch.equal(ours(*inputs), output)
             ours.compile(backend="eager")
             assert torch.equal(ours(*inputs), plain(*inputs))
         converted = build()
-        patch_model.convert(converted)
+        patch_model.patch_model(converted)
         assert_same(results(converted, inputs), results(build(), inputs))
 
 
@@ -193,7 +193,7 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         "NativePatchMerging": 1,
     }
     assert kinds(native(ClapModel(load_preset("micro"), attention="matmul"))) == micro
-    assert report("auto") == f"native ({executable()[0]})"
+    assert report("auto") == f"native ({supported_implementations()[0]})"
     assert report("off") == 'torch: clap.cpu_kernels is "off"'
     monkeypatch.setattr(patch_model, "unavailable", lambda: "no compiler found")
     assert report("auto") == "torch: no compiler found"

@@ -17,7 +17,7 @@ from clap_ds.data.clip import captions_of, choose_clip, read_fused, read_mel
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
-from clap_ds.model.patch_embed import longer_rows
+from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.weights.key_mapping import feature_extractor
 from tests.data.tars import wav, write_tar
 from tests.evaluation.conftest import npy

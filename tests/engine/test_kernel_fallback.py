@@ -26,7 +26,7 @@ def choose() -> tuple[dict[str, ChosenKernel], list[tuple[str, str]], set[str]]:
     """Return what is chosen, the kernels of each audio block, and those of the text layers."""
     kernels = dict.fromkeys(("attention", "mlp", "text_attention"), "triton")
     model = ClapModel(load_preset("micro"), **kernels).bfloat16()
-    chosen = kernel_fallback.fall_back(ModelSettings(), model)
+    chosen = kernel_fallback.replace_failing_kernels(ModelSettings(), model)
     blocks = [(block.attention.kernel, block.mlp.kernel) for block in model.audio.blocks()]
     return (
         chosen,

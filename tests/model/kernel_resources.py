@@ -123,7 +123,7 @@ class Resources(NamedTuple):
         """Return a row of the table. A multiprocessor has 65,536 registers, given out by 8 per
         thread."""
         programs = 65536 // (-(-self.registers // 8) * 8 * 32 * self.launch.num_warps)
-        sizes = {"GRID", "HEADS", "DIM", "FIRST", "REST", "HIDDEN", "SHIFT", "COLUMNS"}
+        sizes = {"GRID", "HEADS", "DIM", "FIRST", "SECOND", "HIDDEN", "SHIFT", "COLUMNS"}
         size = ", ".join(
             f"{name.lower()} {value}" for name, value in self.constants.items() if name in sizes
         )

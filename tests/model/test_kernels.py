@@ -5,7 +5,7 @@ import torch
 
 from clap_ds.config.schema import ModelSettings
 from clap_ds.model import kernels
-from clap_ds.model.kernels import Kernels, kernels_for
+from clap_ds.model.kernels import Kernels, select_kernels
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -15,15 +15,19 @@ def test_kernels_are_those_asked_for_or_the_devices_fastest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "has_triton_package", lambda: True)
-    assert kernels_for(ModelSettings(), CPU) == ("matmul", "torch", "torch")
-    assert kernels_for(ModelSettings(), CUDA) == ("triton", "triton", "triton")
-    assert kernels_for(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", "triton", "triton")
+    assert select_kernels(ModelSettings(), CPU) == ("matmul", "torch", "torch")
+    assert select_kernels(ModelSettings(), CUDA) == ("triton", "triton", "triton")
+    assert select_kernels(ModelSettings(attention_impl="sdpa"), CUDA) == (
+        "sdpa",
+        "triton",
+        "triton",
+    )
     for part in Kernels._fields:
         asked = ModelSettings(**{f"{part}_impl": "triton"})
-        assert getattr(kernels_for(asked, CUDA), part) == "triton"
+        assert getattr(select_kernels(asked, CUDA), part) == "triton"
         with pytest.raises(ValueError, match=rf"clap\.model\.{part}_impl: 'triton' needs a GPU"):
-            kernels_for(asked, CPU)
+            select_kernels(asked, CPU)
     monkeypatch.setattr(kernels, "has_triton_package", lambda: False)
-    assert kernels_for(ModelSettings(), CUDA) == ("sdpa", "torch", "torch")
+    assert select_kernels(ModelSettings(), CUDA) == ("sdpa", "torch", "torch")
     with pytest.raises(ValueError, match="triton package"):
-        kernels_for(asked, CUDA)
+        select_kernels(asked, CUDA)

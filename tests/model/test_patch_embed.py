@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.patch_embed import StoredTokens
+from clap_ds.model.patch_embed import SaveForBackward
 from clap_ds.planning.inductor import fused_kernels
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import to_names, transformers_names
@@ -153,7 +153,7 @@ def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
     compiled = torch.compile(layers, backend="aot_eager_decomp_partition")
     values = torch.randn(64, width, dtype=torch.bfloat16)
     gradients = []
-    for store in (torch.clone, StoredTokens.apply):
+    for store in (torch.clone, SaveForBackward.apply):
         gradients.append(
             torch.autograd.grad(
                 compiled(values, store).float().square().sum(), (weight, scale, bias)
@@ -162,7 +162,7 @@ def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
     for plain, stored in zip(*gradients, strict=True):
         assert torch.equal(plain, stored)
     kernels = fused_kernels(
-        layers, torch.empty(rows, width, dtype=torch.bfloat16), StoredTokens.apply
+        layers, torch.empty(rows, width, dtype=torch.bfloat16), SaveForBackward.apply
     )
     backward = sum(num_bytes for is_backward, num_bytes in kernels if is_backward) / (
         rows * width * 2

@@ -59,7 +59,7 @@ def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) ->
         return attend(q, *others)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(window_attention, "MOST_BATCHED", 11)
+    monkeypatch.setattr(window_attention, "MAX_BATCH", 11)
     # 3 clips of 4 windows
     case = CASES[0]
     dtype = torch.float64

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.arguments import add_preset
 from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Skipped
 from clap_ds.data.clip import CLIP_FORMATS, FEATURES, choose_clip
