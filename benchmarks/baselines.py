@@ -151,7 +151,7 @@ class Side:
         front_end = ConvolutionMel if kind == "LAION-CLAP" else LogMel
         self.mel = front_end(config.audio).to(device)
         if not is_loop and device.type == "cpu":
-            convert(self.mel)
+            patch_model(self.mel)
         self.low = low
         self.losses = list[float]()
         self.pads_to_longest = not is_loop

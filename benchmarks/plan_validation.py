@@ -27,7 +27,7 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import Ranks, run_command
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.metrics.timers import StepTimer
-from clap_ds.planning.roofline import FUSED, EFFICIENCY, op_class, ideal_s
+from clap_ds.planning.roofline import EFFICIENCY, FUSED, ideal_s, op_class
 from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
 from clap_ds.run import join_ranks, open_run_dir, setup_dataloader, setup_engine, setup_model

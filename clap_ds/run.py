@@ -231,7 +231,9 @@ def record_outcome(
         except (StopSignal, Exception) as error:
             # Launchers send signals as soon as another rank has ended.
             _ignore_signals()
-            code = _report_failure(error, classify_error(error, largest_allocation()), record, ranks)
+            code = _report_failure(
+                error, classify_error(error, largest_allocation()), record, ranks
+            )
             if isinstance(error, NonFiniteError):
                 # If another rank left, a launcher would end rank 0 before it has printed.
                 dist.barrier()

@@ -80,7 +80,7 @@ class Batch:
         packed = None
         if self.packed:
             input_ids, packing = self.packed
-            packed = function(input_ids), packing._replace(bounds=function(packing.bounds))
+            packed = function(input_ids), packing._replace(cu_seqlens=function(packing.cu_seqlens))
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
@@ -161,7 +161,7 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:
     ids, packing = pack([(piece.input_ids.cpu(), piece.attention_mask.cpu()) for piece in pieces])
-    return _move(ids, device), packing._replace(bounds=_move(packing.bounds, device))
+    return _move(ids, device), packing._replace(cu_seqlens=_move(packing.cu_seqlens, device))
 
 
 class LoaderThroughput(NamedTuple):

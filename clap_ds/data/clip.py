@@ -154,7 +154,7 @@ def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random
         start = rng.randint(int(positions[0]), int(positions[-1])) if len(positions) else 0
         crop[:] = log_mel_TF[start : start + audio.num_frames]
     # For a steady tone all four are equal, which would mean a short file.
-    if not longer_rows(row[None]):
+    if not is_longer_than_clip(row[None]):
         row[0, 0, 0] += _NUDGE_DB
 
 

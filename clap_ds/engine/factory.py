@@ -32,7 +32,7 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
-from clap_ds.model.kernels import kernels_for
+from clap_ds.model.kernels import select_kernels
 from clap_ds.weights.hub import load_tokenizer, pretrained_text
 
 ADAMS = ("adam", "adamw")

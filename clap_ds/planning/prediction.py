@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 from clap_ds.config.settings import RunSettings
-from clap_ds.engine.compile import what_to_compile
+from clap_ds.engine.compile import resolve_compile_mode
 from clap_ds.flop_count.device_specs import Gpu
-from clap_ds.model.kernels import kernels_for
+from clap_ds.model.kernels import select_kernels
 from clap_ds.planning.roofline import (
     ESTIMATES,
     class_efficiencies,
@@ -52,10 +52,10 @@ def predict(
         fitting = largest_micro_batch(
             lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib
         )
-    compiled = what_to_compile(run.clap.compile, CUDA)
+    compiled = resolve_compile_mode(run.clap.compile, CUDA)
     fused = [] if compiled == "off" else compiled_kernels(run, run.micro_batch)
     return {
-        **kernels_for(run.clap.model, CUDA)._asdict(),
+        **select_kernels(run.clap.model, CUDA)._asdict(),
         "compile": compiled,
         "memory_gpus": largest,
         "fits": peak_gib <= gpu.memory_gib,

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clap_ds.config.batch_sizes import MICRO_BATCH
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.engine.compile import what_to_compile
+from clap_ds.engine.compile import resolve_compile_mode
 from clap_ds.engine.deepspeed_compat import inner_optimizer, without_process_group
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import ADAMS, build_model
@@ -114,7 +114,7 @@ def trace_step(
     uses_gradcache = run.clap.train.accumulation == "gradcache"
     # GradCache needs all of them at once. Otherwise, later ones are like the second.
     num_traced = num_micro_batches if uses_gradcache else min(num_micro_batches, 2)
-    is_compiled = what_to_compile(run.clap.compile, CUDA) != "off"
+    is_compiled = resolve_compile_mode(run.clap.compile, CUDA) != "off"
     run, model = _simplify(run, micro_batch, CUDA if cuda else CPU)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         model.to_empty(device="cpu")
@@ -176,7 +176,7 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     end and both towers."""
     run, model = _simplify(run, micro_batch, CUDA)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
-    model.train().to(dtype).to_empty(device="cpu")  # of untouched memory
+    model.train().to(dtype).to_empty(device="cpu")  # of preserve_rng_and_bn memory
     audio, *text = next(_batches(run)).model_inputs()
     # The arguments of each submodule.
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}

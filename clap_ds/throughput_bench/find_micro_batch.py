@@ -82,5 +82,5 @@ def _run_towers(engine: ClapEngine, context_length: int, size: int) -> None:
     _next_clips = torch.zeros_like(clips)
     last_token = model.config.text.vocab_size - 1
     ids = torch.full((size, context_length), last_token, device=device)
-    with untouched(model, device):
+    with preserve_rng_and_bn(model, device):
         run_eager(engine.deepspeed, Batch(clips, ids, torch.ones_like(ids)))

@@ -178,16 +178,6 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
 @contextmanager
 def _torch_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
-    with reverted(model), torch.compiler.set_stance("force_eager"):
-        replaced = []
-        for part, kernel in torch_kernels(device)._asdict().items():
-            for _, modules, *_ in groups_of(model, part):
-                for module in modules:
-                    if module.kernel == "triton":
-                        module.kernel = kernel
-                        replaced.append(module)
-        try:
-            yield
-        finally:
-            for module in replaced:
-                module.kernel = "triton"
+    eager = torch.compiler.set_stance("force_eager")
+    with unpatched(model), without_triton(model, device), eager:
+        yield

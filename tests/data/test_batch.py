@@ -49,8 +49,8 @@ def test_join_with_packing_has_real_tokens_in_order() -> None:
     assert mask is None
     assert tokens[: batch.num_tokens].tolist() == [0, 5, 2, 0, 2, 0, 6, 7, 2]
     # padded to a multiple of 16 by a segment of its own
-    assert packing.bounds[:4].tolist() == [0, 3, 5, 9]
-    assert len(tokens) == packing.bounds[-1] == 16
+    assert packing.cu_seqlens[:4].tolist() == [0, 3, 5, 9]
+    assert len(tokens) == packing.cu_seqlens[-1] == 16
     assert torch.equal(batch.input_ids, ids)
 
 

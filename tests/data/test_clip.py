@@ -149,7 +149,7 @@ def test_fusion_equals_extractor_of_transformers(
     row = fuse(samples, AUDIO)
     # dB, from fp32's FFT
     torch.testing.assert_close(row, expected, rtol=0, atol=2e-3)
-    assert bool(longer_rows(row[None])) == (num_samples >= 48_480)
+    assert bool(is_longer_than_clip(row[None])) == (num_samples >= 48_480)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_training_fuses_shards(
     assert piece.audio.dtype == dtype
     assert tuple(piece.audio.shape) == (4, 4, 101, 16)
     audio = piece.audio.float()
-    assert longer_rows(audio).tolist() == [False, True] * 2
+    assert is_longer_than_clip(audio).tolist() == [False, True] * 2
     # half of float16's step up to 128 dB
     expected = fuse(noise(30_000), FUSED.audio)
     torch.testing.assert_close(audio[0], expected, rtol=0, atol=2**-5)

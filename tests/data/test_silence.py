@@ -25,7 +25,9 @@ def decode(content: bytes, dtype: torch.dtype) -> None:
 
 
 def embed(content: bytes) -> None:
-    *_, (row, _) = read_windows([AudioInput("a", content)], AUDIO, "none", 0, num_workers=0, ahead=1)
+    *_, (row, _) = read_windows(
+        [AudioInput("a", content)], AUDIO, "none", 0, num_workers=0, ahead=1
+    )
     if row.error:
         raise BrokenItemError(row.error)
 

@@ -84,7 +84,7 @@ class Preparation:
         self._log_mel: LogMel | None = None
         if kind == "mel":
             self._log_mel = LogMel(audio)
-            convert(self._log_mel)
+            patch_model(self._log_mel)
 
     def convert(self, content: bytes, extension: str = "") -> EncodedClip:
         """Convert an audio file. Raises BrokenItemError."""
