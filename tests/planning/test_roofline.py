@@ -21,7 +21,7 @@ from clap_ds.planning.roofline import (
     HOST_S,
     KERNEL_S,
     TABLE,
-    class_of,
+    op_class,
     seconds,
     seconds_by_part,
     share,
@@ -41,7 +41,7 @@ def classes_of(work: Callable[[], torch.Tensor]) -> list[str]:
     with like_cuda(), FakeTensorMode(), Recorded() as recorded:
         work().sum().backward()
     return [
-        class_of(op)
+        op_class(op)
         for op in recorded.operations
         if op.bytes_moved and op.name not in ("aten.ones_like", "aten.sum")
     ]
@@ -75,7 +75,7 @@ def test_classes_are_those_of_what_is_dispatched() -> None:
     )
     assert set(classes_of(lambda: F.gelu(leaf(50, 96)))) == {"element-wise"}
     assert (
-        class_of(Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1))
+        op_class(Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1))
         == "triton gelu backward"
     )
 
