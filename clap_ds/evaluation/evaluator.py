@@ -99,8 +99,6 @@ class Evaluator:
             "zero_shot": self.settings.zero_shot,
         }
         sections = {task: section for task, section in sections.items() if section}
-        if not sections:
-            raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
         shards = {
             task: expand_shards(section.shards, f"{FIELD}.{task}.shards")
             for task, section in sections.items()
