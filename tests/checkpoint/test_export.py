@@ -12,7 +12,7 @@ from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.hub import load_tokenizer, tokenize, train_tokenizer
-from clap_ds.weights.key_mapping import config_to_transformers, laion_names, to_names
+from clap_ds.weights.key_mapping import config_to_transformers
 from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 import transformers  # isort: skip
@@ -200,10 +200,3 @@ def test_failed_export_overwrites_nothing_and_leaves_nothing(
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.glob(".*.partial")] == [".new.partial"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_laion_file_is_exported(tokenizer: Path, tmp_path: Path) -> None:
-    laion = tmp_path / "clap.pt"
-    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
-    export.main([str(laion), str(tmp_path / "out"), "--tokenizer", str(tokenizer)])
-    assert_loads_whole(tmp_path / "out")
