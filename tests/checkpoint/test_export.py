@@ -101,7 +101,7 @@ def test_transformers_computes_same_embeddings(tokenizer: Path, tmp_path: Path) 
     assert modes == {(tmp_path / "file").stat().st_mode}
 
 
-def test_model_that_transformers_lacks_is_refused_with_every_reason() -> None:
+def test_inexpressible_model_is_refused_with_every_reason() -> None:
     changes = {
         "num_samples": 48001,
         "projection": ProjectionConfig(hidden_dim=48, bias=True, activation="relu"),
@@ -118,7 +118,7 @@ def test_model_that_transformers_lacks_is_refused_with_every_reason() -> None:
 
 
 @pytest.mark.parametrize("library", ["transformers", "open_clip"])
-def test_open_clip_model_is_refused_with_its_file(library: str, tmp_path: Path) -> None:
+def test_open_clip_model_is_refused_with_file(library: str, tmp_path: Path) -> None:
     model = random_model()
     model.config = MICRO.model_copy(update={"name": "open_clip:CLAP-HTSAT-tiny"})
     path = checkpoint_of(model, tmp_path / "run")

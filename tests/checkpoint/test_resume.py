@@ -98,7 +98,7 @@ def link_each(shards: Path, target: Path) -> str:
         lambda shards, _: f"file://{shards}/*.tar",
     ],
 )
-def test_run_whose_data_moved_finds_its_checkpoints(
+def test_run_with_moved_data_finds_checkpoints(
     respell: Callable[[Path, Path], Any],
     open_run: OpenRun,
     tmp_path: Path,
@@ -138,7 +138,7 @@ def test_other_contents_at_same_path_are_another_run(
     assert find_folder(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
 
 
-def test_new_run_names_others_of_its_name(
+def test_new_run_prints_runs_of_same_name(
     open_run: OpenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pattern = marked_tars(tmp_path / "shards", 2, 2)
@@ -201,7 +201,7 @@ def test_missing_data_and_weights_are_reported_at_once(open_run: OpenRun, tmp_pa
     assert "clap.train.pretrained: " in str(refusal.value)
 
 
-def test_default_folder_of_run_keeps_its_name() -> None:
+def test_default_folder_keeps_name() -> None:
     """If the name differed between versions, `resume: auto` would find no checkpoint and start from
     scratch."""
     freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}

@@ -254,7 +254,7 @@ def test_start_of_complete_run_trains_nothing(
         ("demo", []),
     ],
 )
-def test_next_commands_have_export_that_model_allows(
+def test_next_commands_have_possible_export(
     write_run: Callable[..., Path], preset: str, expected: list[str]
 ) -> None:
     run = load_run(write_run(clap={"model": {"preset": preset}}))

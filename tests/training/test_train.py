@@ -178,7 +178,7 @@ def test_damaged_checkpoints_stop_run_until_restart(tmp_path: Path) -> None:
     assert [line["step"] for line in commands.lines(config)] == [1, 2, 3] * 2
 
 
-def test_evaluation_that_reaches_target_ends_run(tmp_path: Path, sounds: Path) -> None:
+def test_evaluation_reaching_target_ends_run(tmp_path: Path, sounds: Path) -> None:
     train = {"max_samples": 8 * 16, "target_metrics": {"zero_shot_top1": 0.0}}
     clap = {
         "data": commands.shard_data(sounds),
