@@ -59,7 +59,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--retrieval", nargs="+", metavar="SHARDS", help=retrieval)
     zero_shot = "classify clips of tars that have a class in their json"
     add("--zero_shot", nargs="+", metavar="SHARDS", help=zero_shot)
-    captions = "read captions from this txt or json field, or the first of several (default: txt;caption;text)"
+    captions = (
+        "read captions from this txt or json field, or the first of several"
+        " (default: txt;caption;text)"
+    )
     add("--caption_key", metavar="NAME", help=captions)
     add("--class_key", metavar="FIELD", help="read the class from this json field (default: kind)")
     template = "add a caption with {} for the class; repeatable"
@@ -207,9 +210,8 @@ def evaluate_checkpoint(
         "context_length": evaluator.context_length,
     }
     title = (
-        "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format(
-            **conditions
-        )
+        f"{checkpoint.config.name} on {ranks.world_size} × {conditions['device_name']},"
+        f" {precision}, {evaluator.context_length} text tokens"
     )
     report = render(evaluation, f"{checkpoint.shown}: {title}")
     show_results(report, {**conditions, **evaluation.to_dict()}, arguments.json)

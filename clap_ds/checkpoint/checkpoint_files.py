@@ -300,7 +300,9 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
     checkpoint = latest_valid(path, damaged, best=best)
     if checkpoint is None:
         evaluated = " with its run's best_metric metric" if best else ""
-        reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
+        reasons = "; ".join(damaged.values())
+        if not reasons:
+            reasons = f"expected {MANIFEST}, or folders step-… with one"
         raise DamagedError(f"{path}: no good checkpoint found{evaluated}: {reasons}")
     return checkpoint
 

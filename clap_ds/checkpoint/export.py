@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = make_parser(__doc__)
     add = parser.add_argument
-    sources = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
+    sources = (
+        "checkpoint, folder of checkpoints (the newest good one),"
+        " or a file of LAION-CLAP or open_clip"
+    )
     add("checkpoint", metavar="CHECKPOINT", help=sources)
     add("folder", type=Path, metavar="FOLDER", help="new output folder")
     add("--format", choices=[*FORMATS], default="transformers", help="export for this library")

@@ -167,7 +167,8 @@ def check_same_model(source: object, recorded: ClapConfig, current: ClapConfig) 
     changes = differences(sizes, current.model_dump(exclude=excluded))
     if changes:
         raise ValueError(
-            f"{source} contains model {recorded.name}, but this run uses {current.name}: {some(changes)}"
+            f"{source} contains model {recorded.name}, but this run uses {current.name}:"
+            f" {some(changes)}"
         )
 
 

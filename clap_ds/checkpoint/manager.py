@@ -345,10 +345,12 @@ class Checkpointer:
                 # The last file: with it the checkpoint is complete.
                 write_file(draft / MANIFEST, manifest.to_json().encode())
         except Exception as error:
-            # Training can continue without a checkpoint. `finish` reports numbers that aren't finite.
+            # Training can continue without a checkpoint. `finish` raises an error for numbers that
+            # aren't finite.
             if not self._non_finite:
                 warn(
-                    f"the checkpoint of step {save.step} could not be saved: {error}; training continues"
+                    f"the checkpoint of step {save.step} could not be saved: {error}; training"
+                    " continues"
                 )
             return replace(save, end=time.time(), problem=str(error))
         path = self.path / draft.name

@@ -42,8 +42,10 @@ def try_target(url: str) -> None:
         remote.remove(name)
     # Its type depends on the file system's package.
     except Exception as error:
-        problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
-        raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
+        raise ValueError(
+            f"clap.checkpoint.remote_sync: {url} can't be written"
+            f" ({type(error).__name__}: {error}); set credentials in the environment"
+        ) from error
 
 
 class RemoteFolder:
@@ -114,7 +116,8 @@ class RemoteFolder:
                 self._remote.remove(name, recursive=True)
             else:
                 _warn_once(
-                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another program's folder. It stays"
+                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another"
+                    " program's folder. It stays"
                 )
 
     def upload_logs(self, sources: Iterable[Path], uploaded: dict[Path, Any] | None = None) -> None:
@@ -224,7 +227,8 @@ def find_or_download(folder: Path, url: str | None, remote_sync: str | None) -> 
     if reasons:
         listed = "".join(f"\n  {reason}" for reason in reasons)
         raise ValueError(
-            f"{folder}: all {len(reasons)} checkpoints are damaged; nothing was started or deleted:{listed}\n"
+            f"{folder}: all {len(reasons)} checkpoints are damaged; nothing was started or"
+            f" deleted:{listed}\n"
             "  Rerun the same command, or pass --restart to move them aside and start from scratch"
         )
     if url is not None:
@@ -290,7 +294,8 @@ class BackgroundSync:
         if missing:
             paths = ", ".join(map(str, missing))
             warn(
-                f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last"
+                f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its"
+                f" {MANIFEST} last"
             )
         return missing
 

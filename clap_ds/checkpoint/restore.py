@@ -47,9 +47,14 @@ from clap_ds.weights.hub import check_recorded, load_tokenizer
 
 # Settings that don't affect what is trained.
 _WITHOUT_EFFECT = (
-    "clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug", "clap.train.resume",
+    "clap.output",
+    "clap.checkpoint",
+    "clap.bench",
+    "clap.hardware",
+    "clap.debug",
+    "clap.train.resume",
     "clap.train.log_every_steps",
-)  # fmt: skip
+)
 # Captions that show whether two tokenizers are alike.
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 # Counters of DeepSpeed's engine.
@@ -71,7 +76,10 @@ def restore(
         lambda: compare(folder, engine.model.config, describe_engine(engine), config, tokenizer)
     )
     if to_accept and not resume_weights_only:
-        advice = "--resume_weights_only continues from its weights with a new optimizer state; --restart starts from scratch"
+        advice = (
+            "--resume_weights_only continues from its weights with a new optimizer state;"
+            " --restart starts from scratch"
+        )
         # With another tokenizer the weights would get other token ids.
         if any(change.startswith("the tokenizer") for change in to_accept):
             advice = "Set clap.data.tokenizer to the former one; --restart starts from scratch"
@@ -192,7 +200,10 @@ def tokenizer_problem(
     same_ids = tokenizer(_PROBES)["input_ids"] == recorded_tokenizer(_PROBES)["input_ids"]
     if same_vocabulary and same_ids:
         return None
-    return f"{current} gives captions other token ids than {recorded}, which the weights were trained with"
+    return (
+        f"{current} gives captions other token ids than {recorded},"
+        " which the weights were trained with"
+    )
 
 
 def describe_engine(engine: ClapEngine) -> dict[str, Any]:
@@ -264,9 +275,9 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], source: object)
 def _reorder_groups(
     state: dict[str, Any], engine: ClapEngine, *, to_model_order: bool
 ) -> dict[str, Any]:
-    """Return an optimizer's state, of torch or of DeepSpeed's 16-bit wrappers, with each group's
-    parameters in the order of the model, or from that order in the optimizer's. The given state
-    doesn't change."""
+    """Return an optimizer's state, of torch or of DeepSpeed's 16-bit wrappers, in another order of
+    each group's parameters: the model's, or from it the optimizer's. The given state doesn't
+    change."""
     positions: dict[Tensor, int] = {
         parameter: number for number, parameter in enumerate(engine.model.parameters())
     }

@@ -31,8 +31,13 @@ from clap_ds.utils.redaction import redacted_all
 
 # What a run has in common with its checkpoints.
 _IDENTITY = (
-    "clap.contents", "clap.loss", "clap.model.preset", "clap.model.pretrained_text", "clap.seed", "clap.train.freeze",
-)  # fmt: skip
+    "clap.contents",
+    "clap.loss",
+    "clap.model.preset",
+    "clap.model.pretrained_text",
+    "clap.seed",
+    "clap.train.freeze",
+)
 
 
 def setup_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
@@ -174,8 +179,7 @@ def resume(
     `clap.train.resume` takes effect only once, as far as the run ids in checkpoints show.
     """
     attempt = ranks.job_folder
-    has_path = source != "auto" and not options.restart
-    if has_path:
+    if source != "auto" and not options.restart:
         run_id = f"from {source}"
     elif attempt is not None:
         # All attempts of a job are one run.
@@ -184,27 +188,22 @@ def resume(
         # A run outside SLURM is new at each start, unless loading sets the checkpoint's id.
         run_id = run_on_rank0(lambda: uuid.uuid4().hex)
     checkpointer.run_id = run_id
-
-    is_later_attempt = options.restart and attempt is not None and attempt.name != "0"
-    # Whether an earlier start of the same command has saved a checkpoint.
-    has_begun = False
-    if has_path or is_later_attempt:
-        newest_run_id, _ = checkpointer.newest_save()
-        has_begun = newest_run_id == run_id
-    if options.restart and not has_begun:
+    newest_run_id, _ = checkpointer.newest_save()
+    if newest_run_id == run_id:
+        # This continues an earlier start of the same command.
+        source = "auto"
+    elif options.restart:
         checkpointer.archive()
         return TrainState()
-
-    starts_from_path = has_path and not has_begun
     try:
-        path = checkpointer.find(source if starts_from_path else None)
+        path = checkpointer.find(None if source == "auto" else source)
         if path is None:
             return TrainState()
         state = checkpointer.load(path, engine, resume_weights_only=options.resume_weights_only)
     except ValueError as error:
         raise ValueError(f"clap.train.resume: {error}") from None
-    if starts_from_path:
-        # Loading has set the id of the run at the path.
+    if source != "auto":
+        # Loading has set the id of the run at the path, whose checkpoints stay.
         checkpointer.run_id = run_id
     if ranks.is_main_process:
         record.update_summary(resumed_from=str(path), resumed_at_step=state.step)

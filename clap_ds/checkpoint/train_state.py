@@ -65,7 +65,9 @@ class TrainState:
         if seconds is None:
             return None
         values = ", ".join(f"{name} {value:g}" for name, value in targets.items())
-        return f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {values}"
+        # Earlier versions recorded no step.
+        step = self.extra.get("target_step", self.step)
+        return f"target reached at step {step}, after {seconds:,.0f} s: {values}"
 
     def time_to(self, targets: dict[str, float]) -> float | None:
         """Return the training time in seconds until the targets were reached, or None."""

@@ -148,7 +148,8 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
     for name in sorted(examples):
         if name not in classes:
             raise ValueError(
-                f"{section}.classes: the shards have {name!r} ({examples[name].name}){did_you_mean(name, classes)}"
+                f"{section}.classes: the shards have {name!r}"
+                f" ({examples[name].name}){did_you_mean(name, classes)}"
             )
     if len(classes) < 2:
         raise ValueError(f"{section}.classes: expected at least 2 classes, found {list(classes)}")

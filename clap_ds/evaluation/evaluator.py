@@ -72,7 +72,8 @@ class Evaluator:
         self._broken: dict[Broken, None] = {}
         if self.loss_kind not in LOSSES:
             raise CollectiveUserError(
-                f"the model was trained with the loss {self.loss_kind!r}; this version has {', '.join(LOSSES)}"
+                f"the model was trained with the loss {self.loss_kind!r}; this version has"
+                f" {', '.join(LOSSES)}"
             )
         # Only one rank contacts the Hub, which may be unreachable; the others use its cache.
         with raise_on_all_ranks():
@@ -98,8 +99,6 @@ class Evaluator:
             "zero_shot": self.settings.zero_shot,
         }
         sections = {task: section for task, section in sections.items() if section}
-        if not sections:
-            raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
         shards = {
             task: expand_shards(section.shards, f"{FIELD}.{task}.shards")
             for task, section in sections.items()
@@ -159,7 +158,8 @@ class Evaluator:
         if not rows:
             reason = failed[plan.clips[0]]
             raise ValueError(
-                f"{FIELD}.{name}.shards: none of the {len(plan.clips)} clips can be decoded: {reason}"
+                f"{FIELD}.{name}.shards: none of the {len(plan.clips)} clips can be decoded:"
+                f" {reason}"
             )
         audio_ND = audio_ND[[plan.clips[row] for row in rows]]
         counts = {"clips": len(rows)}

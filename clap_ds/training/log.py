@@ -169,8 +169,10 @@ class TrainLogger:
         return (self._batch / self._ranks.world_size / work_s).tolist()
 
     def _write_steps(self, window: Window) -> None:
-        """Write the lines of a window's steps, with rank 0's times and the means of all ranks'
-        figures, to the run directory, the history and TensorBoard."""
+        """Write the lines of a window's steps to the run directory, the history and TensorBoard.
+
+        They have rank 0's times and the means of all ranks' figures.
+        """
         memory_bytes = environment.peak_memory_bytes(self._engine.device)
         scalars = list[Scalar]()
         for index, line in enumerate(self._lines):
@@ -214,7 +216,8 @@ class TrainLogger:
         self._scalars.write(_name_scalars("train", rates, line["samples"]))
 
         text = (
-            f"loss {loss:.4f}  lr {line['lr']:.3g}  logit scale {logit_scale:.2f}  gradient norm {norm:.3g}"
+            f"loss {loss:.4f}  lr {line['lr']:.3g}  logit scale {logit_scale:.2f}"
+            f"  gradient norm {norm:.3g}"
             f"  {samples_per_s:,.1f} samples/s  data wait {data_wait_percent:.1f}%"
         )
         if line["epoch"] is not None:
@@ -278,7 +281,8 @@ class TrainLogger:
             return
         unsaved = duration_of(save.begin - self._saved_s)
         print(
-            f"error: {self._failed_saves} checkpoints in a row could not be saved, and the last {unsaved} of training"
+            f"error: {self._failed_saves} checkpoints in a row could not be saved, and the last"
+            f" {unsaved} of training"
             " would be lost: repair or free the disk of clap.checkpoint.folder",
             file=sys.stderr,
             flush=True,
@@ -351,12 +355,14 @@ def log_run_start(
     scheduled_steps = schedule.get("total_num_steps", last_step)
     if scheduled_steps != last_step:
         print(
-            f"warning: scheduler.params.total_num_steps is {scheduled_steps}, but the run ends after {last_step} steps",
+            f"warning: scheduler.params.total_num_steps is {scheduled_steps}, but the run ends"
+            f" after {last_step} steps",
             flush=True,
         )
     if plan.epoch_samples is not None and plan.epoch_samples < plan.global_batch:
         print(
-            f"warning: a global batch has {plan.global_batch:,} pairs, but the data only {plan.epoch_samples:,};"
+            f"warning: a global batch has {plan.global_batch:,} pairs, but the data only"
+            f" {plan.epoch_samples:,};"
             " items repeat within a batch",
             flush=True,
         )
@@ -375,8 +381,10 @@ def advice_on_non_finite(
         checkpointer.close()
         _, newest_step = checkpointer.newest_save()
         step = newest_step + 1
+        bad_steps = f"{step}-{max(step, engine.steps)}"
         raise NonFiniteError(
-            f"{error}. The bad state was not saved: the same command without --restart continues at step {step}. If it fails"
-            f" again, skip the batches (--skip_steps {step}-{max(step, engine.steps)}), lower optimizer.params.lr, use a"
-            " longer warm-up or gradient_clipping, or resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
+            f"{error}. The bad state was not saved: the same command without --restart continues"
+            f" at step {step}. If it fails again, skip the batches (--skip_steps {bad_steps}),"
+            " lower optimizer.params.lr, use a longer warm-up or gradient_clipping, or resume"
+            " from an earlier checkpoint (clap.train.resume CHECKPOINT)"
         ) from None

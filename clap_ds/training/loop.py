@@ -187,7 +187,8 @@ def stop_or_fail(
     if not signal:
         if last_save is not None and not last_save.saved:
             raise CollectiveUserError(
-                f"trained to the end, but the last checkpoint could not be saved: {last_save.problem}"
+                "trained to the end, but the last checkpoint could not be saved:"
+                f" {last_save.problem}"
             )
         return
     # Such a state isn't saved, so that the last save is of an earlier step.

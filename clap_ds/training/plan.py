@@ -55,7 +55,8 @@ class TrainPlan:
         if train.epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
-                    "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
+                    "clap.train.epochs: the length of an epoch of remote shards is unknown without"
+                    " their manifest.json"
                     " (clap-ds shards prepare); add it, or set clap.train.max_samples"
                 )
             # A part of an epoch is rounded up to whole samples.
@@ -143,7 +144,8 @@ def problems_for_training(
         pairs *= sizes.accumulation_steps
     if pairs == 1:
         problems.append(
-            "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
+            "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no"
+            " negatives: increase it, or"
             ' set clap.train.accumulation "gradcache" with gradient_accumulation_steps above 1'
         )
     if train.batch_ramp:
@@ -179,7 +181,8 @@ def _problems_with_ramp(
         )
     if batches[-1] != sizes.global_batch:
         problems.append(
-            f"expected the run's global batch {sizes.global_batch} as the last one, found {batches[-1]}"
+            f"expected the run's global batch {sizes.global_batch} as the last one, found"
+            f" {batches[-1]}"
         )
     return problems
 

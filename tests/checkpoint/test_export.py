@@ -12,7 +12,7 @@ from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.hub import load_tokenizer, tokenize, train_tokenizer
-from clap_ds.weights.key_mapping import config_to_transformers, laion_names, to_names
+from clap_ds.weights.key_mapping import config_to_transformers
 from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 import transformers  # isort: skip
@@ -101,7 +101,7 @@ def test_transformers_computes_same_embeddings(tokenizer: Path, tmp_path: Path) 
     assert modes == {(tmp_path / "file").stat().st_mode}
 
 
-def test_model_that_transformers_lacks_is_refused_with_every_reason() -> None:
+def test_inexpressible_model_is_refused_with_every_reason() -> None:
     changes = {
         "num_samples": 48001,
         "projection": ProjectionConfig(hidden_dim=48, bias=True, activation="relu"),
@@ -118,7 +118,7 @@ def test_model_that_transformers_lacks_is_refused_with_every_reason() -> None:
 
 
 @pytest.mark.parametrize("library", ["transformers", "open_clip"])
-def test_open_clip_model_is_refused_with_its_file(library: str, tmp_path: Path) -> None:
+def test_open_clip_model_is_refused_with_file(library: str, tmp_path: Path) -> None:
     model = random_model()
     model.config = MICRO.model_copy(update={"name": "open_clip:CLAP-HTSAT-tiny"})
     path = checkpoint_of(model, tmp_path / "run")
@@ -200,10 +200,3 @@ def test_failed_export_overwrites_nothing_and_leaves_nothing(
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.glob(".*.partial")] == [".new.partial"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_laion_file_is_exported(tokenizer: Path, tmp_path: Path) -> None:
-    laion = tmp_path / "clap.pt"
-    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
-    export.main([str(laion), str(tmp_path / "out"), "--tokenizer", str(tokenizer)])
-    assert_loads_whole(tmp_path / "out")

@@ -82,7 +82,7 @@ def test_many_different_sizes_are_abbreviated(sources: dict[str, Path]) -> None:
         load_weights(sources["checkpoint"], load_preset("htsat_tiny_roberta_base"))
 
 
-def test_checkpoint_of_other_version_keeps_its_sizes(model: ClapModel, tmp_path: Path) -> None:
+def test_checkpoint_of_other_version_keeps_sizes(model: ClapModel, tmp_path: Path) -> None:
     """Unknown fields in the manifest and in the run's settings are ignored, and the preset of that
     name may differ now."""
     renamed = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
@@ -184,7 +184,7 @@ def test_missing_or_wrong_settings_count_as_unknown(
 
 
 @pytest.mark.parametrize("context_length", [12, None])
-def test_file_without_manifest_has_its_context_length(
+def test_file_without_manifest_keeps_context_length(
     model: ClapModel, tmp_path: Path, context_length: int | None
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -200,7 +200,7 @@ def test_file_without_manifest_has_its_context_length(
     # The model has 64 positions.
     [(12, 12), (64, None), (10**30, None), (1.5, None)],
 )
-def test_transformers_folder_has_tokenizer_and_its_limit(
+def test_transformers_folder_has_tokenizer_and_limit(
     model: ClapModel, tmp_path: Path, limit: float, expected: int | None
 ) -> None:
     save_transformers(model, tmp_path / "hf")

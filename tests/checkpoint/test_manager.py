@@ -81,9 +81,7 @@ def save_in_background(folder: str) -> tuple[list[SavedCheckpoint], list[float],
     return [during_steps, after_steps], uninterrupted, engines.train(other, 2, 3)
 
 
-def test_save_in_background_writes_state_at_its_beginning(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_save_in_background_writes_state_at_beginning(two_ranks: RankPool, tmp_path: Path) -> None:
     results = two_ranks.run(save_in_background, str(tmp_path))
     for (save, later_save), uninterrupted, resumed in results:
         assert (save.problem, later_save.problem) == (None, None)

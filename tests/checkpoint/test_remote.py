@@ -203,7 +203,7 @@ def test_links_beside_checkpoints_are_not_copied(
 
 
 @pytest.mark.parametrize("is_link", [True, False])
-def test_history_that_is_link_or_large_is_not_downloaded(
+def test_linked_or_large_history_is_not_downloaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -41,12 +41,16 @@ SETTINGS: dict[str, Any] = {"source": "webdataset", "tokenizer": "x"}
 
 
 @pytest.fixture
-def open_run(write_run: WriteRun) -> OpenRun:
+def open_run(write_run: WriteRun, tmp_path: Path) -> OpenRun:
     """Return a function that reads a run on shards."""
+    # A pattern of file names would match the brackets otherwise.
+    output = {"dir": str(tmp_path), "run_name": "lr[1e-3]"}
 
     def read(shards: Any, seed: int = 0, **train: Any) -> RunSettings:
         data = {**SETTINGS, "shards": shards}
-        return load_run(write_run(clap={"data": data, "seed": seed, "train": train}))
+        return load_run(
+            write_run(clap={"data": data, "seed": seed, "train": train, "output": output})
+        )
 
     return read
 
@@ -94,7 +98,7 @@ def link_each(shards: Path, target: Path) -> str:
         lambda shards, _: f"file://{shards}/*.tar",
     ],
 )
-def test_run_whose_data_moved_finds_its_checkpoints(
+def test_run_with_moved_data_finds_checkpoints(
     respell: Callable[[Path, Path], Any],
     open_run: OpenRun,
     tmp_path: Path,
@@ -134,23 +138,12 @@ def test_other_contents_at_same_path_are_another_run(
     assert find_folder(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
 
 
-def test_run_with_brackets_in_name_finds_its_checkpoints(
-    write_run: WriteRun, tmp_path: Path
-) -> None:
-    def read(shards: str) -> RunSettings:
-        output = {"dir": str(tmp_path), "run_name": "lr[1e-3]"}
-        return load_run(write_run(clap={"data": {**SETTINGS, "shards": shards}, "output": output}))
-
-    folder = save(read(marked_tars(tmp_path / "shards", 3, 4)))
-    assert find_folder(read(move(tmp_path / "shards", tmp_path / "moved"))) == folder
-
-
-def test_new_run_names_others_of_its_name(
+def test_new_run_prints_runs_of_same_name(
     open_run: OpenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pattern = marked_tars(tmp_path / "shards", 2, 2)
     first = save(open_run(pattern))
-    longer_name = first.with_name("run-big-0a1b2c3d-checkpoints")
+    longer_name = first.with_name("lr[1e-3]-big-0a1b2c3d-checkpoints")
     make_checkpoint(longer_name, 9)
     other = find_folder(open_run(pattern, seed=1))
     output = capsys.readouterr().out
@@ -208,7 +201,7 @@ def test_missing_data_and_weights_are_reported_at_once(open_run: OpenRun, tmp_pa
     assert "clap.train.pretrained: " in str(refusal.value)
 
 
-def test_default_folder_of_run_keeps_its_name() -> None:
+def test_default_folder_keeps_name() -> None:
     """If the name differed between versions, `resume: auto` would find no checkpoint and start from
     scratch."""
     freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}

@@ -34,6 +34,6 @@ def test_time_to_other_target_is_unknown(targets: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"step": -1}', '{"step": 1e999}'])
-def test_progress_that_makes_no_sense_is_rejected(text: str) -> None:
+def test_nonsensical_progress_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (each has a message of its own)
         TrainState.from_json(text)

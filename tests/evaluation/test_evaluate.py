@@ -17,7 +17,7 @@ from clap_ds.utils.errors import UserError
 from tests import processes
 from tests.evaluation.conftest import WriteClips
 from tests.training.training_commands import environment
-from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
+from tests.weights.fake_checkpoints import checkpoint_of
 
 
 def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
@@ -105,14 +105,3 @@ def test_best_checkpoint_is_evaluated_on_two_ranks(
     content = json.loads(results.read_text())
     assert (content["world_size"], content["model"]) == (2, "micro")
     assert content["num_broken_items"] == 0
-
-
-@pytest.mark.end_to_end
-def test_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str) -> None:
-    weights = tmp_path / "micro.safetensors"
-    save_safetensors(ClapModel(load_preset("micro")), weights)
-    options = ["--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer]
-    codes, _, errors = run_command(1, weights, *options)
-    assert codes == [2], errors
-    assert "retrieval.shards: no file matches" in errors
-    assert "Traceback" not in errors

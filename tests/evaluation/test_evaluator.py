@@ -247,7 +247,7 @@ ONE_CLASS_MISSING = {"hum": ["x"], "click": ["y"]}
         ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "zero_shot.shards: .*does not exist"),
     ],
 )
-def test_mistake_names_its_field(
+def test_mistake_in_settings_names_field(
     tmp_path: Path,
     clip_tokenizer: str,
     task: str,

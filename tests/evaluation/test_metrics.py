@@ -131,7 +131,7 @@ def test_zero_shot_equals_scikit_learn(probability: float) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.tensor([-2.0])])
-def test_retrieval_loss_is_of_batches_that_differ_by_one_clip(
+def test_retrieval_loss_is_of_nearly_equal_batches(
     bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "LOSS_BATCH", 4)

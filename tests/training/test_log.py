@@ -226,6 +226,26 @@ def test_batch_larger_than_data_is_warned_of(
     assert ("a global batch has 64 pairs, but the data only 63" in output) == warns
 
 
+TARGET = {"top1": 0.5}
+REACHED = {"target": TARGET, "time_to_target_s": 1.0, "target_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (TrainState(10, 640), "nothing left to train: all 640 samples are consumed"),
+        (TrainState(3, 192, extra=REACHED), "nothing left to train: target reached at step 3"),
+    ],
+)
+def test_start_of_complete_run_trains_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, state: TrainState, message: str
+) -> None:
+    plan = TrainPlan(640, 64, target_metrics=TARGET)
+    assert plan.is_done(state)
+    log_run_start(plan, state, tmp_path, {})
+    assert message in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("preset", "expected"),
     [
@@ -234,7 +254,7 @@ def test_batch_larger_than_data_is_warned_of(
         ("demo", []),
     ],
 )
-def test_next_commands_have_export_that_model_allows(
+def test_next_commands_have_possible_export(
     write_run: Callable[..., Path], preset: str, expected: list[str]
 ) -> None:
     run = load_run(write_run(clap={"model": {"preset": preset}}))
