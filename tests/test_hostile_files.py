@@ -180,7 +180,7 @@ WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
     ("step-00000002",): lambda folder: upload_checkpoint(folder),
     # analysis
     (
-        "report.md", "report.html", "table.csv", "scaling.png", "breakdown-1.png", "projection-1.png",
+        "report.md", "report.html", "table.csv", "scaling.png", "breakdown-2.png", "projection-1.png",
     ): lambda run: write_plot(report, run, str(RECORD), str(TINY)),
     ("scaling.csv",): lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
     ("p.png", "p.pdf", "p.svg"): lambda run: write_plot(plot_scaling, run / "p.png", str(TINY)),
