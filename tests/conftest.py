@@ -83,11 +83,11 @@ def _pool(world_size: int, **options: Any) -> Any:
 
 one_rank = _pool(1)
 two_ranks = _pool(2)
+# processes to join in groups of any size up to this
 eight_processes = _pool(8, grouped=False)
-"""Processes to join in groups of any size up to this."""
 one_gpu = _pool(1, gpu=True)
+# A process on each GPU; two use NCCL.
 two_gpus = _pool(2, gpu=True)
-"""A process on each GPU; two use NCCL."""
 
 
 @pytest.fixture(autouse=True)

@@ -48,12 +48,12 @@ def _explain_no_kernels() -> str:
 
 
 _REASON = _explain_no_kernels()
+# Run this project's CPU kernels as a run does.
 needs_kernels = pytest.mark.skipif(bool(_REASON), reason=_REASON)
-"""Run this project's CPU kernels as a run does."""
+# Run every implementation that this CPU supports, and AMX with emulated instructions.
 each_implementation = pytest.mark.parametrize(
     "kernels",
     [pytest.param(name, marks=needs_kernels) for name in [*jit_build.executable(), EMULATED]],
     indirect=True,
     scope="module",
 )
-"""Run every implementation that this CPU supports, and AMX with emulated instructions."""

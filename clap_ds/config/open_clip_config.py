@@ -18,8 +18,8 @@ from clap_ds.utils.files import read_object
 PREFIX = "open_clip:"
 FILE = "open_clip_config.json"
 VERSION = "4.2.0.dev0"
+# Package indexes have no such version yet.
 REQUIREMENT = "open_clip_torch[audio] @ git+https://github.com/mlfoundations/open_clip"
-"""Package indexes have no such version yet."""
 # field of a preset → open_clip's; missing ones have HTSAT's values, as there
 AUDIO = {
     "sample_rate": "sample_rate", "num_samples": "clip_samples", "stft_window": "window_size", "hop_size": "hop_size",

@@ -31,6 +31,7 @@ from clap_ds.utils.errors import UserError, did_you_mean, explain
 from clap_ds.utils.files import flatten, read_object
 from clap_ds.utils.paths import find_config
 
+# fields of which DeepSpeed takes one value at stage 0
 WITHOUT_ZERO: dict[str, Any] = {
     "zero_optimization.stage": 0,
     "zero_optimization.compute_grad_norm": True,
@@ -40,7 +41,6 @@ WITHOUT_ZERO: dict[str, Any] = {
     "bf16.bf16_optimizer_states": False,
     "fp16.fp16_master_weights_and_grads": False,
 }
-"""Fields of which DeepSpeed takes one value at stage 0."""
 
 
 def _to_loss(value: Any) -> Any:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
+# cores of this process, read before OpenMP binds the main thread to one of them
 CORES = sorted(os.sched_getaffinity(0))
-"""Cores of this process, read before OpenMP binds the main thread to one of them."""
 
 
 class RankPlace(TypedDict):

@@ -11,14 +11,14 @@ import re
 from typing import Any
 
 HIDDEN = "[hidden]"
+# Words in names of secrets. A tokenizer's special tokens, such as `pad_token`, are none.
 _WORDS = (
     r"(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?!s|i|_type|_id)|secret|passw(?:or)?d|passphrase"
     r"|credential|signature|(?:api|access|account|auth|private|shared|storage|wandb|encryption)[._-]?key"
     r"|(?<![a-z0-9])(?:sig|sas)(?![a-z0-9])"
 )
-"""Words in names of secrets. A tokenizer's special tokens, such as `pad_token`, are none."""
+# a name that contains one of the words: of an option (with its dashes), a variable or a field
 _NAME = rf"(?<![\w.-])(?=[\w.-]*?(?:{_WORDS}))[\w.-]++"
-"""A name that contains one of the words: of an option (with its dashes), a variable or a field."""
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _VALUE = r"(?:(?<=['\"])[^\0\n'\"]+|[^\s\0'\",]+)"
 _QUERY = re.compile(r"\?[^\s\0'\"]+")
