@@ -5,8 +5,8 @@ Examples:
     clap-ds bench --config htsat_base   a configuration by its name; a copy of it is a start for your own runs
 
 Presets are values of `clap.model.preset` and of `--preset`. These also take `open_clip:NAME` for
-open_clip's CLAP models, the path of a JSON like those in `clap_ds/config/presets`, or the path of a
-folder or `config.json` of `transformers.ClapModel`.
+open_clip's CLAP models. They take the path of a JSON like those in `clap_ds/config/presets`, too,
+or of a folder or `config.json` of `transformers.ClapModel`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ FOLDERS = {"launch/", "analysis/", "benchmarks/", "examples/"}
 
 
 def list_architecture() -> set[str]:
-    """Return the packages and top-level modules of the tree, from the root; folders end with `/`."""
+    """Return the paths of packages and top-level modules; those of folders end with `/`."""
     package = ROOT / "clap_ds"
     folders = {f"clap_ds/{path.name}/" for path in package.iterdir() if path.is_dir()}
     folders -= {f"clap_ds/{name}/" for name in NO_PACKAGES}

@@ -37,7 +37,10 @@ Activation = Literal["relu", "gelu"]
 
 
 # values that `load_preset` accepts, for messages
-PRESETS = f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset's JSON, of a ClapModel's folder or config.json"
+PRESETS = (
+    f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset's JSON,"
+    " of a ClapModel's folder or config.json"
+)
 
 
 class Section(BaseModel):

@@ -68,7 +68,7 @@ def _set_text_sizes(sizes: dict[str, Any], text: dict[str, Any]) -> None:
 
 
 def _read_config(name: str) -> dict[str, Any]:
-    """Return the configuration of a model: a built-in one, or of `hf-hub:NAME` or `local-dir:PATH`."""
+    """Return the configuration of a built-in model, of `hf-hub:NAME` or of `local-dir:PATH`."""
     spec = find_spec("open_clip")
     package = Path(spec.origin).parent if spec and spec.origin else Path()
     if not (package / "clap_model.py").exists():

@@ -1,4 +1,7 @@
-"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Without torch."""
+"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section.
+
+Login nodes run this module, so it imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -102,10 +105,10 @@ class RunSettings:
 
     @functools.cached_property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` that is named after the run and
-        a hash of its training setup.
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir`.
 
-        If the data has moved, training replaces it by the folder that the run already has.
+        The folder is named after the run and a hash of its training setup. If the data has moved,
+        training replaces it by the folder that the run already has.
         """
         clap = self.clap
         if clap.checkpoint.folder is not None:

@@ -1,8 +1,8 @@
 """Redact secrets in options and URLs from records, logs and reports, which people share.
 
 Credentials belong in the environment, which isn't recorded. Patterns take time in proportion to the
-text, whatever it is: each begins where a name or an address begins, which a character is part of
-only once. Standard library only.
+text. Each begins where a name or an address begins, and a character is part of only one. Standard
+library only.
 """
 
 from __future__ import annotations
