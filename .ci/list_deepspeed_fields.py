@@ -160,28 +160,28 @@ TYPES: dict[str, Any] = {
 # types of `params` by name, or by class and name, whose annotation is missing or wider
 PARAM_TYPES: dict[str, Any] = {
     **dict.fromkeys(
-        ("adam_lr", "eps", "initial_accumulator_value", "lr", "lr_decay", "momentum"),
+        (
+            "adam_lr", "cos_min_ratio", "cycle_first_stair_count", "decay_lr_rate", "decay_step_size", "eps", "eta_min",
+            "gamma", "initial_accumulator_value", "lr", "lr_decay", "lr_range_test_step_rate", "min_ratio", "momentum",
+            "momentum_decay", "muon_lr", "power", "threshold", "warmup_min_ratio", "weight_decay",
+        ),
         NonNegativeFloat,
     ),
-    **dict.fromkeys(("momentum_decay", "muon_lr", "weight_decay"), NonNegativeFloat),
-    **dict.fromkeys(("cos_min_ratio", "min_ratio", "warmup_min_ratio"), NonNegativeFloat),
+    **dict.fromkeys(("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None),
     **dict.fromkeys(
-        ("decay_lr_rate", "eta_min", "gamma", "lr_range_test_step_rate", "power", "threshold"),
-        NonNegativeFloat,
+        ("cycle_first_step_size", "decay_power", "div_factor", "final_div_factor"), PositiveFloat
     ),
-    **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), NonNegativeFloat),
-    **dict.fromkeys(
-        ("base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom"), Rate
-    ),
-    **dict.fromkeys(("lr_range_test_min_lr", "max_lr", "min_lr", "warmup_min_lr"), Rate),
-    **dict.fromkeys(("base_momentum", "max_momentum"), Momentum),
     **dict.fromkeys(("pct_start", "rho"), Fraction),
-    **dict.fromkeys(("div_factor", "final_div_factor"), PositiveFloat),
-    **dict.fromkeys(("cooldown", "patience", "total_iters"), NonNegativeInt),
-    **dict.fromkeys(("cycle_first_step_size", "decay_power"), PositiveFloat),
     **dict.fromkeys(
-        ("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None
+        (
+            "base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom", "lr_range_test_min_lr", "max_lr",
+            "min_lr", "warmup_min_lr",
+        ),
+        Rate,
     ),
+    "warmup_max_lr": Rate | None,
+    **dict.fromkeys(("base_momentum", "max_momentum"), Momentum),
+    **dict.fromkeys(("cooldown", "patience", "total_iters"), NonNegativeInt),
     **dict.fromkeys(
         ("T_max", "decay_num_steps", "step_size", "step_size_up", "total_num_steps"), PositiveInt
     ),
@@ -190,6 +190,7 @@ PARAM_TYPES: dict[str, Any] = {
         ("T_0", "T_mult", "lr_range_test_step_size", "warmup_num_steps"), ExactPositiveInt
     ),
     **dict.fromkeys(("epochs", "steps_per_epoch", "total_steps"), ExactPositiveInt | None),
+    # by class and name
     "Adafactor.beta2_decay": Annotated[float, Field(le=0)],
     "Adafactor.d": Annotated[float, Field(ge=1)],
     "Adafactor.eps": Annotated[list[NonNegativeFloat | None], Field(min_length=2, max_length=2)],
@@ -209,9 +210,8 @@ PARAM_TYPES: dict[str, Any] = {
     "last_epoch": NewSchedule,
     "ns_method": Literal["gram", "standard"],
     "torch_adam": bool,
-    "warmup_max_lr": Rate | None,
     "warmup_type": _one_of((lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE)),
-}
+}  # fmt: skip
 # what DeepSpeed's engine reads of `optimizer.params` itself
 ENGINE_PARAMS = {
     ds_config.ADAM_OPTIMIZER: ("torch_adam",),
