@@ -204,6 +204,7 @@ PARAM_TYPES: dict[str, Any] = {
     "Rprop.step_sizes": Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)],
     "WarmupStableDecayLR.min_ratio": Fraction,
     "WarmupStableDecayLR.warmup_num_steps": NonNegativeInt,
+    # by name
     "adam_w_mode": bool,
     "betas": Betas,
     "fp32_optimizer_states": bool,

@@ -21,8 +21,12 @@ PRESETS = {
     "htsat_tiny_roberta_base": "HTSAT-tiny and RoBERTa-base, as in LAION's scaling runs",
     "htsat_base_roberta_base": "HTSAT-base and RoBERTa-base, as in LAION's scaling runs",
     "htsat_large_roberta_base": "HTSAT-large and RoBERTa-base",
-    "clap_htsat_tiny_roberta_base": "LAION-CLAP's published models with HTSAT-tiny, such as 630k-audioset-best.pt",
-    "clap_htsat_tiny_roberta_base_fused": "the same with feature fusion for long audio, such as 630k-audioset-fusion-best.pt",
+    "clap_htsat_tiny_roberta_base": (
+        "LAION-CLAP's published models with HTSAT-tiny, such as 630k-audioset-best.pt"
+    ),
+    "clap_htsat_tiny_roberta_base_fused": (
+        "the same with feature fusion for long audio, such as 630k-audioset-fusion-best.pt"
+    ),
     "demo": "a small model that learns on a CPU in minutes (`make train-demo`)",
     "micro": "the smallest model, for tests",
 }
