@@ -44,11 +44,11 @@ from clap_ds.utils.paths import PACKAGE, version
 
 Schema = dict[str, Any]
 TABLE_PATH = PACKAGE / "config" / "deepspeed_fields.json"
+# keys of a JSON schema that are checked or shown
 KEPT = (
     "default", "enum", "exclusiveMaximum", "exclusiveMinimum", "ignoreCase", "maximum", "maxItems", "minimum", "minItems",
     "strict", "type",
 )  # fmt: skip
-"""Keys of a JSON schema that are checked or shown."""
 MODELS = {
     "bf16": DeepSpeedBF16Config,
     "comet": CometConfig,
@@ -61,8 +61,9 @@ MODELS = {
     "wandb": WandbConfig,
     "zero_optimization": DeepSpeedZeroConfig,
 }
+# sections without a model; so are `checkpoint`, `optimizer` and `scheduler`
 RECORDED = ("activation_checkpointing", "data_types", "flops_profiler", "timers", "torch_autocast")
-"""Sections without a model; so are `checkpoint`, `optimizer` and `scheduler`."""
+# fields that DeepSpeed reads or has removed, and why a run can't set them
 REFUSED = {
     **dict.fromkeys(ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "DeepSpeed has removed it"),
     "aio": "it configures offloading to NVMe, which needs ZeRO",
@@ -86,7 +87,6 @@ REFUSED = {
     "zero_optimization.offload_param": "it needs ZeRO stage 3",
     "zero_optimization.zenflow": "it needs ZeRO and an offloaded optimizer",
 }
-"""Fields that DeepSpeed reads or has removed, and why a run can't set them."""
 
 
 def _one_of(values: Collection[Any], *, ignore_case: bool = False) -> Any:
@@ -99,20 +99,21 @@ def _one_of(values: Collection[Any], *, ignore_case: bool = False) -> Any:
     ]
 
 
+# for readers that reject 1e3
 ExactPositiveInt = Annotated[int, Field(gt=0, json_schema_extra={"strict": True})]
-"""For readers that reject 1e3."""
+# a value, or one per parameter group
 Rate = NonNegativeFloat | Annotated[list[NonNegativeFloat], Field(min_length=1)]
-"""A value, or one per parameter group."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Momentum = Fraction | Annotated[list[Fraction], Field(min_length=1)]
+# torch's schedulers continue from another step only if the optimizer's groups have their
+# initial rates.
 NewSchedule = Annotated[int, Field(ge=-1, le=-1)]
-"""torch's schedulers continue from another step only if the optimizer's groups have their initial
-rates."""
 Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 DTYPE = _one_of(ds_config.DtypeEnum._value2member_map_)
 COMMUNICATION_DTYPE = _one_of(("fp16", "bf16", "fp32"), ignore_case=True) | None
 
+# types of fields whose default is null, or that DeepSpeed checks elsewhere
 TYPES: dict[str, Any] = {
     "activation_checkpointing.number_checkpoints": int | None,
     "checkpoint.tag_validation": _one_of(
@@ -156,31 +157,31 @@ TYPES: dict[str, Any] = {
     "zero_optimization.leaf_module.names": str | list[str],
     "zero_optimization.stage": int,  # `_check_deepspeed` explains why it is 0
 }
-"""Types of fields whose default is null, or that DeepSpeed checks elsewhere."""
+# types of `params` by name, or by class and name, whose annotation is missing or wider
 PARAM_TYPES: dict[str, Any] = {
     **dict.fromkeys(
-        ("adam_lr", "eps", "initial_accumulator_value", "lr", "lr_decay", "momentum"),
+        (
+            "adam_lr", "cos_min_ratio", "cycle_first_stair_count", "decay_lr_rate", "decay_step_size", "eps", "eta_min",
+            "gamma", "initial_accumulator_value", "lr", "lr_decay", "lr_range_test_step_rate", "min_ratio", "momentum",
+            "momentum_decay", "muon_lr", "power", "threshold", "warmup_min_ratio", "weight_decay",
+        ),
         NonNegativeFloat,
     ),
-    **dict.fromkeys(("momentum_decay", "muon_lr", "weight_decay"), NonNegativeFloat),
-    **dict.fromkeys(("cos_min_ratio", "min_ratio", "warmup_min_ratio"), NonNegativeFloat),
+    **dict.fromkeys(("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None),
     **dict.fromkeys(
-        ("decay_lr_rate", "eta_min", "gamma", "lr_range_test_step_rate", "power", "threshold"),
-        NonNegativeFloat,
+        ("cycle_first_step_size", "decay_power", "div_factor", "final_div_factor"), PositiveFloat
     ),
-    **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), NonNegativeFloat),
-    **dict.fromkeys(
-        ("base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom"), Rate
-    ),
-    **dict.fromkeys(("lr_range_test_min_lr", "max_lr", "min_lr", "warmup_min_lr"), Rate),
-    **dict.fromkeys(("base_momentum", "max_momentum"), Momentum),
     **dict.fromkeys(("pct_start", "rho"), Fraction),
-    **dict.fromkeys(("div_factor", "final_div_factor"), PositiveFloat),
-    **dict.fromkeys(("cooldown", "patience", "total_iters"), NonNegativeInt),
-    **dict.fromkeys(("cycle_first_step_size", "decay_power"), PositiveFloat),
     **dict.fromkeys(
-        ("cycle_second_stair_count", "cycle_second_step_size"), NonNegativeFloat | None
+        (
+            "base_lr", "cycle_max_lr", "cycle_max_mom", "cycle_min_lr", "cycle_min_mom", "lr_range_test_min_lr", "max_lr",
+            "min_lr", "warmup_min_lr",
+        ),
+        Rate,
     ),
+    "warmup_max_lr": Rate | None,
+    **dict.fromkeys(("base_momentum", "max_momentum"), Momentum),
+    **dict.fromkeys(("cooldown", "patience", "total_iters"), NonNegativeInt),
     **dict.fromkeys(
         ("T_max", "decay_num_steps", "step_size", "step_size_up", "total_num_steps"), PositiveInt
     ),
@@ -189,6 +190,7 @@ PARAM_TYPES: dict[str, Any] = {
         ("T_0", "T_mult", "lr_range_test_step_size", "warmup_num_steps"), ExactPositiveInt
     ),
     **dict.fromkeys(("epochs", "steps_per_epoch", "total_steps"), ExactPositiveInt | None),
+    # by class and name
     "Adafactor.beta2_decay": Annotated[float, Field(le=0)],
     "Adafactor.d": Annotated[float, Field(ge=1)],
     "Adafactor.eps": Annotated[list[NonNegativeFloat | None], Field(min_length=2, max_length=2)],
@@ -202,16 +204,16 @@ PARAM_TYPES: dict[str, Any] = {
     "Rprop.step_sizes": Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)],
     "WarmupStableDecayLR.min_ratio": Fraction,
     "WarmupStableDecayLR.warmup_num_steps": NonNegativeInt,
+    # by name
     "adam_w_mode": bool,
     "betas": Betas,
     "fp32_optimizer_states": bool,
     "last_epoch": NewSchedule,
     "ns_method": Literal["gram", "standard"],
     "torch_adam": bool,
-    "warmup_max_lr": Rate | None,
     "warmup_type": _one_of((lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE)),
-}
-"""Types of `params` by name, or by class and name, whose annotation is missing or wider."""
+}  # fmt: skip
+# what DeepSpeed's engine reads of `optimizer.params` itself
 ENGINE_PARAMS = {
     ds_config.ADAM_OPTIMIZER: ("torch_adam",),
     ds_config.ADAMW_OPTIMIZER: ("torch_adam",),
@@ -220,9 +222,9 @@ ENGINE_PARAMS = {
         "fp32_optimizer_states",
     ),
 }  # fmt: skip
-"""What DeepSpeed's engine reads of `optimizer.params` itself."""
+# DeepSpeed refuses the first, and JSON has no functions.
 ARGUMENTS_LEFT_OUT = ("max_grad_norm", "scale_fn")
-"""DeepSpeed refuses the first, and JSON has no functions."""
+# By DeepSpeed's names, in any case. Those of mup need a model made for it.
 OPTIMIZERS = {
     ds_config.ADAGRAD_OPTIMIZER: (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
     ds_config.ADAM_OPTIMIZER: (torch.optim.Adam, FusedAdam, DeepSpeedCPUAdam),
@@ -231,7 +233,7 @@ OPTIMIZERS = {
     ds_config.LION_OPTIMIZER: (FusedLion, DeepSpeedCPULion),
     ds_config.MUON_OPTIMIZER: (),
 }
-"""By DeepSpeed's names, in any case. Those of mup need a model made for it."""
+# Others of torch need closures or sparse gradients.
 TORCH_OPTIMIZERS = (
     "ASGD",
     "Adadelta",
@@ -243,12 +245,11 @@ TORCH_OPTIMIZERS = (
     "Rprop",
     "SGD",
 )
-"""Others of torch need closures or sparse gradients."""
+# Others of torch take functions or schedulers.
 TORCH_SCHEDULERS = (
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR", "MultiStepLR",
     "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR",
 )  # fmt: skip
-"""Others of torch take functions or schedulers."""
 
 
 class RecordingDict(dict[str, Any]):

@@ -56,6 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text
         if not target.is_file():
             return match[0]  # mkdocs reports it
-        return f"[{text}]({os.path.relpath(uri_of(target), os.path.dirname(uri) or '.')}{anchor or ''})"
+        relative = os.path.relpath(uri_of(target), os.path.dirname(uri) or ".")
+        return f"[{text}]({relative}{anchor or ''})"
 
     return LINK.sub(adjusted, markdown)

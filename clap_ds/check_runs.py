@@ -39,7 +39,9 @@ TRAIN_FIELDS = (
 _URL = re.compile(r"\w{1,40}:.*")
 # URLs, names on the Hub, and `auto`
 _URL_OR_NAME = re.compile(
-    rf"{_URL.pattern}|(?!.{{0,200}}\.(safetensors|pt|pth|bin|ckpt)$)\w[\w.-]{{0,95}}(/\w[\w.-]{{0,95}})?"
+    rf"{_URL.pattern}"
+    # not a file of weights
+    r"|(?!.{0,200}\.(safetensors|pt|pth|bin|ckpt)$)\w[\w.-]{0,95}(/\w[\w.-]{0,95})?"
 )
 
 

@@ -11,6 +11,7 @@ from clap_ds.config.arguments import COMMAND
 from clap_ds.utils.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.utils.paths import VERSION
 
+# group → command → module of `clap_ds` and what the command does
 GROUPS = {
     "run": {
         "bench": ("bench", "measure training throughput"),
@@ -42,8 +43,6 @@ GROUPS = {
     },
     "list": {"presets": ("presets", "list model presets and packaged run configurations")},
 }
-"""Group → command → module of `clap_ds`, its function if that isn't `main`, and what the command
-does."""
 MODULES = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
 
 

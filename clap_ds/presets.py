@@ -5,8 +5,8 @@ Examples:
     clap-ds bench --config htsat_base   a configuration by its name; a copy of it is a start for your own runs
 
 Presets are values of `clap.model.preset` and of `--preset`. These also take `open_clip:NAME` for
-open_clip's CLAP models, the path of a JSON like those in `clap_ds/config/presets`, or the path of a
-folder or `config.json` of `transformers.ClapModel`.
+open_clip's CLAP models. They take the path of a JSON like those in `clap_ds/config/presets`, too,
+or of a folder or `config.json` of `transformers.ClapModel`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ PRESETS = {
     "htsat_tiny_roberta_base": "HTSAT-tiny and RoBERTa-base, as in LAION's scaling runs",
     "htsat_base_roberta_base": "HTSAT-base and RoBERTa-base, as in LAION's scaling runs",
     "htsat_large_roberta_base": "HTSAT-large and RoBERTa-base",
-    "clap_htsat_tiny_roberta_base": "LAION-CLAP's published models with HTSAT-tiny, such as 630k-audioset-best.pt",
-    "clap_htsat_tiny_roberta_base_fused": "the same with feature fusion for long audio, such as 630k-audioset-fusion-best.pt",
+    "clap_htsat_tiny_roberta_base": (
+        "LAION-CLAP's published models with HTSAT-tiny, such as 630k-audioset-best.pt"
+    ),
+    "clap_htsat_tiny_roberta_base_fused": (
+        "the same with feature fusion for long audio, such as 630k-audioset-fusion-best.pt"
+    ),
     "demo": "a small model that learns on a CPU in minutes (`make train-demo`)",
     "micro": "the smallest model, for tests",
 }

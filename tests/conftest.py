@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # waiting threads leave their core to other workers
+# Waiting threads leave their core to other workers.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -29,16 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the slowest tests and modules first, so that workers end together."""
     sizes = {path: path.stat().st_size for path in {item.path for item in items}}
 
-    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
+    def sort_key(item: pytest.Item) -> tuple[bool, bool, int, Path]:
+        needs_no_cluster = not item.nodeid.startswith(CLUSTER)
         is_unit = item.get_closest_marker("end_to_end") is None
-        return (
-            not item.nodeid.startswith(CLUSTER),
-            is_unit,
-            -sizes[item.path] if is_unit else 0,
-            item.path,
-        )
+        # Large modules take long.
+        size = sizes[item.path] if is_unit else 0
+        return needs_no_cluster, is_unit, -size, item.path
 
-    items.sort(key=place)
+    items.sort(key=sort_key)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,9 +44,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     worker."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Modules(
-        LoadScopeScheduling
-    ):  # --dist loadgroup names groups in a way that pytest 9.2 ignores
+    # `--dist loadgroup` names groups in a way that pytest 9.2 ignores.
+    class Modules(LoadScopeScheduling):
+        """Tests by module."""
+
         def _split_scope(self, nodeid: str) -> str:
             return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.partition("::")[0]
 
@@ -58,10 +56,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print skipped tests and the command that installs the missing programs, at the end."""
-    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
-    reasons = [
-        str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)
-    ]
+    reasons = []
+    for report in terminalreporter.stats.get("skipped", []):
+        # file, line, reason
+        if isinstance(report.longrepr, tuple):
+            reasons.append(report.longrepr[2].removeprefix("Skipped: "))
     for line in needs.summary(reasons):
         terminalreporter.line(line)
 
@@ -84,11 +83,11 @@ def _pool(world_size: int, **options: Any) -> Any:
 
 one_rank = _pool(1)
 two_ranks = _pool(2)
+# processes to join in groups of any size up to this
 eight_processes = _pool(8, grouped=False)
-"""Processes to join in groups of any size up to this."""
 one_gpu = _pool(1, gpu=True)
+# A process on each GPU; two use NCCL.
 two_gpus = _pool(2, gpu=True)
-"""A process on each GPU; two use NCCL."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,18 +100,19 @@ def nothing_left_running() -> Iterator[None]:
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """In modules that test this project's CPU kernels, use two threads, which share rows and
     columns; with a parameter, use that implementation."""
-    if not {"needs_kernels", "each_implementation"} & set(vars(request.module)):
+    if not {"needs_kernels", "each_implementation"} & vars(request.module).keys():
         yield
         return
+    # not at the top: most modules need neither
     import torch
 
     from tests.kernels import compiled_for
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(2, before))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(2, num_threads))
     with compiled_for(request.param) if hasattr(request, "param") else contextlib.nullcontext():
         yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 def micro_run(**changes: Any) -> dict[str, Any]:

@@ -16,8 +16,9 @@ EMULATED = "AMX, emulated"
 _HEADER = Path(__file__).parent / "cpu_kernels" / "emulated_amx.h"
 _EMULATION = (
     f'-DCLAP_EMULATED_AMX="{_HEADER}"',
+    # Kernels are recompiled for a new version.
     f"-DVERSION={zlib.crc32(_HEADER.read_bytes())}",
-)  # recompiled for a new version
+)
 IMPLEMENTATIONS = {
     **jit_build.IMPLEMENTATIONS,
     EMULATED: jit_build.Implementation(
@@ -39,15 +40,17 @@ def compiled_for(name: str) -> Iterator[None]:
     jit_build.kernel.cache_clear()
 
 
-def _lacking() -> str:
-    if os.environ.get("CXX") == "false":  # .ci/processors.py disables native kernels like this
+def _explain_no_kernels() -> str:
+    # .ci/processors.py disables native kernels like this.
+    if os.environ.get("CXX") == "false":
         return "$CXX is false, so no native kernels"
     return "" if jit_build.supported_implementations() else jit_build.unavailable()
 
 
-_LACKING = _lacking()
-needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
-"""Run this project's CPU kernels as a run does."""
+_REASON = _explain_no_kernels()
+# Run this project's CPU kernels as a run does.
+needs_kernels = pytest.mark.skipif(bool(_REASON), reason=_REASON)
+# Run every implementation that this CPU supports, and AMX with emulated instructions.
 each_implementation = pytest.mark.parametrize(
     "kernels",
     [
@@ -57,4 +60,3 @@ each_implementation = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-"""Run every implementation that this CPU supports, and AMX with emulated instructions."""

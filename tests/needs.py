@@ -14,17 +14,22 @@ import shutil
 import subprocess
 from collections import Counter
 
+# program → its Debian package
 PACKAGES = {
     **dict.fromkeys(("slurmctld", "slurmd", "scontrol", "sbatch", "srun"), "slurm-wlm"),
     **dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux"),
     **dict.fromkeys(("ip", "tc"), "iproute2"),
-    **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
-    **{"numactl": "numactl", "pkill": "procps", "g++": "g++"},
+    "munged": "munge",
+    "pdsh": "pdsh",
+    "sshd": "openssh-server",
+    "ssh-keygen": "openssh-client",
+    "numactl": "numactl",
+    "pkill": "procps",
+    "g++": "g++",
 }
-"""Debian package of each program."""
 CLUSTER = tuple(name for name in PACKAGES if name != "g++")
-BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
-"""Packages that others only recommend."""
+# which slurm-wlm only recommends
+SLURM_PLUGINS = "slurm-wlm-basic-plugins"
 EVERYTHING = "CLAP_TEST_EVERYTHING"
 PREFIX = "needs "
 
@@ -39,38 +44,41 @@ def where(program: str) -> str | None:
 def missing_packages(programs: tuple[str, ...] = tuple(PACKAGES)) -> list[str]:
     """Return the Debian packages of missing programs."""
     packages = dict.fromkeys(PACKAGES[program] for program in programs if not where(program))
-    return [each for package in packages for each in (package, *BESIDE.get(package, ()))]
+    if "slurm-wlm" in packages:
+        packages[SLURM_PLUGINS] = None
+    return [*packages]
 
 
 def programs(*names: str) -> None:
     """Skip or fail the test if one of these isn't installed; other functions here do so for what
     they are named after."""
-    if absent := [name for name in names if not where(name)]:
-        _do_without(", ".join(absent))
+    missing = [name for name in names if not where(name)]
+    if missing:
+        _skip_or_fail(", ".join(missing))
 
 
 def package(name: str, extra: str) -> None:
     if importlib.util.find_spec(name) is None:
-        _do_without(f"{name}: pip install 'clap-ds[{extra}]'")
+        _skip_or_fail(f"{name}: pip install 'clap-ds[{extra}]'")
 
 
 def namespaces() -> None:
     """Require root and namespaces of networks, processes and mounts."""
     if os.geteuid() != 0:
-        _do_without("root: hosts are namespaces")
-    trial = subprocess.run(
-        ["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True
-    )
-    if trial.returncode:
-        _do_without(f"namespaces: {trial.stderr.strip()}")
+        _skip_or_fail("root: hosts are namespaces")
+    command = ["unshare", "-n", "-u", "-m", "-p", "-f", "true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        _skip_or_fail(f"namespaces: {done.stderr.strip()}")
 
 
-def _do_without(what: str) -> None:
+def _skip_or_fail(requirement: str) -> None:
+    # not at the top: this file also runs before anything is installed
     import pytest
 
     if os.environ.get(EVERYTHING):
-        pytest.fail(f"{PREFIX}{what}, and {EVERYTHING} is set", pytrace=False)
-    pytest.skip(f"{PREFIX}{what}")
+        pytest.fail(f"{PREFIX}{requirement}, and {EVERYTHING} is set", pytrace=False)
+    pytest.skip(f"{PREFIX}{requirement}")
 
 
 def summary(reasons: list[str]) -> list[str]:
@@ -78,16 +86,14 @@ def summary(reasons: list[str]) -> list[str]:
     counts = Counter(reason for reason in reasons if reason.startswith(PREFIX))
     if not counts:
         return []
-    lines = [
-        f"{count} test{'s' if count > 1 else ''} not run: {reason}"
-        for reason, count in counts.items()
-    ]
-    packages = missing_packages()
-    if packages and any(program in reason for reason in counts for program in PACKAGES):
+    lines = []
+    for reason, count in counts.items():
+        lines.append(f"{count} test{'s' if count > 1 else ''} not run: {reason}")
+    packages = " ".join(missing_packages())
+    reasons_text = " ".join(counts)
+    if packages and any(program in reasons_text for program in PACKAGES):
         sudo = "" if os.geteuid() == 0 else "sudo "
-        lines.append(
-            f"To run them: {sudo}apt-get install --no-install-recommends {' '.join(packages)}"
-        )
+        lines.append(f"To run them: {sudo}apt-get install --no-install-recommends {packages}")
     return lines
 
 

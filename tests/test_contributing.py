@@ -1,4 +1,4 @@
-"""The table of packages in CONTRIBUTING.md lists the tree."""
+"""The table "Where is what" in CONTRIBUTING.md lists the tree."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ FOLDERS = {"launch/", "analysis/", "benchmarks/", "examples/"}
 
 
 def list_architecture() -> set[str]:
-    """Return the packages and top-level modules of the tree, from the root; folders end with `/`."""
+    """Return the paths of packages and top-level modules; those of folders end with `/`."""
     package = ROOT / "clap_ds"
     folders = {f"clap_ds/{path.name}/" for path in package.iterdir() if path.is_dir()}
     folders -= {f"clap_ds/{name}/" for name in NO_PACKAGES}
@@ -22,7 +22,7 @@ def read_table() -> list[str]:
     """Return the paths in the first column of the section's table."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (section,) = re.findall(
-        r"^## The architecture\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL
+        r"^## Where is what\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL
     )
     paths = []
     for row in re.findall(r"^\|(.*)\|$", section, re.MULTILINE):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from clap_ds import shards
-from clap_ds.analysis import extrapolate, plot_scaling, report, scaling
+from clap_ds.analysis import plot_scaling, report, scaling
 from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
 from clap_ds.checkpoint.checkpoint_files import clear_leftovers, latest_valid
@@ -40,7 +40,6 @@ from clap_ds.launch.attempt import summary_of
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory, start_log
-from clap_ds.utils import csv_text
 from clap_ds.utils.errors import UserError
 from clap_ds.utils.files import show_results
 from clap_ds.weights.hub import load_tokenizer
@@ -81,7 +80,6 @@ def download(checkpoints: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     # analysis
     "summary.json": lambda path: read_record(path.parent),
-    "metrics.jsonl": lambda path: read_record(path.parent),
     "run.log": lambda path: read_runs([path], given(nodes=1, gpus=1)),
     "table.csv": lambda path: read_runs([path], given()),
     "run_directory": lambda path: summary_of(path.parent),
@@ -89,7 +87,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "manifest.json": lambda path: read_manifest(str(path.parent)),
     "shard.tar": lambda path: list(list_items(str(path), print)),
     "list.jsonl": read_paths,
-    "list.json": read_paths,
     "list.csv": lambda path: read_entries(path, BUILD_OPTIONS),
     "sounds/a.txt": build_from,
     "sounds/a.json": build_from,
@@ -164,7 +161,6 @@ TOKENIZER = "tokenizer/tokenizer.json"
 WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
     # a run
     ("metrics.jsonl",): lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
-    ("config.json",): lambda run: RunDirectory(run).write_json("config.json", {}),
     ("summary.json",): lambda run: RunDirectory(run).update_summary(state="running"),
     ("writer.json",): lambda run: FolderLock(run).acquire(),
     ("rank0.log",): lambda run: start_log(run / "rank0.log"),
@@ -182,15 +178,12 @@ WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
     ("step-00000002",): lambda folder: upload_checkpoint(folder),
     # analysis
     (
-        "report.md", "report.html", "table.csv", "scaling.png", "breakdown-1.png", "projection-1.png",
+        "report.md", "report.html", "table.csv", "scaling.png", "breakdown-2.png", "projection-1.png",
     ): lambda run: write_plot(report, run, str(RECORD), str(TINY)),
     ("scaling.csv",): lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
     ("p.png", "p.pdf", "p.svg"): lambda run: write_plot(plot_scaling, run / "p.png", str(TINY)),
-    ("c.svg",): lambda run: write_plot(plot_scaling, run / "c.svg", "--curves", str(RECORD)),
-    ("e.png", "e.pdf"): lambda run: write_plot(extrapolate, run / "e.png", str(TINY)),
-    # results of plan, flops and evaluate, and tables of classify, search and score
+    # results of plan, flops and evaluate
     ("results.json",): lambda run: show_results("", {}, run / "results.json"),
-    ("labels.csv",): lambda run: csv_text.write_csv(run / "labels.csv", [["a"]]),
     # shards
     (
         "train-00000.tar", "manifest.json", "broken.jsonl", TOKENIZER, "tokenizer/tokenizer_config.json",

@@ -1,21 +1,17 @@
 """The table of DeepSpeed's fields is the installed DeepSpeed's, which accepts every default in
 it."""
 
-import inspect
 import json
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig
-from list_deepspeed_fields import TORCH_SCHEDULERS, list_fields, record_parser
+from list_deepspeed_fields import list_fields, record_parser
 from pydantic import ValidationError
 
 from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE, make_deepspeed_model
-from clap_ds.engine.factory import WarmupStableDecayLR
 
 BATCH = {
     "train_batch_size": 4,
@@ -56,28 +52,6 @@ def test_deepspeed_parses_every_default_of_the_table() -> None:
     assert parsed.zero_config.reduce_bucket_size == field["default"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "cls"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)]
-)
-def test_params_of_adam_are_arguments_of_its_classes(kind: str, cls: type) -> None:
-    arguments: set[str] = set()
-    for implementation in (cls, FusedAdam, DeepSpeedCPUAdam):
-        arguments |= inspect.signature(implementation).parameters.keys()
-    # DeepSpeed's engine reads `torch_adam`.
-    expected = arguments - {"params", "model_params"} | {"torch_adam"}
-    assert PARAMS["optimizer"][kind].keys() == expected
-
-
-def test_params_of_schedulers_are_arguments_of_their_classes() -> None:
-    classes = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES]
-    classes += [getattr(torch.optim.lr_scheduler, name) for name in TORCH_SCHEDULERS]
-    classes.append(WarmupStableDecayLR)
-    assert PARAMS["scheduler"].keys() == {cls.__name__ for cls in classes}
-    for cls in classes:
-        arguments = inspect.signature(cls).parameters.keys() - {"optimizer", "scale_fn"}
-        assert PARAMS["scheduler"][cls.__name__].keys() == arguments
-
-
 @pytest.mark.parametrize("kind", [kind for kind in PARAMS["optimizer"] if kind[0].isupper()])
 def test_torch_optimizer_rejects_arguments_below_the_bounds(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)
@@ -92,17 +66,12 @@ def test_torch_optimizer_rejects_arguments_below_the_bounds(kind: str) -> None:
     ("kind", "params"),
     [
         ("Adadelta", {"rho": 2}),
-        ("Adafactor", {"beta2_decay": 0.5}),
-        ("Adafactor", {"d": 0.5}),
         ("Adafactor", {"eps": [-1, 0.1]}),
-        ("RMSprop", {"alpha": -1}),
         ("ConstantLR", {"factor": 2}),
         ("CosineAnnealingLR", {"T_max": 9, "last_epoch": 5}),
         ("LinearLR", {"start_factor": 0}),
-        ("LinearLR", {"end_factor": 1.5}),
         ("OneCycleLR", {"max_lr": 1, "total_steps": 9, "pct_start": 1.5}),
         ("ReduceLROnPlateau", {"factor": 1.5}),
-        ("StepLR", {"step_size": 9, "last_epoch": 5}),
     ],
 )
 def test_argument_that_torch_rejects_is_rejected_by_the_table(

@@ -32,9 +32,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if has_none or "default" in text:
             return text
         values = default if isinstance(default, list | tuple) else [default]
-        formatted = " ".join(
-            f"{value:g}" if isinstance(value, float) else str(value) for value in values
-        )
+        # 308.0 as 308
+        texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        formatted = " ".join(texts)
         # argparse replaces `%(prog)s`.
         return f"{text} (default: {formatted.replace('%', '%%')})"
 
@@ -58,6 +58,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"{option}{equals}{value}" if is_option else argument
 
     def error(self, message: str) -> NoReturn:
+        # argparse's own message
         if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             message += did_you_mean(unknown[1], self._option_string_actions, most_listed=0)
         super().error(message)
@@ -79,8 +80,10 @@ def command_name() -> str:
     """Return how the command was called: `clap-ds submit`, `launch/submit.py` or `python -m
     benchmarks.tune`."""
     script = Path(sys.argv[0]).resolve()
+    # `clap-ds` and `python -m clap_ds`
     if script.name == COMMAND or script == PACKAGE / "__main__.py":
         return " ".join([COMMAND, *sys.argv[1:2]])
+    # `python -m` with another module
     if module := getattr(sys.modules["__main__"], "__spec__", None):
         return f"python -m {module.name.removesuffix('.__main__')}"
     if script.is_relative_to(PACKAGE.parent):
@@ -157,12 +160,12 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return _make_type(float, lambda value: low <= value <= high, bounds)
 
 
+# an argparse `type=` for numbers above 0
 positive = _make_type(float, lambda value: 0 < value < float("inf"), "a number above 0")
-"""An argparse `type=` for numbers above 0."""
+# an argparse `type=` for texts that aren't blank and have no control characters
 one_line = _make_type(
     str, lambda text: text.strip() and text.isprintable(), "text of printable characters only"
 )
-"""An argparse `type=` for texts that aren't blank and have no control characters."""
 
 
 def _parse_steps(text: str) -> tuple[int, int]:
@@ -233,6 +236,7 @@ def locate(problem: str, path: Path, assignments: Iterable[str]) -> str:
     file."""
     field = problem.partition(":")[0]
     set_names = [parse_assignment(assignment)[0] for assignment in assignments]
+    # A section that was set contains the field.
     is_set = any(f"{field}.".startswith(f"{name}.") for name in set_names)
     return f"--set {problem}" if is_set else f"{path}: {problem}"
 
@@ -246,4 +250,5 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
         raise UserError(f"{text!r}: expected NAME=A,B, such as optimizer.params.lr=1e-4,3e-4")
     with suppress(ValueError):
         return name, parse_json(f"[{values}]")
+    # Some of the values are texts without quotes.
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]

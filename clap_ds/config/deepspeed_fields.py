@@ -20,12 +20,12 @@ from clap_ds.utils.files import read_json
 
 Schema = dict[str, Any]
 TABLE = read_json(Path(__file__).with_name("deepspeed_fields.json"))
+# schemas of the top-level fields of a run's JSON, except `clap`
 FIELDS: Schema = TABLE["fields"]
-"""Schemas of the top-level fields of a run's JSON, except `clap`."""
+# schemas of `params` by section (`optimizer`, `scheduler`), type and name
 PARAMS: dict[str, dict[str, Schema]] = TABLE["params"]
-"""Schemas of `params` by section (`optimizer`, `scheduler`), type and name."""
+# why a run can't set some fields that DeepSpeed knows, by dotted name
 REFUSED: dict[str, str] = TABLE["refused"]
-"""Why a run can't set some fields that DeepSpeed knows, by dotted name."""
 _TYPES: Schema = {
     "boolean": bool, "null": None, "number": float, "object": dict[str, Any], "string": str,
 }  # fmt: skip

@@ -29,15 +29,18 @@ NARROWING = 4
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 # up to which every whole number is a float
 MOST = 2**53
+# a number of things, bytes or milliseconds in a file of others
 Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
-"""A number of things, bytes or milliseconds in a file of others."""
 # Each layer is built, so an untrusted configuration must not request millions.
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
 Activation = Literal["relu", "gelu"]
 
 
-PRESETS = f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset's JSON, of a ClapModel's folder or config.json"
-"""Values that `load_preset` accepts, for messages."""
+# values that `load_preset` accepts, for messages
+PRESETS = (
+    f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset's JSON,"
+    " of a ClapModel's folder or config.json"
+)
 
 
 class Section(BaseModel):

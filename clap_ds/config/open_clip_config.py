@@ -18,8 +18,8 @@ from clap_ds.utils.files import read_object
 PREFIX = "open_clip:"
 FILE = "open_clip_config.json"
 VERSION = "4.2.0.dev0"
+# Package indexes have no such version yet.
 REQUIREMENT = "open_clip_torch[audio] @ git+https://github.com/mlfoundations/open_clip"
-"""Package indexes have no such version yet."""
 # field of a preset → open_clip's; missing ones have HTSAT's values, as there
 AUDIO = {
     "sample_rate": "sample_rate", "num_samples": "clip_samples", "stft_window": "window_size", "hop_size": "hop_size",
@@ -68,7 +68,7 @@ def _set_text_sizes(sizes: dict[str, Any], text: dict[str, Any]) -> None:
 
 
 def _read_config(name: str) -> dict[str, Any]:
-    """Return the configuration of a model: a built-in one, or of `hf-hub:NAME` or `local-dir:PATH`."""
+    """Return the configuration of a built-in model, of `hf-hub:NAME` or of `local-dir:PATH`."""
     spec = find_spec("open_clip")
     package = Path(spec.origin).parent if spec and spec.origin else Path()
     if not (package / "clap_model.py").exists():

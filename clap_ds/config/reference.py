@@ -37,6 +37,7 @@ Additional rules:
 - The types `adagrad` to `muon` of `optimizer` may be in any case, as in `AdamW`.
 - Hugging Face's `"auto"` isn't replaced, so it is rejected, except where it is listed.
 """
+# JSON schema's types and bounds, in the pages' words
 TYPE_NAMES = {
     "integer": "whole number",
     "number": "number",
@@ -58,6 +59,7 @@ def deepspeed_reference() -> str:
     type, and refused fields."""
     values = {name: schema for name, schema in FIELDS.items() if "properties" not in schema}
     page = [DEEPSPEED_HEAD, *_format_deepspeed_section("Top level", values)]
+    # The others are sections.
     for name in sorted(FIELDS.keys() - values.keys()):
         page += _format_deepspeed_section(f"`{name}`", FIELDS[name]["properties"], f"{name}.")
         for kind, params in PARAMS.get(name, {}).items():
@@ -69,14 +71,14 @@ def deepspeed_reference() -> str:
 
 def _format_deepspeed_section(title: str, fields: Schema, prefix: str = "") -> Iterator[str]:
     """Yield a table of fields, then those of the sections in it."""
-    rows: list[str] = []
-    inner: dict[str, Schema] = {}
+    rows = []
+    sections: dict[str, Schema] = {}
     for name, field in fields.items():
-        properties = [
-            option["properties"] for option in field.get("anyOf", [field]) if "properties" in option
-        ]
-        if properties:
-            inner[name] = properties[0]
+        # A nullable section is one of two options.
+        for option in field.get("anyOf", [field]):
+            if "properties" in option:
+                sections[name] = option["properties"]
+        if name in sections:
             continue
         default = "required" if field.get("required") else ""
         if "default" in field:
@@ -88,49 +90,53 @@ def _format_deepspeed_section(title: str, fields: Schema, prefix: str = "") -> I
     if rows:
         yield f"\n## {title}\n\n| field | expected | default |\n|---|---|---|\n"
     yield from rows
-    for name, section in inner.items():
+    for name, section in sections.items():
         yield from _format_deepspeed_section(f"`{prefix}{name}`", section, f"{prefix}{name}.")
 
 
 def _format_section(path: str, section: Schema, definitions: Schema) -> Iterator[str]:
     """Yield a table of fields of `clap`, then those of the sections in it."""
-    kind = section["properties"].get("source", {}).get("const")
-    heading = f"`{path}` ({kind})" if kind else f"`{path}`"
-    yield f"\n## {heading}\n\n{_format_description(section)}\n\n| field | expected | default | meaning |\n|---|---|---|---|\n"
-    inner: list[tuple[str, str]] = []
+    # `data` has one section for each of its sources.
+    source = section["properties"].get("source", {}).get("const")
+    heading = f"`{path}` ({source})" if source else f"`{path}`"
+    yield f"\n## {heading}\n\n{_format_description(section)}\n"
+    yield "\n| field | expected | default | meaning |\n|---|---|---|---|\n"
+    sections: list[tuple[str, str]] = []
     for name, field in section["properties"].items():
-        sections = dict.fromkeys(re.findall(r"\$defs/(\w+(?:Settings|Data))\b", json.dumps(field)))
-        inner += [(name, inner_section) for inner_section in sections]
-        if not sections:
-            default = (
-                f"`{json.dumps(field['default'], ensure_ascii=False)}`"
-                if "default" in field
-                else "required"
-            )
-            yield f"| `{name}` | {_describe_type(field)} | {default} | {_format_description(field)} |\n"
-    for name, inner_section in inner:
-        yield from _format_section(f"{path}.{name}", definitions[inner_section], definitions)
+        classes = re.findall(r"\$defs/(\w+(?:Settings|Data))\b", json.dumps(field))
+        if classes:
+            # A class is named by its option and by its discriminator.
+            sections += [(name, section_class) for section_class in dict.fromkeys(classes)]
+            continue
+        default = "required"
+        if "default" in field:
+            default = f"`{json.dumps(field['default'], ensure_ascii=False)}`"
+        meaning = _format_description(field)
+        yield f"| `{name}` | {_describe_type(field)} | {default} | {meaning} |\n"
+    for name, section_class in sections:
+        yield from _format_section(f"{path}.{name}", definitions[section_class], definitions)
 
 
 def _describe_type(field: Schema) -> str:
     """Describe a JSON schema's type and bounds."""
     if "anyOf" in field:
         return " or ".join(map(_describe_type, field["anyOf"]))
+    # a model's sizes, which presets define
     if "$ref" in field:
         return "sizes"
-    if "const" in field or "enum" in field:
-        values = " or ".join(
-            f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")])
-        )
-        return values + " (in any case)" if field.get("ignoreCase") else values
-    if field["type"] == "object" and "additionalProperties" not in field:
+    if "const" in field:
+        return f"`{json.dumps(field['const'])}`"
+    if "enum" in field:
+        values = " or ".join(f"`{json.dumps(value)}`" for value in field["enum"])
+        return f"{values} (in any case)" if field.get("ignoreCase") else values
+    if field["type"] == "array":
+        return f"list whose items are {_describe_type(field['items'])}"
+    if "additionalProperties" in field:
+        return f"object whose values are {_describe_type(field['additionalProperties'])}"
+    if field["type"] == "object":
         return "object, see below"
-    if field["type"] in ("array", "object"):
-        kind = "list whose items" if field["type"] == "array" else "object whose values"
-        return f"{kind} are {_describe_type(field.get('items') or field['additionalProperties'])}"
-    return TYPE_NAMES[field["type"]] + ",".join(
-        f" {sign} {field[name]}" for name, sign in BOUND_SIGNS.items() if name in field
-    )
+    bounds = [f"{sign} {field[name]}" for name, sign in BOUND_SIGNS.items() if name in field]
+    return f"{TYPE_NAMES[field['type']]} {', '.join(bounds)}".rstrip()
 
 
 def _format_description(schema: Schema) -> str:

@@ -318,8 +318,8 @@ class EvaluationSettings(Section):
     """Decoding processes per rank."""
 
 
+# contrastive loss of held-out clips and captions
 LOSS = "retrieval_loss"
-"""Contrastive loss of held-out clips and captions."""
 # recalls at 1, 5 and 10, and mean average precision at 10
 _MEASURES = ("r1", "r5", "r10", "map10")
 RETRIEVAL = (

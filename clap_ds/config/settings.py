@@ -1,4 +1,7 @@
-"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Without torch."""
+"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section.
+
+Login nodes run this module, so it imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from clap_ds.utils.errors import UserError, did_you_mean, explain
 from clap_ds.utils.files import flatten, read_object
 from clap_ds.utils.paths import find_config
 
+# fields of which DeepSpeed takes one value at stage 0
 WITHOUT_ZERO: dict[str, Any] = {
     "zero_optimization.stage": 0,
     "zero_optimization.compute_grad_norm": True,
@@ -40,7 +44,6 @@ WITHOUT_ZERO: dict[str, Any] = {
     "bf16.bf16_optimizer_states": False,
     "fp16.fp16_master_weights_and_grads": False,
 }
-"""Fields of which DeepSpeed takes one value at stage 0."""
 
 
 def _to_loss(value: Any) -> Any:
@@ -102,10 +105,10 @@ class RunSettings:
 
     @functools.cached_property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` that is named after the run and
-        a hash of its training setup.
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir`.
 
-        If the data has moved, training replaces it by the folder that the run already has.
+        The folder is named after the run and a hash of its training setup. If the data has moved,
+        training replaces it by the folder that the run already has.
         """
         clap = self.clap
         if clap.checkpoint.folder is not None:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
+# cores of this process, read before OpenMP binds the main thread to one of them
 CORES = sorted(os.sched_getaffinity(0))
-"""Cores of this process, read before OpenMP binds the main thread to one of them."""
 
 
 class RankPlace(TypedDict):
@@ -89,8 +89,8 @@ def describe_places(places: Sequence[RankPlace]) -> list[dict[str, Any]]:
 def find_wrong_binding(places: Sequence[RankPlace], num_workers: int) -> str | None:
     """Describe the first host with ranks that are bound wrongly.
 
-    Ranks are bound wrongly if they share some of their cores, or if they have fewer than one for
-    each of their processes: the rank and its data workers. Ranks that aren't bound are right: each
+    Ranks are bound wrongly if they share some of their cores. They are, too, if they have fewer
+    cores than processes: the ranks and their data workers. Ranks that aren't bound are right: each
     has all cores of the host.
     """
     num_processes = num_workers + 1

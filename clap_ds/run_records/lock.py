@@ -1,8 +1,11 @@
 """Locks on shared folders, such as a run's checkpoints, and the identity of processes in files.
 
-A folder's writer is in `writer.json`. A killed process leaves the file, which is replaced if the
-process was on this host and is gone, if SLURM says that its job is over, or if it was of the same
-job.
+A folder's writer is in `writer.json`. A killed process leaves the file. It is replaced in three
+cases:
+
+- The process was on this host and is gone.
+- SLURM has ended its job.
+- It was an earlier attempt of the same job.
 """
 
 from __future__ import annotations

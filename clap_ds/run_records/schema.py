@@ -16,12 +16,12 @@ from typing import Any, Literal, TypedDict
 # 3: throughput is samples over time (`mean`), before it the median of windows
 # 1 has no `schema`
 VERSION = 6
+# preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's
+# heads
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
 }
-"""Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's
-heads."""
 # fields of `summary.json` before schema 5 → their names
 _FORMER_FIELDS = {
     "text_tokens": "context_length",
@@ -30,12 +30,12 @@ _FORMER_FIELDS = {
 }
 # fields of `Rates` before schema 6 → their names
 _FORMER_RATES = {"low": "min", "high": "max"}
+# `phase` of `metrics.jsonl` before schema 5 → its name
 FORMER_PHASES = {"window": "timed"}
-"""`phase` of `metrics.jsonl` before schema 5 → its name."""
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
+# phases of a step, in order
 STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
-"""Phases of a step, in order."""
 
 
 def current(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,8 +185,12 @@ def list_fields(section: Any, prefix: str = "") -> Iterator[str]:
 def _suggest_field(field: str, root: Any) -> str:
     """Return a hint about an unknown field.
 
-    It is the name here of another trainer's setting, or else the nearest in its section, the only
-    field of that name elsewhere, or its section's fields if they are few.
+    It names the first of these that exists:
+
+    1. the field here for a setting of other trainers
+    2. the nearest field in its section
+    3. the only field of that name elsewhere
+    4. its section's fields, if they are few
     """
     section, _, name = field.rpartition(".")
     for pattern, name_here in OTHER_NAMES.items():

@@ -12,8 +12,8 @@ from typing import Any
 
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
+# the checkout of this code, also for an editable installation; None for a wheel
 CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
-"""The checkout of this code, also for an editable installation; None for a wheel."""
 CONFIGS = PACKAGE / "ds_configs"
 # folders of the checkout with the package's code
 CODE = ("clap_ds", "launch", "analysis")

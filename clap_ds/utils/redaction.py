@@ -1,8 +1,8 @@
 """Redact secrets in options and URLs from records, logs and reports, which people share.
 
 Credentials belong in the environment, which isn't recorded. Patterns take time in proportion to the
-text, whatever it is: each begins where a name or an address begins, which a character is part of
-only once. Standard library only.
+text. Each begins where a name or an address begins, and a character is part of only one. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from typing import Any
 
 HIDDEN = "[hidden]"
+# Words in names of secrets. A tokenizer's special tokens, such as `pad_token`, are none.
 _WORDS = (
     r"(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?!s|i|_type|_id)|secret|passw(?:or)?d|passphrase"
     r"|credential|signature|(?:api|access|account|auth|private|shared|storage|wandb|encryption)[._-]?key"
     r"|(?<![a-z0-9])(?:sig|sas)(?![a-z0-9])"
 )
-"""Words in names of secrets. A tokenizer's special tokens, such as `pad_token`, are none."""
+# a name that contains one of the words: of an option (with its dashes), a variable or a field
 _NAME = rf"(?<![\w.-])(?=[\w.-]*?(?:{_WORDS}))[\w.-]++"
-"""A name that contains one of the words: of an option (with its dashes), a variable or a field."""
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _VALUE = r"(?:(?<=['\"])[^\0\n'\"]+|[^\s\0'\",]+)"
 _QUERY = re.compile(r"\?[^\s\0'\"]+")

@@ -21,14 +21,12 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_nu
 ONE_CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, 0.1], "cycle_max_lr": 1}}
 # name that no field has → hint
 TYPOS = {
-    "bf16.enable": "'bf16.enabled'",
     "bf16.Enabled": "'bf16.enabled'",
     # nothing in the section is similar
     "comms_logger.file": "expected one of debug, enabled",
     # another section has it
     "bf16.loss_scale": "'fp16.loss_scale'",
     "checkpoint.writer.buffer_size": "'checkpoint.writer.io_buffer_size'",
-    "optimizer.param": "'optimizer.params'",
     "optimizer.params.beta": "'optimizer.params.betas'",
     "timers.troughput": "'timers.throughput'",
     "zero_optimization.offload_optimizer.devic": "'zero_optimization.offload_optimizer.device'",
@@ -36,34 +34,24 @@ TYPOS = {
 # field, wrong value, word in the message
 VALUES: list[tuple[str, Any, str]] = [
     # wrong types
-    ("bf16", True, "object"),
     ("bf16.enabled", "auto", "Hugging Face"),
     ("bf16.enabled", 1, "boolean"),
-    ("comms_logger.prof_ops", "all_reduce", "list"),
     ("comms_logger.prof_ops", [3], "string"),
-    ("fp16.min_loss_scale", 0.5, "integer"),
     ("gradient_clipping", [1.0], "number"),
-    ("optimizer.params.lr", "nope", "number"),
     ("scheduler.params.warmup_num_steps", 1e3, "integer"),
     ("zero_optimization", False, "object"),
     # out of bounds
     ("flops_profiler.module_depth", 9, "less than or equal to 8"),
-    ("gradient_clipping", -1.0, "greater"),
     ("gradient_clipping", float("nan"), "finite"),
     ("gradient_predivide_factor", 0, "greater"),
     ("optimizer.params.betas", [0.9], "2 items"),
-    ("optimizer.params.betas", [0.9, 1.5], "less than 1"),
     ("optimizer.params.lr", 1e308, "less"),
-    ("optimizer.params.eps", float("inf"), "finite"),
     ("scheduler.params.total_num_steps", 10**20, "at most"),
     # none of the values
     ("checkpoint.tag_validation", "warm", "'WARN'"),
-    ("data_types.keep_in_fp32_modules", "all", "auto"),
     ("log_level", "inof", "did you mean 'info'"),
-    ("optimizer.type", "AdmW", "did you mean 'adamw'"),
     ("optimizer.type", "sgd", "did you mean 'SGD'"),
     ("optimizer.type", "LBFGS", "no supported optimizer"),
-    ("torch_autocast.dtype", "bfloat61", "did you mean 'bfloat16'"),
     # missing fields
     ("scheduler", {"type": "WarmupLR"}, "params"),
     ("scheduler", {"params": {}}, "scheduler.type: missing"),
@@ -73,13 +61,11 @@ VALUES: list[tuple[str, Any, str]] = [
     ("data_types.grad_accum_dtype", "fp32", "expected null"),
     ("elasticity", {"enabled": True}, "not supported: DeepSpeed has removed it"),
     ("bf16.bf16_optimizer_states", True, "expected false"),
-    ("zero_optimization.compute_grad_norm", False, "expected true"),
     ("zero_optimization.offload_optimizer", {"device": "cpu"}, 'expected "none"'),
     ("zero_optimization.offload_param", {"device": "cpu"}, "needs ZeRO"),
     # contradictions
     ("zero_optimization.stage3_max_live_parameters", 0, "its other name"),
     ("torch_autocast.enabled", True, "expected false, as bf16.enabled is true"),
-    ("fp16.enabled", True, "expected false, as bf16.enabled is true"),
 ]
 JSON_VALUES = {
     "boolean": True,
