@@ -11,7 +11,7 @@ from clap_ds.config.arguments import COMMAND
 from clap_ds.utils.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.utils.paths import VERSION
 
-# group → command → module of `clap_ds` and what the command does
+# group → command → module of `clap_ds`, with its function if that is not `main`, and a description
 GROUPS = {
     "run": {
         "bench": ("bench", "measure training throughput"),
