@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from clap_ds.distributed.error_file import KILLED
 from clap_ds.distributed.init import keep_freed_memory
 
+# by exit code
 _LIKELY_CAUSES = {
     -signal.SIGKILL: "; the host probably ran out of memory: use fewer workers or a smaller shuffle_buffer",
     -signal.SIGBUS: "; shared memory (/dev/shm) is probably full: enlarge it or use fewer workers",
