@@ -176,7 +176,7 @@ class RemoteFiles:
 
 
 class _Limit(NoOpCallback):
-    """An end of a transfer, with an error, after `max_bytes`. With other classes than
+    """A callback that ends a transfer with an error after `max_bytes`. With other base classes than
     `NoOpCallback`, `hf://` is slow."""
 
     def __init__(self, path: str, max_bytes: float) -> None:

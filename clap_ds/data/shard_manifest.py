@@ -1,8 +1,8 @@
 """Describe tars and list their items.
 
-`expand_shards` finds tars by their patterns. A folder's `manifest.json` states the kind of its tars,
-and each tar's items, bytes, seconds and checksum. `list_items` reads the headers of one tar, and
-groups its members by name to items, as in WebDataset. Contents stay in the file until `fetch`.
+`expand_shards` finds tars by their patterns. A folder's `manifest.json` states the kind of its
+tars, and each tar's items, bytes, seconds and checksum. `list_items` reads the headers of one tar,
+and groups its members by name to items, as in WebDataset. Contents stay in the file until `fetch`.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def _check_front_end(manifest: ShardManifest, model: ClapConfig, where: str) -> 
 def _warn_of_filter(where: str) -> None:
     print(
         f"warning: {where} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
-        "Unless its files had the model's sample rate or a higher one, they have another spectrum than encoded "
-        "audio: prepare them again (clap-ds shards prepare)",
+        "Unless its files had the model's sample rate or a higher one, they have another spectrum "
+        "than encoded audio: prepare them again (clap-ds shards prepare)",
         file=sys.stderr,
     )
 

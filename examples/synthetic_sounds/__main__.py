@@ -150,7 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
     text = "length of clips in s (default: 1-15)"
     add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help=text)
-    text = "caption templates: for training (default), or held out (new combinations of the same words)"
+    text = (
+        "caption templates: for training (default), or held out (new combinations of the same "
+        "words)"
+    )
     add("--wordings", choices=TEMPLATES, default="train", help=text)
     text = "rate of all clips (default: varied)"
     add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help=text)

@@ -89,12 +89,18 @@ def add_build_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("shards").add_argument
     text = "set the approximate size of a shard in MB of SOURCE's files"
     add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=text)
-    text = "set the number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
+    text = (
+        "set the number of training shards, instead of --shard_mb; ideally a multiple of "
+        "ranks × workers"
+    )
     add("--shards", type=arguments.whole_number(), metavar="N", help=text)
     text = "set the seed for shuffling and holding out"
     add("--seed", type=int, default=0, metavar="N", help=text)
     add_preparation_options(parser, KINDS, default="encoded")
-    text = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
+    text = (
+        "train a tokenizer with N tokens on the captions, to train a model from scratch; "
+        "typically 1000 to 10000"
+    )
     # 261: a token per byte, and RoBERTa's five special tokens.
     add = parser.add_argument
     add("--train_tokenizer", type=arguments.whole_number(261), metavar="N", help=text)
@@ -144,7 +150,7 @@ def run_build(options: Namespace) -> int:
 
 
 def warn_of_few_captions(entries: list[Entry]) -> None:
-    """Warn of captions that a wrong column may have caused: all equal, or fewer than 2% distinct."""
+    """Warn of captions as a wrong column causes them: all equal, or fewer than 2% distinct."""
     # Clips with equal lists of captions count once.
     num_captions = len({tuple(entry.captions) for entry in entries})
     most_clips = 50 * num_captions if num_captions > 1 else 1

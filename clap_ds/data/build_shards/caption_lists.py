@@ -1,7 +1,8 @@
 """Read the captions of audio files from a list or a folder.
 
 A list becomes rows, `rows_of`, and each row an `Entry`: the path by the audio column or template,
-captions by the caption columns, and all other columns as metadata. Rows of the same file are merged.
+captions by the caption columns, and all other columns as metadata. Rows of the same file are
+merged.
 """
 
 from __future__ import annotations
@@ -89,11 +90,17 @@ def add_columns(parser: ArgumentParser) -> None:
     add("--audio_column", metavar="NAME", help=text)
     text = "read captions or class names from these columns"
     add("--caption_columns", nargs="+", metavar="NAME", help=text)
-    text = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
+    text = (
+        "split these columns of several names, separated by commas, semicolons or bars, such as "
+        "FSD50K's labels"
+    )
     add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=text)
     text = "set the folder of relative paths (default: the list's)"
     add("--audio_root", type=Path, metavar="FOLDER", help=text)
-    text = "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
+    text = (
+        "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their "
+        "targets are packed, too"
+    )
     add("--follow_links", action="store_true", help=text)
 
 
@@ -187,7 +194,8 @@ def _describe_outside(path: Path, folder: Path, options: Namespace) -> str:
     builds the shards. Else empty."""
     if options.follow_links or "\0" in str(path) or not leads_outside(path, folder):
         return ""
-    return f"{path.name} leads out of {folder} by a link or '..': if you trust that, pass --follow_links"
+    problem = f"{path.name} leads out of {folder} by a link or '..'"
+    return f"{problem}: if you trust that, pass --follow_links"
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
