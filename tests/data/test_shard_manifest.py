@@ -139,6 +139,7 @@ def folders(tmp_path: Path, micro: ClapConfig) -> Path:
 @pytest.mark.parametrize(
     ("names", "kind"),
     [
+        # without a manifest
         (["bare"], "encoded"),
         (["plain"], "encoded"),
         (["wav"], "waveform"),
