@@ -87,7 +87,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """What a rank's batches are like; see `clap_ds.data.dataloader.build_batches`."""
+    """The shape and origin of a rank's batches; see `clap_ds.data.dataloader.build_batches`."""
 
     model: ClapConfig
     context_length: int = CONTEXT_LENGTH

@@ -40,6 +40,7 @@ MAX_FUSED_CLIPS = 10
 _NUDGE_DB = 0.5
 
 
+# Frozen, because several workers and ranks report the same item, which counts once.
 @dataclass(frozen=True, slots=True)
 class Broken:
     """The name of an unusable item, or a tar's path, and the reason."""
@@ -71,6 +72,7 @@ def values_by_name(members: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return what an item has of the names of `key` and of the captions' `CAPTION_KEY`, in this
     order."""
     try:
+        # A number, which has no fields, if there is no json.
         content = parse_json(members.get("json", b"0"), allow_nan=True)
         fields = content if isinstance(content, dict) else {}
         if "txt" in members:
@@ -91,6 +93,7 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
 
 
 def _list_files(members: Mapping[str, Any]) -> str:
+    # Names that start with "__" are WebDataset's own.
     names = ", ".join(sorted(name for name in members if not name.startswith("__"))) or "none"
     return f"{names} (WebDataset splits names at the first dot)" if "." in names else names
 
@@ -149,8 +152,10 @@ def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random
     if num_positions == 1:
         row[:] = log_mel_TF
         return
+    # (1, 1, T, F) → (1, 1, num_frames, F)
     row[0] = F.interpolate(log_mel_TF[None, None], audio.feature_shape, mode="bilinear")[0, 0]
     for crop, positions in zip(row[1:], np.array_split(range(num_positions), 3), strict=True):
+        # With fewer than three positions, some thirds have none.
         start = rng.randint(int(positions[0]), int(positions[-1])) if len(positions) else 0
         crop[:] = log_mel_TF[start : start + audio.num_frames]
     # For a steady tone all four are equal, which would mean a short file.

@@ -91,6 +91,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
             return
         rates = [*rates]
         throughput = self._pieces.throughput()
+        # The fastest of several steps, because the first ones are slower.
         if throughput and len(rates) > 1:
             cores = len(CORES)
             report = describe(throughput, max(rates), ranks_per_host=ranks_per_host, cores=cores)
@@ -102,6 +103,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         statistics_by_rank = gather(self.statistics())
         if rank() != 0:
             return
+        # Ranks share the tars at the border of their parts, so they may report the same item.
         skipped = {}
         for statistics in statistics_by_rank:
             for item in statistics.get("broken_items", ()):
@@ -110,6 +112,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         record.update_summary(data=statistics_by_rank[0] | counts)
 
     def close(self) -> None:
+        # A copy may still read the memory that the pieces release.
         if self._prefetched and self._prefetched.copied:
             self._prefetched.copied.synchronize()
         self._prefetched = None

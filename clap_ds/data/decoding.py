@@ -107,8 +107,10 @@ def open_audio(encoded: Encoded) -> Iterator[AudioFile]:
     # OverflowError: for invalid lengths
     except (soundfile.SoundFileError, MemoryError, ValueError, OverflowError) as error:
         reason = str(getattr(error, "error_string", error)).rstrip(".")
-        advice = "if it is neither truncated nor damaged, convert it, such as with `ffmpeg -i x.m4a x.flac`"
-        raise BrokenItemError(f"audio can't be decoded: {reason}; {advice}") from None
+        advice = "if it is neither truncated nor damaged, convert it"
+        example = "such as with `ffmpeg -i x.m4a x.flac`"
+        message = f"audio can't be decoded: {reason}; {advice}, {example}"
+        raise BrokenItemError(message) from None
 
 
 def check_samples(num_decoded: int, num_expected: int, is_silent: bool) -> None:

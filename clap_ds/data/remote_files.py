@@ -47,6 +47,7 @@ class RemoteFiles:
             fs = fs.fs
         self._fs = fs
         self._root = root.rstrip("/")
+        # Local paths are pinned by file descriptors, so that no one can replace a part by a link.
         self._is_local = isinstance(fs, LocalFileSystem)
         # Servers of HTTP may refuse to list folders.
         self._has_links = "http" not in fs.protocol
@@ -55,6 +56,7 @@ class RemoteFiles:
 
     def ls(self, folder: str = "") -> dict[str, bool]:
         """Return the names in a folder, and whether each is a link. A missing folder has none."""
+        # Other programs may have written to the folder since.
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(self._join(folder), detail=True)
@@ -62,6 +64,7 @@ class RemoteFiles:
             return {}
         is_link = {}
         for entry in entries:
+            # Packages differ in how they mark links.
             name = posixpath.basename(entry["name"].rstrip("/"))
             is_link[name] = bool(entry.get("islink", entry.get("type") == "link"))
         return is_link
@@ -79,6 +82,7 @@ class RemoteFiles:
         """Return the first `size` bytes of a file, or all if it has fewer."""
         content = bytearray()
         with self._source(name) as (path, _), self._fs.open(path, "rb") as file:
+            # A read may return fewer bytes than there are.
             while block := file.read(size - len(content)):
                 content += block
         return bytes(content)
@@ -89,6 +93,7 @@ class RemoteFiles:
         limit = _Limit(self._join(name), min(max_bytes, shutil.disk_usage(to.parent).free))
         try:
             with self._source(name) as (path, size):
+                # Refuses a file whose stated size is too large before any transfer.
                 limit.set_size(size)
                 self._fs.get_file(path, str(to), callback=limit)
             # Not every package does.
@@ -161,6 +166,7 @@ class RemoteFiles:
             with own_path(Path(self._root), name, creates=creates) as local_path:
                 yield str(local_path)
             return
+        # Remote links can't be pinned, but the listing of each folder on the way names them.
         folder = ""
         for part in name.split("/"):
             if part and self._has_links and self._listing(folder).get(part):
@@ -170,7 +176,7 @@ class RemoteFiles:
 
 
 class _Limit(NoOpCallback):
-    """An end of a transfer, with an error, after `max_bytes`. With other classes than
+    """A callback that ends a transfer with an error after `max_bytes`. With other base classes than
     `NoOpCallback`, `hf://` is slow."""
 
     def __init__(self, path: str, max_bytes: float) -> None:
@@ -196,6 +202,7 @@ async def _open_http_client(**options: Any) -> Any:
         async def read(self) -> bytes:
             if self._body is None:
                 body = bytearray()
+                # In pieces, because an answer may state no length.
                 async for block in self.content.iter_any():
                     body += block
                     if len(body) > MOST_BYTES:

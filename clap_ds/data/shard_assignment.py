@@ -45,7 +45,7 @@ class EpochPartition:
     reader: int
 
     def samples_until(self, epoch: int, reader: int | None = None) -> int:
-        """Return how many samples of all epochs before `epoch` a worker (default: this one) reads."""
+        """Return how many samples a worker (default: this one) reads before `epoch`."""
         rank, worker = divmod(self.reader if reader is None else reader, self.num_workers)
         # Sums over ranks to the total.
         of_rank = (epoch * self.epoch_samples + rank) // self.world_size
@@ -58,7 +58,7 @@ class EpochPartition:
         return self.samples_until(epoch + 1, reader) - self.samples_until(epoch, reader)
 
     def parts(self, tars: list[str], epoch: int) -> tuple[list[TarPart], list[TarPart]]:
-        """Return this worker's parts of an epoch, and all other parts, in sequence from its end on."""
+        """Return this worker's parts of an epoch, and all other parts, which follow its end."""
         start = sum(self.samples_in(epoch, reader) for reader in range(self.reader))
         stop = start + self.samples_in(epoch, self.reader)
         behind = self._parts_between(tars, stop, math.inf)

@@ -77,7 +77,7 @@ def check_url(url: str) -> None:
             raise ValueError(f"{url}: {error}") from None
 
 
-def again(attempt: Callable[[], T]) -> T:
+def retry(attempt: Callable[[], T]) -> T:
     """Try up to five times. Permanent errors, such as FileNotFoundError, are raised immediately."""
     for number in range(4):
         try:
@@ -160,7 +160,7 @@ def open_copy(
     """Open a shard's copy, named by a hash of the source's info so that changed shards are fetched
     again. `limit` returns the most bytes to copy, given the source's size if that is known."""
     remote = RemoteFiles(shard)
-    info = again(remote.info)
+    info = retry(remote.info)
     name = hashlib.sha256(repr((shard, info)).encode()).hexdigest()[:32]
     copy = folder / f"{name}.tar"
     part = locks / f"{name}.part"
@@ -173,7 +173,7 @@ def open_copy(
                 now_ns = time.time_ns()
                 os.utime(copy, ns=(now_ns, now_ns))
                 return OpenFile(copy)
-            again(lambda: remote.download("", part, max_bytes=limit(info.get("size"))))
+            retry(lambda: remote.download("", part, max_bytes=limit(info.get("size"))))
             # Before the rename, because other processes may delete the copy at once.
             file = OpenFile(part)
             part.replace(copy)

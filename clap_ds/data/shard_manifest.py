@@ -1,8 +1,8 @@
 """Describe tars and list their items.
 
-`expand_shards` finds tars by their patterns. A folder's `manifest.json` states the kind of its tars,
-and each tar's items, bytes, seconds and checksum. `list_items` reads the headers of one tar, and
-groups its members by name to items, as in WebDataset. Contents stay in the file until `fetch`.
+`expand_shards` finds tars by their patterns. A folder's `manifest.json` states the kind of its
+tars, and each tar's items, bytes, seconds and checksum. `list_items` reads the headers of one tar,
+and groups its members by name to items, as in WebDataset. Contents stay in the file until `fetch`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from clap_ds.data.shard_io import (
     KINDS,
     Kind,
     OpenFile,
-    again,
     check_url,
     is_absent,
     is_remote,
     open_shard,
+    retry,
 )
 from clap_ds.utils.errors import printable
 from clap_ds.utils.files import MOST_BYTES, parse_json, write_atomically
@@ -144,6 +144,7 @@ def read_manifest(folder: str) -> ShardManifest:
     # any error of the file system package
     except Exception as error:
         if not is_absent(error):
+            # fsspec raises FileNotFoundError for all errors of HTTP.
             reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
             raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
     # none, or another program's
@@ -152,12 +153,13 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def _read_start(path: str, size: int) -> bytes:
     """Read up to `size` bytes of a regular file or URL."""
-    return again(lambda: RemoteFiles(path).read_start("", size))
+    return retry(lambda: RemoteFiles(path).read_start("", size))
 
 
 def describe_contents(paths: Sequence[str]) -> str:
     """Describe what files contain, the same wherever they are: their number, and a digest of all
     names and of the beginnings of the first files. Raises ValueError if one can't be read."""
+    # Without folders, which differ between clusters.
     by_name = sorted(paths, key=lambda path: Path(path).name)
     digest = hashlib.sha256(repr([Path(path).name for path in by_name]).encode())
     for path in by_name[:_NUM_DESCRIBED_FILES]:
@@ -188,6 +190,7 @@ def kind_of(
         kinds = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(folders.items()))
         advice = "prepare all as mel, or none (clap-ds shards prepare)"
         raise ValueError(f"{field}: {kinds} can't be mixed; {advice}")
+    # `KINDS` begins with the kind whose reader also reads the next one.
     return next(kind for kind in KINDS if kind in folders)
 
 
@@ -209,8 +212,8 @@ def _check_front_end(manifest: ShardManifest, model: ClapConfig, where: str) -> 
 def _warn_of_filter(where: str) -> None:
     print(
         f"warning: {where} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
-        "Unless its files had the model's sample rate or a higher one, they have another spectrum than encoded "
-        "audio: prepare them again (clap-ds shards prepare)",
+        "Unless its files had the model's sample rate or a higher one, they have another spectrum "
+        "than encoded audio: prepare them again (clap-ds shards prepare)",
         file=sys.stderr,
     )
 
@@ -362,6 +365,7 @@ def _read_members(
                 offset = tar.offset
                 # To save memory.
                 tar.__dict__["members"].clear()
+                # Folders and links have no contents.
                 if member.isfile() and not member.issparse():
                     if member.offset_data + member.size > tar_bytes:
                         raise EOFError("unexpected end of data")

@@ -5,8 +5,10 @@ An item passes these steps:
 1. `open_ahead` opens a pass's tars in order, each while the one before is read.
 2. `_SourceReader._read_tars` lists a tar's items. Their contents stay in the file.
 3. `_SourceReader._items_of_pass` shuffles them, and appends replacements for unusable ones.
-4. `_SourceReader.read_into` chooses an item's caption and writes its audio to a row. It skips unusable items.
-5. `ShardReader.chunks` draws the source of each row in a mixture, tokenizes captions and yields full chunks.
+4. `_SourceReader.read_into` chooses an item's caption and writes its audio to a row. It skips
+   unusable items.
+5. `ShardReader.chunks` draws the source of each row in a mixture, tokenizes captions and yields
+   full chunks.
 
 The order of a pass, and an item's crop and caption, depend only on the seed, the pass and the
 position in it. A position is thus a few numbers, from which reading resumes exactly.
@@ -79,7 +81,7 @@ class Chunk:
     failure: str = ""
 
     def batch(self, ring_buffers: Tensor) -> Batch:
-        """Return the rows, with their audio in all workers' ring buffers, (workers, slots, rows, …)."""
+        """Return the rows, whose audio is in `ring_buffers`, (workers, slots, rows, …)."""
         assert self.captions is not None
         ids, mask = self.captions
         audio = ring_buffers[self.worker, self.slot]
@@ -104,7 +106,7 @@ class ShardReader:
     staging: StagingFolder | None = None
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield chunks endlessly. If a source has no usable item, the last chunk gives the reason."""
+        """Yield chunks endlessly. If a source has no usable item, the last one gives the reason."""
         _raise_open_file_limit()
         skipped: list[Broken] = []
         readers = self._source_readers(lambda name, reason: skipped.append(Broken(name, reason)))
@@ -172,7 +174,7 @@ class _SourceReader:
         self._report = report
         # Only one worker of the run logs the names of captions.
         self._logs_captions = reader.worker == 0 and reader.spec.rank == 0
-        # Usable samples so far of all sources. Passes end by it only if this source is the only one.
+        # Usable samples so far of all sources. Passes end by it only if there is one source.
         self._num_samples = reader.start["samples"]
         self._start_pass(pass_number, num_drawn)
 

@@ -45,7 +45,7 @@ _UNKNOWN = 2**62
 
 
 class BrokenItemError(ValueError):
-    """Raised for an item that can't be used."""
+    """The reason why an item can't be used."""
 
 
 class AudioFile(soundfile.SoundFile):

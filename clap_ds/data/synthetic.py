@@ -32,6 +32,7 @@ class _Clips(Dataset[tuple[Tensor, ...]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         number, row = divmod(index, len(self._batches[0]))
+        # Indices continue endlessly, so that a resumed run goes on with the next batch.
         batch = self._batches[number % len(self._batches)]
         return tuple(tensor[row] for tensor in batch.tensors())
 
@@ -48,6 +49,7 @@ class SyntheticStream:
         self._starts = range(0, spec.micro_batch, PIECE_SIZE)
         self._loader: Loader[list[Tensor]] | None = None
         if data.num_workers:
+            # Forked, so that workers share the batches' memory.
             self._loader = Loader(
                 _Clips(self._batches),
                 num_workers=data.num_workers,
@@ -88,10 +90,12 @@ class SyntheticStream:
 
 def _random_batches(data: SyntheticData, spec: BatchSpec) -> list[Batch]:
     """Generate batches that depend on the seed and rank. Noise is drawn on the device."""
+    # A single length is a histogram of one bin.
     lengths = data.caption_lengths or spec.context_length
     weights = lengths if isinstance(lengths, dict) else {str(lengths): 1.0}
     length_of = torch.tensor([int(length) for length in weights])
     probabilities = torch.tensor([*weights.values()], dtype=torch.float64)
+    # Captions are equal on all devices, noise isn't.
     host_rng = torch.Generator().manual_seed(_mix(spec.seed, spec.rank, 0))
     device_rng = torch.Generator(spec.device).manual_seed(_mix(spec.seed, spec.rank, 1))
     audio = spec.model.audio
@@ -128,6 +132,7 @@ def _random_captions(
     ids = torch.randint(
         FIRST_WORD_ID, text.vocab_size, (len(lengths_B), context_length), generator=generator
     )
+    # <s> w w w </s> <pad> <pad>
     ids[:, 0] = START_TOKEN_ID
     ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID
     mask = (torch.arange(context_length) < lengths_B[:, None]).long()

@@ -46,7 +46,7 @@ _MAX_CHUNK_ROWS = 32
 
 @dataclass(slots=True)
 class ReadingPlan:
-    """What a rank's workers read."""
+    """The tars that a rank's workers read, and what describes their order and contents."""
 
     kind: Kind
     chunk_rows: int
@@ -73,7 +73,8 @@ def plan_reading(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> Rea
     # Names without folders: moved tars are read in the same order.
     contents: Any = []
     for source in sources:
-        contents.append([[shard.rpartition("/")[2] for shard in source.shards], source.weight])
+        names = [shard.rpartition("/")[2] for shard in source.shards]
+        contents.append([names, source.weight])
     if has_epochs:
         contents = [contents, samples]
     staging = None
@@ -237,6 +238,8 @@ class WebDatasetStream:
         tokenizer = load_tokenizer(
             data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
         )
+        # Draws differ between orders, ranks and workers.
+        seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}"
         readers = []
         for worker, sources in enumerate(plan.sources_by_worker):
             reader = ShardReader(
@@ -246,7 +249,7 @@ class WebDatasetStream:
                 spec,
                 tokenizer,
                 self._ring_buffers[worker],
-                seed=f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker {worker}",
+                seed=f"{seed}, worker {worker}",
                 start=self._state["positions"][worker],
                 staging=plan.staging,
             )

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from clap_ds.distributed.error_file import KILLED
 from clap_ds.distributed.init import keep_freed_memory
 
+# by exit code
 _LIKELY_CAUSES = {
-    -signal.SIGKILL: "; the host probably ran out of memory: use fewer workers or a smaller shuffle_buffer",
+    -signal.SIGKILL: "; the host probably ran out of memory: "
+    "use fewer workers or a smaller shuffle_buffer",
     -signal.SIGBUS: "; shared memory (/dev/shm) is probably full: enlarge it or use fewer workers",
 }
 
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 
 class WorkerKilledError(ValueError):
-    """A signal ended a data worker: the host has too little memory, or is broken."""
+    """The end of a data worker by a signal: the host has too little memory, or is broken."""
 
     fault = KILLED
 

@@ -51,10 +51,12 @@ def make_clip(
     sample_rate = rng.choice([options.sample_rate] if options.sample_rate else SAMPLE_RATES)
     seconds = rng.uniform(*options.seconds)
     time = np.arange(round(seconds * sample_rate)) / sample_rate
+    # a pitch in Hz or a tempo in 1/s, and a word for it
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
     noise = np.random.default_rng(rng.getrandbits(64))
     signal = SIGNALS[kind.label](noise, time, value)
+    # to this peak
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         # stereo, with a quieter second channel
@@ -101,6 +103,7 @@ def write_sounds(options: argparse.Namespace) -> None:
                 item, captions = make_item(number, options)
                 tar.write(item)
                 all_captions += captions
+    # Small models train from scratch with a small vocabulary.
     with replacing_files(directory / "tokenizer") as draft:
         train_tokenizer(all_captions, draft)
     classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
@@ -147,13 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
     text = "length of clips in s (default: 1-15)"
     add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help=text)
-    text = "caption templates: for training (default), or held out (new combinations of the same words)"
+    text = (
+        "caption templates: for training (default), or held out (new combinations of the same "
+        "words)"
+    )
     add("--wordings", choices=TEMPLATES, default="train", help=text)
     text = "rate of all clips (default: varied)"
     add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help=text)
     formats = sorted({file_format for file_format, _ in ENCODINGS})
     add("--format", choices=formats, help="format of all clips (default: varied)")
     options = parser.parse_args(arguments)
+    # Tars of earlier sounds would mix with new ones.
     directory: Path = options.directory
     if directory.exists() and any(directory.iterdir()):
         advice = "pass a new folder, or empty it"

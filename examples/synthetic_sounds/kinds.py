@@ -76,6 +76,7 @@ class Kind:
     ) -> str:
         """Return a caption. It includes each of the words for loudness and for pitch or tempo at
         random."""
+        # Kinds without a scale have an empty second word.
         words = [word for word in qualities if word and rng.random() < 0.7]
         rng.shuffle(words)
         sound = with_article(" ".join([*words, rng.choice(self.nouns[wordings])]))

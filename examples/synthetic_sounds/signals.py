@@ -37,6 +37,7 @@ def _bell(time: Signal, pitch: float) -> Signal:
 
 def _bird(time: Signal) -> Signal:
     """Return seven calls a second, of which the last two are left out."""
+    # Each call rises by 2 kHz and falls.
     arch = np.sin(np.pi * (time * 7 % 1))
     return np.where(time % 1 < 0.72, _sine(time, 3000 + 2000 * arch) * arch**2, 0)
 

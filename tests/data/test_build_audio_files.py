@@ -105,21 +105,14 @@ def build(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str, st
 
 
 def test_unusable_files_are_each_listed_with_reason(tmp_path: Path) -> None:
+    """Also if their contents are equal."""
     mute = wav(np.zeros(99))
-    unusable = {
-        "text.wav": (b"no audio", "decoded"),
-        "mute.wav": (mute, "silent"),
-        "equal mute.wav": (mute, "silent"),
-        "nan.wav": (wav(np.full(99, np.nan)), "peaks at nan"),
-        "slow.wav": (wav(tone(0), 1), "sample rate of 1 Hz"),
-        "cut.wav": (wav(tone(0), RATE)[:500], "truncated"),
-    }
-    files = {name: content for name, (content, _) in unusable.items()}
+    files = {"text.wav": b"no audio", "mute.wav": mute, "copy.wav": mute}
     used, reasons = build(tmp_path, files | {"tone.wav": wav(tone(0), RATE)})
     assert used == {"tone.wav"}
-    assert reasons.keys() == unusable.keys()
-    for name, (_, reason) in unusable.items():
-        assert reason in reasons[name]
+    assert reasons.keys() == files.keys()
+    assert "decoded" in reasons["text.wav"]
+    assert "silent" in reasons["mute.wav"]
 
 
 def test_format_unknown_to_training_becomes_flac(tmp_path: Path) -> None:

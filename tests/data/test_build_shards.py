@@ -53,6 +53,15 @@ def test_build_with_too_many_skipped_exits_1(
     assert "--max_left_out 0.49; the shards are usable" in capsys.readouterr().err
 
 
+def test_build_without_usable_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list.csv").write_text("path,caption\nx,y\n")
+    assert run(tmp_path / "list.csv", tmp_path / "out") == 2
+    assert f"none of 1 items are usable; the first: {tmp_path}/x" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_build_of_first_files_estimates_whole_list(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

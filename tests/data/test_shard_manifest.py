@@ -119,16 +119,16 @@ def test_samples_of_remote_shards_are_those_of_manifest(tmp_path: Path) -> None:
 @pytest.fixture
 def folders(tmp_path: Path, micro: ClapConfig) -> Path:
     """Write manifests of several kinds and front ends."""
-    own = front_end_of(micro.audio)
+    front_end = front_end_of(micro.audio)
     shards = {"0.tar": record_of(1)}
     manifests = {
         "plain": ShardManifest(shards),
         # Its mel bins are left to the model.
-        "wav": ShardManifest(shards, "waveform", own | {"mel_bins": 99}),
-        "mel": ShardManifest(shards, "mel", own),
-        "slow": ShardManifest(shards, "waveform", own | {"sample_rate": 16000}),
-        "other": ShardManifest(shards, "mel", own | {"fmin": 0.0, "mel_bins": 99}),
-        "filter": ShardManifest(shards, "waveform", own | {"resampling": "another"}),
+        "wav": ShardManifest(shards, "waveform", front_end | {"mel_bins": 99}),
+        "mel": ShardManifest(shards, "mel", front_end),
+        "slow": ShardManifest(shards, "waveform", front_end | {"sample_rate": 16000}),
+        "other": ShardManifest(shards, "mel", front_end | {"fmin": 0.0, "mel_bins": 99}),
+        "filter": ShardManifest(shards, "waveform", front_end | {"resampling": "another"}),
     }
     for name, manifest in manifests.items():
         (tmp_path / name).mkdir()
@@ -139,6 +139,7 @@ def folders(tmp_path: Path, micro: ClapConfig) -> Path:
 @pytest.mark.parametrize(
     ("names", "kind"),
     [
+        # without a manifest
         (["bare"], "encoded"),
         (["plain"], "encoded"),
         (["wav"], "waveform"),

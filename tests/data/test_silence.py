@@ -57,7 +57,8 @@ SILENT: dict[str, Synthesize] = {
     "zeros": np.zeros,
     "antiphase": lambda number: stereo(tone(number), -tone(number)),
     "three channels that cancel": lambda number: np.outer(tone(number), [1, 0.5, -1.5]),
-    "less than 16 bits": lambda number: 1e-5 * tone(number),
+    # rounded to 0 in 16 bits
+    "faint": lambda number: 1e-5 * tone(number),
 }
 AUDIBLE: dict[str, Synthesize] = {
     "one channel": lambda number: stereo(tone(number), np.zeros(number)),

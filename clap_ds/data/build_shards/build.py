@@ -89,12 +89,18 @@ def add_build_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("shards").add_argument
     text = "set the approximate size of a shard in MB of SOURCE's files"
     add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=text)
-    text = "set the number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
+    text = (
+        "set the number of training shards, instead of --shard_mb; ideally a multiple of "
+        "ranks × workers"
+    )
     add("--shards", type=arguments.whole_number(), metavar="N", help=text)
     text = "set the seed for shuffling and holding out"
     add("--seed", type=int, default=0, metavar="N", help=text)
     add_preparation_options(parser, KINDS, default="encoded")
-    text = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
+    text = (
+        "train a tokenizer with N tokens on the captions, to train a model from scratch; "
+        "typically 1000 to 10000"
+    )
     # 261: a token per byte, and RoBERTa's five special tokens.
     add = parser.add_argument
     add("--train_tokenizer", type=arguments.whole_number(261), metavar="N", help=text)
@@ -144,7 +150,8 @@ def run_build(options: Namespace) -> int:
 
 
 def warn_of_few_captions(entries: list[Entry]) -> None:
-    """Warn of captions that a wrong column may have caused: all equal, or fewer than 2% distinct."""
+    """Warn of captions as a wrong column causes them: all equal, or fewer than 2% distinct."""
+    # Clips with equal lists of captions count once.
     num_captions = len({tuple(entry.captions) for entry in entries})
     most_clips = 50 * num_captions if num_captions > 1 else 1
     if len(entries) > most_clips:
@@ -165,6 +172,7 @@ def train_on_captions(entries: list[Entry], options: Namespace) -> str:
 def merge_equal_audio(entries: list[Entry], num_threads: int) -> list[Entry]:
     """Check the files, and merge entries whose samples are equal, whatever their format and
     tags."""
+    # libsndfile and hashing release the GIL.
     with ThreadPoolExecutor(num_threads) as pool:
         digests_of_starts = pool.map(partial(identify_audio, _COMPARED_SAMPLES), entries)
         starts = list(tqdm(digests_of_starts, "files", len(entries), disable=None))
@@ -188,6 +196,7 @@ def identify_audio(max_samples: int, entry: Entry) -> str:
     try:
         entry.size = entry.path.stat().st_size
         with pinned(entry.path) as path, open_audio(path) as file:
+            # The mean, so that mono and stereo copies are equal.
             samples = file.read(max_samples, "float32", always_2d=True).mean(axis=1)
             is_constant = len(samples) == file.frames and samples.min() == samples.max()
             check_samples(len(samples), min(max_samples, file.frames), is_constant)
@@ -208,6 +217,7 @@ def with_estimate(convert: Convert, num_files: int) -> Convert:
 
     def convert_and_estimate(content: bytes, extension: str) -> EncodedClip:
         clip = convert(content, extension)
+        # Threads share the counter.
         if next(numbers) == _NUM_TRIAL_FILES:
             elapsed_s = time.perf_counter() - started_s
             total_min = elapsed_s / _NUM_TRIAL_FILES * num_files / 60
@@ -237,6 +247,7 @@ def members_of(
             # Readers prefer a `text` to the caption.
             is_reserved = name in ("text", "caption", "source")
             fields[f"{name}_column" if is_reserved else name] = value
+        # Last, so that columns can't replace them.
         fields |= {"caption": caption, "source": entry.path.name}
         encoded = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="replace")
         item = {"__key__": f"{number:09d}", clip.extension: clip.content, "json": encoded}
@@ -248,6 +259,7 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, NumberedEntrie
     shard without items."""
     order = list(range(len(entries)))
     random.Random(options.seed).shuffle(order)
+    # In the random order, so that each shard is a random sample of the list.
     held_out = choose_held_out(entries, order, options)
     shards = {}
     for split in ("held_out", "train"):
@@ -256,6 +268,7 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, NumberedEntrie
             (number, entries[number]) for number in order if (number in held_out) == is_held_out
         ]
         size = sum(entry.size for _, entry in items)
+        # At least one shard, and no empty ones.
         num_shards = min(len(items), max(1, round(size / (1e6 * options.shard_mb))))
         if options.shards and not is_held_out:
             num_shards = options.shards
@@ -263,6 +276,7 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, NumberedEntrie
             raise UserError(f"--shards {num_shards} exceeds the {len(items)} items for training")
         num_digits = max(5, len(str(num_shards)))
         for shard in range(num_shards):
+            # Shards differ by at most one item.
             start = shard * len(items) // num_shards
             stop = (shard + 1) * len(items) // num_shards
             shards[f"{split}-{shard:0{num_digits}d}.tar"] = items[start:stop]
@@ -275,6 +289,7 @@ def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) 
     if options.split_column:
         labels = [_labels(entry, options.split_column, {*TRAIN, *HELD_OUT}) for entry in entries]
         held_out = {number for number in order if not labels[number].isdisjoint(HELD_OUT)}
+    # Merged rows can have several values. Audio that is in both sets is held out.
     elif options.fold_column:
         labels = [_labels(entry, options.fold_column) for entry in entries]
         held_out = {number for number in order if options.held_out_fold.lower() in labels[number]}
@@ -284,6 +299,7 @@ def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) 
             raise UserError(f"{option}: no such value in {options.fold_column!r}; found {folds}")
     elif options.held_out:
         held_out = {*order[: max(1, round(options.held_out * len(entries)))]}
+    # `--held_out 1` asks for a test set.
     if len(held_out) == len(entries) and options.held_out != 1:
         num_items = f"all {len(entries)} item(s)"
         raise UserError(f"{num_items} would be held out, with none left for training")

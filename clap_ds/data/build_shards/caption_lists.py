@@ -1,7 +1,8 @@
 """Read the captions of audio files from a list or a folder.
 
 A list becomes rows, `rows_of`, and each row an `Entry`: the path by the audio column or template,
-captions by the caption columns, and all other columns as metadata. Rows of the same file are merged.
+captions by the caption columns, and all other columns as metadata. Rows of the same file are
+merged.
 """
 
 from __future__ import annotations
@@ -57,18 +58,20 @@ class Entry:
     # bytes, if the file was checked
     size: int = 0
 
-    def add(self, others: Sequence[Entry]) -> None:
+    def add(self, duplicates: Sequence[Entry]) -> None:
         """Merge the captions and metadata of other entries of the same sound, which may be many."""
-        captions: dict[str, None] = dict.fromkeys(self.captions)
+        # A dictionary is a set that keeps its order.
+        captions: dict[str, None] = {}
         # Each column's values by their JSON, because lists and objects can't be keys.
         columns: dict[str, dict[str, Any]] = defaultdict(dict)
-        for entry in (self, *others):
+        for entry in (self, *duplicates):
             captions |= dict.fromkeys(entry.captions)
             for name in entry.more:
                 columns[name] |= {json.dumps(value): value for value in values_of(entry.more, name)}
         self.captions = list(captions)
         for name, distinct in columns.items():
             values = list(distinct.values())
+            # Unchanged columns keep their type, such as a list of one label.
             if len(values) > len(values_of(self.more, name)):
                 self.more[name] = values if len(values) > 1 else values[0]
 
@@ -87,17 +90,24 @@ def add_columns(parser: ArgumentParser) -> None:
     add("--audio_column", metavar="NAME", help=text)
     text = "read captions or class names from these columns"
     add("--caption_columns", nargs="+", metavar="NAME", help=text)
-    text = "split these columns of several names, separated by commas, semicolons or bars, such as FSD50K's labels"
+    text = (
+        "split these columns of several names, separated by commas, semicolons or bars, such as "
+        "FSD50K's labels"
+    )
     add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=text)
     text = "set the folder of relative paths (default: the list's)"
     add("--audio_root", type=Path, metavar="FOLDER", help=text)
-    text = "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their targets are packed, too"
+    text = (
+        "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their "
+        "targets are packed, too"
+    )
     add("--follow_links", action="store_true", help=text)
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
     """Read the entries of a folder or list by the command's `options`, merging rows of the same
     file."""
+    # Absolute, because lists write the path of one file in several ways.
     read = _read_folder if source.is_dir() else _read_list
     entries = merge((os.path.abspath(entry.path), entry) for entry in read(source, options))
     for entry in entries:
@@ -111,9 +121,9 @@ def merge(named: Iterable[tuple[str, Entry]]) -> list[Entry]:
     groups: dict[str, list[Entry]] = defaultdict(list)
     for name, entry in named:
         groups[name].append(entry)
-    for entry, *others in groups.values():
-        if others:
-            entry.add(others)
+    for entry, *duplicates in groups.values():
+        if duplicates:
+            entry.add(duplicates)
     return [group[0] for group in groups.values()]
 
 
@@ -137,6 +147,7 @@ def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     suffix = source.suffix.lower()
     if suffix not in LIST_SUFFIXES:
         raise UserError(f"{source}: expected a folder, or a list in {', '.join(LIST_SUFFIXES)}")
+    # WavCaps and the Hub name lists of both layouts .json.
     read_rows = _json_rows if suffix.startswith(".json") else _csv_rows
     rows = list(read_rows(source, _read_text(source)))
     if not rows:
@@ -183,7 +194,8 @@ def _describe_outside(path: Path, folder: Path, options: Namespace) -> str:
     builds the shards. Else empty."""
     if options.follow_links or "\0" in str(path) or not leads_outside(path, folder):
         return ""
-    return f"{path.name} leads out of {folder} by a link or '..': if you trust that, pass --follow_links"
+    problem = f"{path.name} leads out of {folder} by a link or '..'"
+    return f"{problem}: if you trust that, pass --follow_links"
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -200,10 +212,12 @@ def _json_rows(source: Path, text: str) -> Iterable[tuple[int, Row]]:
     lists."""
     try:
         content = parse_json(text, refuse_duplicates, allow_nan=True)
+        # A single object is a list of one row.
         if isinstance(content, dict):
             content = content.get("data", [content])
         return enumerate([dict(row) for row in content], start=1)
     except (ValueError, TypeError) as error:
+        # Else several objects in a row, which aren't one JSON text.
         if text.lstrip().startswith("["):
             raise UserError(f"{source}: expected a JSON array of objects: {error}") from None
         return _jsonl_rows(source, text)
@@ -216,6 +230,7 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     # Excel's own line, which names the separator.
     if lines and lines[0].startswith("sep="):
         lines[0] = "\n"
+    # Quoted headings may contain separators.
     heading = next(filter(str.strip, lines), "")
     delimiter = max(",;\t", key=re.sub('"[^"]*"', "", heading).count)
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -227,6 +242,7 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
             if not names:
                 # empty for blank lines
                 names = _parse_headings(source, cells)
+            # A row of blank cells, as spreadsheets export it, is none.
             elif any(cells):
                 yield line, _parse_row(f"{source}:{line}", names, cells)
             line = reader.line_num + 1
@@ -294,6 +310,7 @@ def _columns_in(template: str) -> list[str]:
 
 def path_in(row: Row, audio_column: str) -> str:
     """Return a row's path in a column, or by a template of columns."""
+    # Missing fields of a template are empty.
     if "{" in audio_column:
         path: Any = audio_column.format_map(defaultdict(str, row))
     else:
@@ -329,6 +346,7 @@ def in_words(name: str) -> str:
 def audio_files_in(folder: Path) -> list[Path]:
     """List a folder's audio files recursively, sorted. Raises UserError for none, and OSError."""
 
+    # os.walk skips folders that it can't read.
     def refuse(error: OSError) -> None:
         raise error
 

@@ -66,6 +66,7 @@ def keep_file(content: bytes, extension: str) -> EncodedClip:
         sample_rate = file.samplerate
         num_expected = file.frames
         samples = file.read(dtype="float32", always_2d=True)
+    # Checks the file, and is what FLAC stores.
     mono = np.empty(len(samples), np.float32)
     num_frames, is_silent = mix(samples, mono)
     check_samples(num_frames, num_expected, is_silent)
@@ -81,6 +82,7 @@ class Preparation:
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
         self.audio = audio
         self.manifest_fields = (kind, front_end_of(audio))
+        # The model's front end, with this project's CPU kernels.
         self._log_mel: LogMel | None = None
         if kind == "mel":
             self._log_mel = LogMel(audio)
@@ -95,6 +97,7 @@ class Preparation:
             max_samples = math.ceil(file.frames * ratio)
         # Not torch.zeros, whose error for too large a size isn't a MemoryError.
         row = torch.from_numpy(np.zeros(max(max_samples, clip_length), np.int16))
+        # Nothing is drawn, because the row is as long as the file.
         rng = random.Random(0)
         num_samples = decode_part(content, row[:max_samples], sample_rate=sample_rate, rng=rng)
         seconds = num_samples / sample_rate
@@ -203,6 +206,7 @@ def members_of(tar: str, preparation: Preparation, skipped: list[Skipped]) -> It
             continue
         prepared = {"__key__": item["__key__"], clip.extension: clip.content}
         for extension, content in item.items():
+            # Names that start with "_" are WebDataset's own, and tars can't have empty ones.
             if extension not in CLIP_FORMATS and extension[:1] not in ("", "_"):
                 prepared[extension] = content
         yield prepared, clip.seconds

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import chain
@@ -63,24 +63,20 @@ def write_shards(
         The shards' records by file name, and the list.
     """
     _claim_folder(folder, chain([repr(manifest_fields)], plan))
-    written: dict[str, WrittenShard] = {}
-    for name in shards:
-        finished = _read_finished(folder, name)
-        if finished:
-            written[name] = finished
-    if written:
-        print(f"{len(written)} of {len(shards)} shards already exist", flush=True)
-    missing = {name: members for name, members in shards.items() if name not in written}
-    progress = _write_all(folder, missing, num_workers)
+    missing = {name: members for name, members in shards.items() if not _read_written(folder, name)}
+    if len(missing) < len(shards):
+        print(f"{len(shards) - len(missing)} of {len(shards)} shards already exist", flush=True)
     try:
-        written |= tqdm(progress, total=len(missing), unit="shard", disable=None)
+        _write_all(folder, missing, num_workers)
     except OSError as error:
         problem = f"{folder} can't be written: {error.strerror or error}"
         raise UserError(f"{problem}; the same command resumes") from None
     records = {}
     all_skipped = [*skipped]
     for name in shards:
-        record, skipped_of_shard = written[name]
+        written = _read_written(folder, name)
+        assert written is not None
+        record, skipped_of_shard = written
         all_skipped += skipped_of_shard
         if record:
             records[name] = record
@@ -103,6 +99,7 @@ def _examples(skipped: Sequence[Skipped]) -> str:
 def _claim_folder(folder: Path, plan: Iterable[str]) -> None:
     """Create the folder or check that its plan is the same. Raises UserError if it isn't."""
     path = folder / RECORDS / "plan"
+    # Part by part, because a plan of many files is large.
     digest = hashlib.sha256()
     for part in plan:
         digest.update(part.encode())
@@ -112,6 +109,7 @@ def _claim_folder(folder: Path, plan: Iterable[str]) -> None:
             raise UserError(f"{folder} contains shards {problem}; choose a new folder or empty it")
         return
     is_claimable = not folder.exists()
+    # A command that was interrupted at once leaves only this subfolder.
     if folder.is_dir():
         is_claimable = all(path.name == RECORDS for path in folder.iterdir())
     if not is_claimable:
@@ -120,24 +118,22 @@ def _claim_folder(folder: Path, plan: Iterable[str]) -> None:
         write_atomically(records / path.name, digest.hexdigest())
 
 
-def _write_all(
-    folder: Path, shards: Mapping[str, Members], num_workers: int
-) -> Iterator[tuple[str, WrittenShard]]:
+def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) -> None:
     """Write shards in threads. If one fails, all stop."""
     stop = threading.Event()
     # Threads suffice: decoding, features, checksums and writing release the GIL.
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
         futures = [pool.submit(_write, folder, *shard, stop) for shard in shards.items()]
-        for future in as_completed(futures):
-            yield future.result()
+        for future in tqdm(as_completed(futures), total=len(futures), unit="shard", disable=None):
+            future.result()
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _read_finished(folder: Path, name: str) -> WrittenShard | None:
-    """Return a shard that was built before, if its record exists and its size matches."""
+def _read_written(folder: Path, name: str) -> WrittenShard | None:
+    """Return a shard that was written, if its record exists and its size matches."""
     try:
         content = read_json(folder / RECORDS / f"{name}.json")
         skipped = [(path, reason) for path, reason in content["broken"]]
@@ -150,16 +146,15 @@ def _read_finished(folder: Path, name: str) -> WrittenShard | None:
     return (record, skipped) if is_whole else None
 
 
-def _write(
-    folder: Path, name: str, members: Members, stop: threading.Event
-) -> tuple[str, WrittenShard]:
+def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> None:
     """Write one tar and its record. Raises OSError if writing fails or `stop` is set."""
     skipped: list[Skipped] = []
     num_items = 0
     total_s = 0.0
     path = folder / name
-    # Tars with equal contents have equal bytes.
+    # Tars with equal contents have equal bytes, without times and users.
     options: Any = {"encoder": False, "mtime": 0, "user": "clap", "group": "clap"}
+    # The tar appears when it is complete.
     with replacing(path) as file, TarWriter(file, **options) as tar:
         for item, seconds in members(skipped):
             tar.write(item)
@@ -171,13 +166,13 @@ def _write(
     if num_items:
         with path.open("rb") as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()
-        record = ShardRecord(num_items, path.stat().st_size, round(total_s, 3), digest)
+        record = asdict(ShardRecord(num_items, path.stat().st_size, round(total_s, 3), digest))
     else:
         path.unlink()
-    content = {"record": record and asdict(record), "broken": skipped}
+    # After the tar, so that one without a record is written again.
     with own_folder(folder / RECORDS) as records:
-        write_atomically(records / f"{name}.json", json.dumps(content))
-    return name, (record, skipped)
+        content = json.dumps({"record": record, "broken": skipped})
+        write_atomically(records / f"{name}.json", content)
 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
