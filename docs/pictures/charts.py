@@ -70,8 +70,10 @@ def draw_flops(paths: Sequence[Path]) -> FigureBuilder:
     figures as lines."""
     figure = FigureBuilder((2.6,))
     (axes,) = figure.panels
+    # One bar each.
     records = [json.loads(path.read_text()) for path in paths]
     components = pd.DataFrame([record["published"]["components"] for record in records])
+    # Rows are records, columns groups of components.
     groups = pd.DataFrame()
     for group, names in FLOPS_GROUPS.items():
         groups[group] = components[[*names]].sum(axis=1)
@@ -159,6 +161,7 @@ def draw_plan(paths: Sequence[Path]) -> FigureBuilder:
     figure = FigureBuilder((3.0,))
     (axes,) = figure.panels
     rows = pd.json_normalize(json.loads(path.read_text()))
+    # Room for the intervals on both sides.
     limits = np.array([rows["rate"].min() / 1.7, rows["rate"].max() * 1.7])
     line: dict[str, Any] = {"color": "0.4", "linewidth": 0.8}
     axes.plot(limits, limits, label="predicted = published", **line)
@@ -173,6 +176,7 @@ def draw_plan(paths: Sequence[Path]) -> FigureBuilder:
     axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(RATE_TICKS, [f"{rate:,}" for rate in RATE_TICKS])
+        # Only round numbers.
         axis.set_ticks([], minor=True)
     axes.set(xlabel="published samples, images or sequences/s", ylabel="predicted")
     figure.add_legend_below(axes, columns=4)
@@ -203,12 +207,16 @@ def draw_peers(paths: Sequence[Path]) -> FigureBuilder:
     (path,) = paths
     figure = FigureBuilder()
     (axes,) = figure.panels
+    # Of each program, one row.
     ratios = read_ratios(path)
     medians = ratios["speed.median"]
+    # Lengths of the bars on both sides.
     errors = np.abs([ratios["speed.low"] - medians, ratios["speed.high"] - medians])
     medians.plot.barh(ax=axes, xerr=errors, color=COLORS[0], width=0.6)
+    # Inside the bars, as intervals stand to the right.
     for row, ratio in enumerate(medians):
         axes.text(0.03, row, f"{ratio:.2f}", color="w", va="center")
+    # The step time of clap-ds.
     axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()

@@ -214,24 +214,38 @@ def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: P
         assert [row.achieved_tflops for row in rows] == [tflops, tflops]
 
 
-def test_column_shows_the_value_of_its_heading() -> None:
-    values = {
-        "repeats": 7, "samples_per_s_per_gpu": 11.0, "samples_per_s": 12.0, "scaling_efficiency_percent": 13.0, "speedup": 14.0,
-        "deepspeed_samples_per_s_per_gpu": 15.0, "micro_batch": 16, "achieved_tflops": 17.0, "mfu_published_percent": 18.0,
-        "mfu_model_percent": 19.0, "step_time_s": 20.0, "slowest_rank_step_time_s": 21.0,
-        "exposed_communication_percent": 22.0, "data_wait_percent": 23.0, "memory_peak_gib": 24.0, "joules_per_sample": 25.0,
-        "energy_kwh": 26.0,
-    }  # fmt: skip
-    text = render([Row(nodes=2, gpus=8, state="completed", **values)])
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    header, _, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    numbers = {name: cell.partition(".")[0] for name, cell in zip(header, cells, strict=True)}
-    assert numbers == {
-        "nodes": "2", "GPUs": "8", "runs": "7", "samples/s/GPU ±": "11", "samples/s": "12", "efficiency % ±": "13",
-        "speed-up": "14", "DeepSpeed's": "15", "micro-batch": "16", "TFLOPS/GPU": "17", "MFU % published": "18",
-        "MFU % model": "19", "s/step": "20", "slowest rank s": "21", "exposed comm. %": "22", "data wait %": "23",
-        "memory GiB": "24", "J/sample": "25", "kWh": "26", "state": "completed",
-    }  # fmt: skip
+# Heading, column and value of each cell of a printed row.
+CELLS = """
+nodes | nodes | 2
+GPUs | gpus | 8
+runs | repeats | 7
+samples/s/GPU ± | samples_per_s_per_gpu | 11
+samples/s | samples_per_s | 12
+efficiency % ± | scaling_efficiency_percent | 13
+speed-up | speedup | 14
+DeepSpeed's | deepspeed_samples_per_s_per_gpu | 15
+micro-batch | micro_batch | 16
+TFLOPS/GPU | achieved_tflops | 17
+MFU % published | mfu_published_percent | 18
+MFU % model | mfu_model_percent | 19
+s/step | step_time_s | 20
+slowest rank s | slowest_rank_step_time_s | 21
+exposed comm. % | exposed_communication_percent | 22
+data wait % | data_wait_percent | 23
+memory GiB | memory_peak_gib | 24
+J/sample | joules_per_sample | 25
+kWh | energy_kwh | 26
+"""
+
+
+def test_cell_has_the_value_of_its_heading() -> None:
+    cells = [line.split(" | ") for line in CELLS.strip().splitlines()]
+    values: Any = {column: int(value) for _, column, value in cells}
+    lines = [line for line in render([Row(**values)]).splitlines() if line.startswith("|")]
+    header, _, row = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    numbers = [cell.partition(".")[0] for cell in row]
+    printed = dict(zip(header, numbers, strict=True))
+    assert printed == {heading: value for heading, _, value in cells}
 
 
 def test_rates_that_spread_by_more_than_half_are_doubted() -> None:
