@@ -137,9 +137,11 @@ def test_settings_that_differ_make_series_also_of_a_written_table(tmp_path: Path
             runs.append(configured(nodes, rate, clap__gradient_sync=sync))
     rows = scaling_table(runs)
     assert [(row.variant, row.gpus, row.repeats, row.rate) for row in rows] == [
-        ("gradient_sync=deepspeed", 4, 2, 90.5), ("gradient_sync=deepspeed", 8, 2, 90.5),
-        ("gradient_sync=overlap", 4, 1, 99.0), ("gradient_sync=overlap", 8, 1, 99.0),
-    ]  # fmt: skip
+        ("gradient_sync=deepspeed", 4, 2, 90.5),
+        ("gradient_sync=deepspeed", 8, 2, 90.5),
+        ("gradient_sync=overlap", 4, 1, 99.0),
+        ("gradient_sync=overlap", 8, 1, 99.0),
+    ]
     text = render(rows)
     assert all(f"### {row.title}\n" in text for row in rows)
     write_csv(tmp_path / "t.csv", rows)
@@ -150,18 +152,31 @@ def test_settings_that_differ_make_series_also_of_a_written_table(tmp_path: Path
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        ({"zero_optimization__stage": 0}, {"zero_optimization__stage": 1},
-         ["zero_optimization.stage=0", "zero_optimization.stage=1"]),
+        (
+            {"zero_optimization__stage": 0},
+            {"zero_optimization__stage": 1},
+            ["zero_optimization.stage=0", "zero_optimization.stage=1"],
+        ),
         ({"clap__data__shards": "/a/x"}, {"clap__data__shards": "/b/x"}, [""]),
-        ({"environment": {"git_commit": "a" * 40}}, {"environment": {"git_commit": "b" * 40 + "+"}},
-         ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
+        (
+            {"environment": {"git_commit": "a" * 40}},
+            {"environment": {"git_commit": "b" * 40 + "+"}},
+            ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"],
+        ),
         ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, [""]),
-        ({"clap__bench__windows": 8, "clap__bench__breakdown_steps": 5},
-         {"clap__bench__windows": 9, "clap__bench__breakdown_steps": 0}, [""]),
+        (
+            {"clap__bench__windows": 8, "clap__bench__breakdown_steps": 5},
+            {"clap__bench__windows": 9, "clap__bench__breakdown_steps": 0},
+            [""],
+        ),
         # As few differences as possible name them.
-        ({"a": 1, "clap__bench__warmup_steps": 8, "b": 1}, {"a": 2, "clap__bench__warmup_steps": 9, "b": 2}, ["a=1", "a=2"]),
+        (
+            {"a": 1, "clap__bench__warmup_steps": 8, "b": 1},
+            {"a": 2, "clap__bench__warmup_steps": 9, "b": 2},
+            ["a=1", "a=2"],
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_series_differ_in_configuration_code_and_hardware(
     first: Any, second: Any, names: list[str], nodes: int
@@ -205,8 +220,13 @@ def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: P
     folders = []
     for nodes, rate, deepspeed_rate in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
         gpus = 4 * nodes
-        summary = {"num_nodes": nodes, "world_size": gpus, "deepspeed_samples_per_s": gpus * deepspeed_rate,
-                   "samples_per_s_per_gpu": {"mean": rate}, "achieved_tflops": 45.0}  # fmt: skip
+        summary = {
+            "num_nodes": nodes,
+            "world_size": gpus,
+            "deepspeed_samples_per_s": gpus * deepspeed_rate,
+            "samples_per_s_per_gpu": {"mean": rate},
+            "achieved_tflops": 45.0,
+        }
         folders.append(record(tmp_path / f"n{nodes}", [], state="completed", **summary))
     for option, expected, tflops in (("measured", 90, 45), ("deepspeed", 75, None)):
         rows = scaling_table(read_runs(folders, given(rate=option)))
