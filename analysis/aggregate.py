@@ -34,14 +34,28 @@ OUTLYING = 0.05
 GOOD_STATES = ("completed", "published", "unknown")
 # Equal in all repeats of a scale.
 _IDENTITY = (
-    "nodes", "gpus", "model", "scaling", "device", "precision", "context_length", "variant",
-    "micro_batch", "batch_per_gpu",
-)  # fmt: skip
+    "nodes",
+    "gpus",
+    "model",
+    "scaling",
+    "device",
+    "precision",
+    "context_length",
+    "variant",
+    "micro_batch",
+    "batch_per_gpu",
+)
 _AVERAGED = (
-    "samples_per_s_per_gpu", "deepspeed_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent",
-    "step_time_s", "slowest_rank_step_time_s", "data_wait_percent", *ENERGY_COLUMNS,
+    "samples_per_s_per_gpu",
+    "deepspeed_samples_per_s_per_gpu",
+    "achieved_tflops",
+    "mfu_model_percent",
+    "step_time_s",
+    "slowest_rank_step_time_s",
+    "data_wait_percent",
+    *ENERGY_COLUMNS,
     *(f"{part}_s" for part in STEP_PHASES),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -170,10 +184,21 @@ def _collect_notes(runs: Sequence[Run], measured: Sequence[Run]) -> Iterator[str
 # Settings that may differ between repeats: names, paths, seeds, the learning rate, for how long is
 # measured, and batches, which are compared separately. Only the last part of a path counts.
 IGNORED_SETTINGS = (
-    "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.remote_sync", "clap.train.resume",
-    "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
-    "optimizer.params.lr", "scheduler.", "clap.bench.windows", "clap.bench.breakdown_steps",
-)  # fmt: skip
+    "clap.output.",
+    "clap.seed",
+    "clap.checkpoint.folder",
+    "clap.checkpoint.remote_sync",
+    "clap.train.resume",
+    "steps_per_print",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "tensorboard.",
+    "comms_logger.",
+    "optimizer.params.lr",
+    "scheduler.",
+    "clap.bench.windows",
+    "clap.bench.breakdown_steps",
+)
 ACCUMULATION = "gradient_accumulation_steps"
 _FOLDERS = re.compile(r'(?<![^\s",\[])[^\s",\[]*/')
 
@@ -231,8 +256,10 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
         longer = titles + f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
         if longer.nunique() > titles.nunique():
             titles = longer
-    members = titles.groupby(titles).indices
-    return [(title[2:], [group[row] for row in rows]) for title, rows in members.items()]
+    groups = []
+    for title, rows in titles.groupby(titles).indices.items():
+        groups.append((title[2:], [group[row] for row in rows]))
+    return groups
 
 
 def _list_facts(run: Run) -> dict[str, str]:

@@ -31,7 +31,9 @@ COVERAGE = 0.99
 def pair_rows(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale]]:
     """Pair rows of A and B by model, variant and scale. A model that isn't stated matches any.
     UserError if no rows match."""
-    a_rows, b_rows = ([row for row in scaling_table(runs) if row.rate] for runs in (a_runs, b_runs))
+    a_rows = [row for row in scaling_table(a_runs) if row.rate]
+    b_rows = [row for row in scaling_table(b_runs) if row.rate]
+    # Tables are small enough to try all pairs.
     pairs = [(a, b) for a, b in product(a_rows, b_rows) if _is_pair(a, b)]
     if not pairs:
         raise UserError(
@@ -42,6 +44,7 @@ def pair_rows(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale,
 
 
 def _is_pair(a: Scale, b: Scale) -> bool:
+    # A table without a model column has its own name as model.
     models = {row.model for row in (a, b) if row.model != row.runs[0].default_model}
     return len(models) < 2 and (a.variant, a.nodes, a.gpus) == (b.variant, b.nodes, b.gpus)
 

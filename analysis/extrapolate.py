@@ -22,10 +22,11 @@ from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, list_doubts, make
 from clap_ds.utils.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
-    "Rows without a measurement are extrapolated. The projection is the median of draws whose quantiles are the band. They "
-    "cover noise, fitted parameters, all laws weighted by their fit, and changes of growth beyond the measured scales. On "
-    "simulated sweeps with 29 kinds of growth the band covered 98% on average and 90% for the worst kind. It does not cover "
-    "growth that stops or jumps beyond the measured scales, nor growth faster than about n^1.3."
+    "Rows without a measurement are extrapolated. The projection is the median of draws whose "
+    "quantiles are the band. They cover noise, fitted parameters, all laws weighted by their fit, "
+    "and changes of growth beyond the measured scales. On simulated sweeps with 29 kinds of "
+    "growth the band covered 98% on average and 90% for the worst kind. It does not cover growth "
+    "that stops or jumps beyond the measured scales, nor growth faster than about n^1.3."
 )
 
 
@@ -62,18 +63,21 @@ def _format_band(series: Series, nodes: int) -> str:
 def _render_scales(series: Series) -> Iterator[str]:
     """Yield a table of all scales, measured and projected, and what the band means, if there is
     one."""
+    # Samples/s/GPU by nodes.
     measured = dict(series.rates)
     rows = []
     for nodes, percent in zip(series.node_counts, series.percents(series.node_counts), strict=True):
         rate = measured.get(nodes)
-        rows.append([
-            str(nodes),
-            str(nodes * series.gpus_per_node),
-            f"{rate:.1f}" if rate else "",
-            f"{series.efficiency_percent(rate):.1f}" if rate else "",
-            f"{percent:.1f}",
-            _format_band(series, nodes),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(nodes),
+                str(nodes * series.gpus_per_node),
+                f"{rate:.1f}" if rate else "",
+                f"{series.efficiency_percent(rate):.1f}" if rate else "",
+                f"{percent:.1f}",
+                _format_band(series, nodes),
+            ]
+        )
     header = ["nodes", "GPUs", "samples/s/GPU", "measured %", "projected %", "95% band"]
     yield "### Scaling"
     yield markdown_table(header, rows)
@@ -93,6 +97,7 @@ def _render_hold_outs(series: Series) -> Iterator[str]:
             is_covered.append(low <= measured <= high)
         predictions = smaller.percents([nodes])
         predictions += [smaller.percent_by(law, nodes) for law in LAWS]
+        # Points of efficiency.
         errors = [percent - measured for percent in predictions]
         all_errors.append(errors)
         largest = smaller.rates[-1][0]
@@ -104,6 +109,7 @@ def _render_hold_outs(series: Series) -> Iterator[str]:
     names = ["projection", *LAWS]
     header = ["fitted up to", "nodes", "measured %", "95% band"]
     header += [f"{name}, error pp" for name in names]
+    # One mean for each column of errors.
     means = np.abs(all_errors).mean(axis=0)
     errors_text = ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means, strict=True))
     text = f"Mean absolute error in points: {errors_text}."
@@ -140,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             projected.append(series)
             texts.append(render(series, list_doubts(rows)))
+    # A single refused series is an error, one of several a warning.
     if not projected:
         raise UserError("\n".join(problems))
     for problem in problems:

@@ -34,13 +34,34 @@ SERIES_STYLES: list[Mapping[str, Any]] = [
     for index, marker, line in zip(_COLOR_ORDER, "os^DvP", ("-", "--", "-.") * 2, strict=True)
 ]
 _STYLE: Any = {
-    "font.size": 8, "figure.titlesize": 8, "figure.titleweight": "bold", "axes.titlesize": 8, "axes.labelsize": 8,
-    "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False, "axes.linewidth": 0.6,
-    "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.4, "grid.color": "0.88", "lines.linewidth": 1.2,
-    "lines.markersize": 4, "errorbar.capsize": 2, "svg.hashsalt": "clap_ds", "text.parse_math": False,
-    "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 200,
-    "svg.fonttype": "none", "pdf.fonttype": 42,
-}  # fmt: skip
+    "font.size": 8,
+    "figure.titlesize": 8,
+    "figure.titleweight": "bold",
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "0.88",
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4,
+    "errorbar.capsize": 2,
+    # Equal figures become equal files.
+    "svg.hashsalt": "clap_ds",
+    # A dollar sign in a name is no formula.
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "savefig.dpi": 200,
+    # Text stays text, which can be searched and edited.
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+}
 
 
 @contextmanager
@@ -57,6 +78,7 @@ def styled() -> Iterator[None]:
     try:
         with mpl.rc_context(_STYLE):
             yield
+    # matplotlib raises it for data that no axis can show.
     except ValueError as error:
         raise UserError(f"the figure can't be drawn: {error}") from error
 
@@ -76,6 +98,7 @@ class FigureBuilder:
 
     def add_title(self, text: str) -> None:
         """Add a title; the figure grows by its lines."""
+        # Characters per line at this width and size.
         lines = "\n".join(fill(line, 97) for line in text.splitlines())
         self._grow(lines)
         self.figure.suptitle(lines, x=0.01, ha="left")
@@ -129,6 +152,7 @@ def set_gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = 
         right = counts[0] * 1.04
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlim=(left, right), xlabel=units)
+    # Labels must not overlap, in points on the axis.
     scaled = axes.xaxis.get_transform().transform
     grid = axes.get_gridspec()
     axis_points = 72 * PLOT_FRACTION * WIDTH_INCHES / (grid.ncols if grid else 1)
@@ -145,6 +169,7 @@ def set_gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = 
         if not overlapping:
             labels[count] = (center, width)
     axes.set_xticks([*labels], [f"{count:,}" for count in labels])
+    # Counts without a label have a small tick.
     axes.set_xticks(counts, [""] * len(counts), minor=True)
 
 
@@ -169,6 +194,7 @@ def render_page(title: str, markdown: str, folder: Path) -> str:
     def embed(match: re.Match[str]) -> str:
         return f'src="data:image/png;base64,{b64encode(read_bytes(folder / match[1])).decode()}"'
 
+    # HTML and links of records have no effect.
     body = MarkdownIt("js-default", {"html": False}).disable(["link", "autolink"]).render(markdown)
     # `plain_text` replaced "<" for viewers of Markdown, which may take tags.
     body = body.replace("‹", "&lt;")

@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 
 # Steps in the moving mean of noisy curves; at most a tenth of the run.
 SMOOTHED = 50
+# Columns of a training step, in order of the panels, and their labels.
 CURVES = {
-    "loss": "loss", "lr": "learning rate", "logit_scale": "logit scale", "gradient_norm": "gradient norm",
+    "loss": "loss",
+    "lr": "learning rate",
+    "logit_scale": "logit scale",
+    "gradient_norm": "gradient norm",
     "speed": "samples/s per step",
-}  # fmt: skip
+}
+# Curves that are drawn as moving means.
 NOISY = ("loss", "gradient_norm", "speed")
 PHASE_COLORS = dict(zip(STEP_PHASES, [COLORS[index] for index in (4, 0, 3, 5, 1, 2)], strict=True))
 # Metrics of the evaluation panel.
@@ -61,6 +66,7 @@ def draw_benchmark(directory: Path) -> FigureBuilder:
     median_ms = 1000 * run.step_time_s
     median_style: Any = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
     axes.axhline(median_ms, label=f"median {median_ms:,.0f} ms", **median_style)
+    # From 0, so that noise doesn't look large.
     axes.set(xlabel="step", ylabel="step time (ms)", ylim=(0, 1.1 * axes.dataLim.ymax))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     if run.breakdown_s:
@@ -98,8 +104,10 @@ def _draw_phases(figure: FigureBuilder, axes: Axes, rows: Sequence[Row]) -> None
     import pandas as pd
 
     labels = [str(row.gpus) for row in rows]
+    # Rows are scales, columns parts of a step.
     phases = 1000 * pd.DataFrame([row.breakdown_s for row in rows], labels).fillna(0.0)
     colors = [PHASE_COLORS[phase] for phase in phases]
+    # The largest scale.
     last = phases.iloc[-1]
     percents = 100 * last / last.sum()
     phases.columns = [
@@ -121,6 +129,7 @@ def draw_training(directories: Sequence[Path]) -> FigureBuilder:
     titles = []
     for directory, color in zip(directories, cycle(COLORS), strict=False):
         summary = read_json(directory, "summary")
+        # A resumed run's history has the steps before it, too.
         history = summary.get("history") if summary.get("resumed_at_step") else None
         lines = read_steps(directory, "train", history=history)
         steps = _make_frame(lines, *CURVES, "samples", "time_s")
@@ -130,6 +139,7 @@ def draw_training(directories: Sequence[Path]) -> FigureBuilder:
         steps["speed"] = steps["samples"].diff() / steps["time_s"]
         # The window has at least one step.
         window = min(SMOOTHED, max(len(steps) // 10, 1))
+        # Until a window is full, there is no mean.
         for name in NOISY:
             steps[name] = steps[name].rolling(window).mean()
         for name, axes in curves.items():
@@ -140,6 +150,7 @@ def draw_training(directories: Sequence[Path]) -> FigureBuilder:
     figure.add_title("\n".join(titles))
     for axes, label in zip(figure.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)
+    # Its spikes are orders of magnitude above its mean.
     set_log_axis(curves["gradient_norm"])
     if evaluation.lines:
         figure.add_legend_below(evaluation, columns=2)
@@ -169,6 +180,7 @@ def _draw_evaluations(
     levels as dotted lines."""
     names = dict[str, None]()
     for line in lines:
+        # All metrics from 0 to 1 that any evaluation has.
         names |= dict.fromkeys(name for name in line if name.endswith(("_r1", "_top1", "_map")))
     for name, series_style in zip([*names][:MAX_METRICS], SERIES_STYLES, strict=False):
         style: dict[str, Any] = {**series_style, "markersize": 3, "linestyle": "-", **color}

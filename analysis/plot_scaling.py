@@ -53,6 +53,7 @@ def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
 def summarize(rows: Sequence[Scale]) -> str:
     """Summarize a series at its largest scale: `87.3 ± 0.6% efficiency on 512 GPUs: …`. `rows`:
     with a rate."""
+    # A scale of more nodes may have fewer GPUs.
     ordered = sorted(rows, key=lambda row: (row.gpus, row.nodes))
     largest = ordered[-1]
     rate = f"{largest.cell('samples_per_s_per_gpu')} samples/s/{largest.unit}"
@@ -65,7 +66,9 @@ def summarize(rows: Sequence[Scale]) -> str:
 
 def shorten_titles(titles: Sequence[str]) -> tuple[list[str], str]:
     """Split titles of series into their distinguishing and their common parts."""
+    # Parts of titles, such as model, device and precision.
     parts = [title.split(", ") for title in titles]
+    # A single series is named by its model.
     common = parts[0][1:]
     if len(parts) > 1:
         shared = set(parts[0]).intersection(*parts[1:])
@@ -80,6 +83,7 @@ def shorten_titles(titles: Sequence[str]) -> tuple[list[str], str]:
 def name_series(rows: Sequence[Scale]) -> str:
     """Return the title of a series, which begins with the source if it is a table of
     `published/`."""
+    # Names of tables without suffix.
     files = set[str]()
     for row in rows:
         files |= {Path(run.source).stem for run in row.runs}
@@ -108,6 +112,7 @@ def draw_scaling(curves: Mapping[str, Sequence[Scale]]) -> FigureBuilder:
     efficiency.axhline(100, label="ideal (linear)", **IDEAL)
     is_banded = False
     for name, rows, style in zip(names, curves.values(), _list_styles(), strict=False):
+        # The legend stands in for a table.
         label = "; ".join([f"{name}, {summarize(rows)}", *list_doubts(rows)])
         _draw_efficiency(efficiency, rows, fill(label, 110), style)
         _draw_throughput(throughput, rows, style)
@@ -128,6 +133,7 @@ def draw_scaling(curves: Mapping[str, Sequence[Scale]]) -> FigureBuilder:
     # On CPUs, a tick may be 0.25.
     throughput.yaxis.set_major_formatter("{x:,.10g}")
     throughput.set_ylabel(f"samples/s of all {units}")
+    # One point is no curve.
     if max(map(len, curves.values())) == 1:
         efficiency.text(0.5, 0.5, "needs two scales", ha="center", transform=efficiency.transAxes)
     extent = "–".join(f"{count:,}" for count in sorted({min(gpus), max(gpus)}))
@@ -178,6 +184,7 @@ def shade_fit(axes: Axes, rows: Sequence[Scale], color: str) -> bool:
     """Shade the 95% band of the law fitted to a series. Return whether it has one, for which it
     needs three scales."""
     try:
+        # Refused series are drawn without a band.
         series = make_series(rows)
     except UserError:
         return False
@@ -212,6 +219,7 @@ def draw_projection(projections: Sequence[Series]) -> FigureBuilder:
         node_counts = series.node_counts
         gpus = [nodes * series.gpus_per_node for nodes in node_counts]
         all_gpus += gpus
+        # Points, then a line through the fitted efficiencies.
         measured = [series.efficiency_percent(rate) for _, rate in series.rates]
         fitted = series.percents(node_counts)
         count = len(measured)
@@ -244,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {options.output}")
         return
     curves = read_curves(options)
+    # Papers take .pdf, pages .svg.
     draw_scaling(curves).save(options.output, ".pdf", ".svg")
     for title, rows in curves.items():
         print(f"{title}: {summarize(rows)}")

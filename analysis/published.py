@@ -22,8 +22,12 @@ FORWARD_GFLOPS: Mapping[str, float] = {
 GH200_PEAK_TFLOPS = 989.0
 PUBLISHED_CONTEXT_LENGTH = 77
 _SETUP = {
-    "device": "GH200", "peak_tflops": GH200_PEAK_TFLOPS, "precision": "amp_bf16", "scaling": "weak", "state": "published",
-}  # fmt: skip
+    "device": "GH200",
+    "peak_tflops": GH200_PEAK_TFLOPS,
+    "precision": "amp_bf16",
+    "scaling": "weak",
+    "state": "published",
+}
 # Columns that the published CSV lacks, by its file name without suffix.
 PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
     "jupiter_htsat_tiny": {"model": "htsat_tiny_roberta_base", "batch_per_gpu": 616, **_SETUP},

@@ -29,10 +29,14 @@ from clap_ds.utils.errors import UserError
 _SCHEMAS = {"summary": Summary, "config": Config, "environment": Environment}
 # Types of fields in schemas → types of values in files, and what a message calls them.
 _PYTHON_TYPES: Mapping[Any, tuple[Any, str]] = {
-    str: (str, "text"), Literal: (str, "text"), int: (int, "a whole number"),
-    float: ((int, float), "a number"), bool: (bool, "true or false"), list: (list, "a list"),
+    str: (str, "text"),
+    Literal: (str, "text"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    bool: (bool, "true or false"),
+    list: (list, "a list"),
     dict: (dict, "an object"),
-}  # fmt: skip
+}
 
 
 def is_record(path: Path) -> bool:
@@ -44,6 +48,7 @@ def read_record(path: Path) -> Run:
     summary = read_json(path, "summary")
     config = read_json(path, "config")
     environment = read_json(path, "environment")
+    # A killed run may have written only some of them.
     if not (summary or config or environment):
         raise UserError(f"{path}: no summary.json, config.json or environment.json")
     try:
@@ -65,10 +70,12 @@ def _make_run(
     # A failed run's summary may lack what its configuration or environment states.
     fields = {**config, **clap, **model, **environment, **summary}
     preset = fields.get("preset") or ""
+    # Presets were renamed in schema 4.
     if summary and summary.get("schema", 0) < 4:
         preset = FORMER_PRESETS.get(preset, preset)
     accumulation = fields.get("gradient_accumulation_steps") or 1
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
+    # Objects of numbers; a failed run lacks them.
     rates = summary.get("samples_per_s_per_gpu", {})
     step_time_s = summary.get("step_time_s", {})
     breakdown_s = summary.get("breakdown_s", {})
@@ -111,11 +118,13 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if
     damaged."""
     file = path / f"{name}.json"
+    # NaN stands for a loss that diverged.
     content = files.read_object(file, allow_nan=True) if file.is_file() else {}
     if name == "summary":
         content = current(content)
     if problem := _find_wrong_type(content, _SCHEMAS[name], name):
         raise UserError(f"{path}: {problem} (clap_ds/run_records/schema.py)")
+    # A run whose process is gone was killed.
     return mark_killed(path, content) if name == "summary" else content
 
 
@@ -178,6 +187,7 @@ def _select_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in line.items():
         if name in ("chance", "phases_s") and isinstance(value, dict):
             numbers[name] = _select_numbers(value)
+        # NaN and infinity fail this comparison.
         elif isinstance(value, int | float) and abs(value) < MAX_VALUE:
             numbers[name] = value
     return numbers

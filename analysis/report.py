@@ -36,9 +36,14 @@ from clap_ds.utils.redaction import redacted_all
 TITLE = "CLAP training: throughput and scaling"
 VERSIONS = ("torch", "deepspeed", "transformers", "python", "driver")
 STEP_COLUMNS = {
-    "nodes": "nodes", "GPUs": "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch", "runs": "repeats",
-    "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
-}  # fmt: skip
+    "nodes": "nodes",
+    "GPUs": "gpus",
+    "batch of each": "batch_per_gpu",
+    "global batch": "global_batch",
+    "runs": "repeats",
+    "step s": "step_time_s",
+    "slowest rank s": "slowest_rank_step_time_s",
+}
 
 
 def save_figure(path: Path, caption: str, figure: FigureBuilder) -> str:
@@ -50,6 +55,7 @@ def save_figure(path: Path, caption: str, figure: FigureBuilder) -> str:
 def render_summary(rows: Sequence[Scale]) -> Iterator[str]:
     """Yield each series' throughput and scaling."""
     for members in group_by_series(rows):
+        # All runs of the series failed.
         summary = f"No rate was measured ({plain_text(members[0].state)})"
         if measured := [row for row in members if row.rate]:
             summary = plot_scaling.summarize(measured)
@@ -67,7 +73,9 @@ def render_efficiencies(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
 
 def render_step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     """Yield tables of batch, seconds per step and its parts, at every scale of each series."""
-    yield "Parts are from an instrumented pass after the timed one, which synchronizes between them."
+    yield (
+        "Parts are from an instrumented pass after the timed one, which synchronizes between them."
+    )
     columns = {
         **STEP_COLUMNS,
         **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES},
@@ -75,6 +83,7 @@ def render_step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     for number, members in enumerate(group_by_series(rows), start=1):
         title = members[0].title
         yield f"### {title}"
+        # Ranks on CPUs aren't GPUs.
         header = [name.replace("GPU", members[0].unit) for name in columns]
         yield markdown_table(header, [map(row.cell, columns.values()) for row in members])
         if any(row.breakdown_s for row in members):
@@ -85,7 +94,9 @@ def render_step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
 
 def render_projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     """Yield each series' projection to four times the measured GPUs, or why there is none."""
-    yield "Values are computed by a model fitted to the measurements, except those labeled measured."
+    yield (
+        "Values are computed by a model fitted to the measurements, except those labeled measured."
+    )
     for number, members in enumerate(group_by_series(rows), start=1):
         try:
             series = make_series(members)
@@ -105,19 +116,29 @@ def render_runs(runs: Sequence[Run]) -> Iterator[str]:
     lines: list[dict[str, Any]] = []
     commands = dict[str, None]()
     for run in runs:
+        # Versions stand in an object of their own.
         environment = {**(run.environment.get("versions") or {}), **run.environment}
-        lines.append({
-            "run": run.name, "nodes": run.nodes, "GPUs": run.gpus,
-            "samples/s/GPU": run.cell("samples_per_s_per_gpu"), "state": run.state, "device": run.device,
-            **{name: environment.get(name) for name in VERSIONS},
-            "commit": (environment.get("git_commit") or "")[:12],
-            "hosts": ", ".join(environment.get("hosts") or ()),
-            # `2026-11-20T19:21:05+00:00`
-            "finished": run.finished[:19].replace("T", " "),
-        })  # fmt: skip
+        lines.append(
+            {
+                "run": run.name,
+                "nodes": run.nodes,
+                "GPUs": run.gpus,
+                "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
+                "state": run.state,
+                "device": run.device,
+                **{name: environment.get(name) for name in VERSIONS},
+                "commit": (environment.get("git_commit") or "")[:12],
+                "hosts": ", ".join(environment.get("hosts") or ()),
+                # `2026-11-20T19:21:05+00:00`
+                "finished": run.finished[:19].replace("T", " "),
+            }
+        )
         if command := environment.get("command"):
+            # Equal commands are listed once, without secrets.
             commands[f"- Command: `{plain_text(shlex.join(redacted_all(command)))}`"] = None
-    cells = [[str(value or "") for value in line.values()] for line in lines]
+    cells = []
+    for line in lines:
+        cells.append([str(value or "") for value in line.values()])
     yield markdown_table(lines[0], cells)
     yield "\n".join(commands)
 
@@ -146,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = scaling.scaling_table(runs)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
+    # A section draws its pictures into the folder while it is rendered.
     sections = {
         "Summary": render_summary(rows),
         "Efficiency": render_efficiencies(rows, folder),
@@ -156,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     markdown = f"# {TITLE}\n\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}\n"
     for heading, section in sections.items():
+        # An empty section has no heading.
         blocks = [block.strip() for block in section if block]
         if blocks:
             markdown += "\n" + "\n\n".join([f"## {heading}", *blocks]) + "\n"

@@ -62,6 +62,7 @@ def read_runs(paths: Sequence[Path], options: argparse.Namespace) -> list[Run]:
 def _drop_copies(runs: Sequence[Run]) -> list[Run]:
     """Return runs once, with a note on their copies: records of the same end and windows, logs of
     the same words, and tables of the same rows."""
+    # By identity: each source's rows.
     copies = defaultdict[object, list[list[Run]]](list)
     # A table has several rows, other sources have one run.
     for _, members in groupby(runs, attrgetter("source")):
@@ -82,6 +83,7 @@ def _identify(rows: Sequence[Run]) -> object:
     """Return what a source has in common with its copies."""
     run = rows[0]
     if run.kind == "record":
+        # An unfinished run without windows has nothing to compare.
         if run.finished or run.windows:
             return run.finished, run.windows, run.rate
         return run.source
@@ -120,6 +122,7 @@ def _read_log(path: Path, options: argparse.Namespace) -> Run:
     `n2-gpus8.log`, `nodes_4/slurm.out`."""
     nodes = options.nodes or 0
     gpus = options.gpus or 0
+    # Options have precedence over names.
     is_named = not (nodes or gpus)
     if is_named:
         names = (path.name, path.absolute().parent.name)
@@ -138,6 +141,7 @@ def _read_log(path: Path, options: argparse.Namespace) -> Run:
     # The log's own counts have precedence.
     if not is_named or run.nodes or (run.gpus and not names_nodes):
         return run
+    # They follow from the GPUs.
     if gpus_per_node:
         nodes = 0
     return add_note(replace(run, nodes=nodes, gpus=run.gpus or gpus), "scale by the log's name")
@@ -145,6 +149,7 @@ def _read_log(path: Path, options: argparse.Namespace) -> Run:
 
 def _complete(run: Run, options: argparse.Namespace) -> Run:
     """Fill in missing fields from the user's options. UserError if nodes or GPUs are unknown."""
+    # Tables and records state these, logs may not.
     run = _complete_scale(run, options)
     run = replace(run, model=preset_of(run.model or options.model or ""))
     if run.batch_per_gpu:
@@ -154,6 +159,7 @@ def _complete(run: Run, options: argparse.Namespace) -> Run:
     if run.kind == "log":
         gpu = peak_for(run.device)
         if peak_tflops is None and gpu:
+            # This project's logs name their GPU.
             peak_tflops = gpu.bf16_tflops
         if run.rate and run.batch_per_gpu:
             run = replace(run, step_time_s=run.batch_per_gpu / run.rate)
@@ -171,6 +177,7 @@ def _complete_scale(run: Run, options: argparse.Namespace) -> Run:
             gpus = options.nodes * options.gpus_per_node
         nodes = nodes or gpus / options.gpus_per_node
     nodes = nodes or options.nodes or 0
+    # One GPU needs no option.
     if gpus == 1:
         nodes = nodes or 1
     if not (gpus >= nodes > 0 and nodes % 1 == 0):
@@ -185,6 +192,7 @@ def _add_mfu(run: Run, context_length: int) -> Run:
     gflops = training_gflops(run.model, context_length)
     if not run.rate or not gflops:
         return run
+    # GFLOPs per sample × samples/s/GPU.
     tflops = run.rate * gflops / 1000
     run = replace(run, achieved_tflops=tflops, context_length=context_length)
     if not run.peak_tflops:
@@ -197,6 +205,7 @@ def _use_deepspeed_rate(run: Run) -> Run:
     rate = run.deepspeed_samples_per_s_per_gpu
     run = replace(run, samples_per_s_per_gpu=rate)
     if run.kind == "record":
+        # These were computed from the measured rate.
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
     if not rate:
         return add_note(run, "no rate from DeepSpeed's timer")

@@ -34,15 +34,29 @@ from clap_ds.analysis.table import (
 )
 from clap_ds.utils.errors import run_alone
 
+# Headings and columns of the printed table.
 _COLUMNS = {
-    "nodes": "nodes", "GPUs": "gpus", "runs": "repeats", "samples/s/GPU ±": "samples_per_s_per_gpu",
-    "samples/s": "samples_per_s", "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup",
+    "nodes": "nodes",
+    "GPUs": "gpus",
+    "runs": "repeats",
+    "samples/s/GPU ±": "samples_per_s_per_gpu",
+    "samples/s": "samples_per_s",
+    "efficiency % ±": "scaling_efficiency_percent",
+    "speed-up": "speedup",
     "DeepSpeed's": "deepspeed_samples_per_s_per_gpu",
-    "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_published_percent",
-    "MFU % model": "mfu_model_percent", "s/step": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
-    "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
-    "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
-}  # fmt: skip
+    "micro-batch": "micro_batch",
+    "TFLOPS/GPU": "achieved_tflops",
+    "MFU % published": "mfu_published_percent",
+    "MFU % model": "mfu_model_percent",
+    "s/step": "step_time_s",
+    "slowest rank s": "slowest_rank_step_time_s",
+    "exposed comm. %": "exposed_communication_percent",
+    "data wait %": "data_wait_percent",
+    "memory GiB": "memory_peak_gib",
+    "J/sample": "joules_per_sample",
+    "kWh": "energy_kwh",
+    "state": "state",
+}
 
 # Half of an interval, relative to its rate, above which a note doubts that runs are repeats.
 DOUBTFUL = 0.5
@@ -52,11 +66,13 @@ CHANCE_PERCENT = 2.0
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     """Return one row per series (`split_series`) and scale, in ascending order of scale."""
+    # Nodes first: they decide which links are used.
     order = attrgetter("nodes", "gpus")
     scales = []
     for series in group_by_series(split_series(runs)):
         for _, repeats in groupby(sorted(series, key=order), order):
             scales.append([*repeats])
+    # The spread is pooled over all series of the table.
     rows = [*map(combine_repeats, scales, choose_spreads(scales))]
     table = list[Scale]()
     for members in group_by_series(rows):
@@ -83,6 +99,7 @@ def _add_efficiency(row: Scale, baseline: Scale) -> Scale:
         error = 100 * ratio * math.hypot(row.relative_ci95, baseline.relative_ci95)
         if row.scale == baseline.scale:
             error = 0.0
+    # One run has no spread.
     if min(row.repeats, baseline.repeats) == 1:
         error = None
     row = replace(

@@ -85,6 +85,7 @@ class Row:
     @property
     def relative_ci95(self) -> float | None:
         """The ± of the rate relative to it."""
+        # Unknown, unless it was repeated.
         if self.samples_per_s_per_gpu_ci95 is None or not self.rate:
             return None
         return self.samples_per_s_per_gpu_ci95 / self.rate
@@ -129,6 +130,7 @@ class Row:
         error = getattr(self, f"{column}_ci95", None)
         if not text or error is None:
             return text
+        # A ± has as many decimals as its value.
         decimals = len(text.partition(".")[2])
         if column.endswith("_percent"):
             decimals = max(decimals, 2)
@@ -194,6 +196,7 @@ def check_types(row: _Row, source: str) -> _Row:
     nonnegative number."""
     for name, type_name in _TYPES.items():
         value = getattr(row, name)
+        # NaN fails this comparison.
         is_number = isinstance(value, int | float) and 0 <= value < MAX_VALUE
         is_valid = {
             "str": isinstance(value, str),
@@ -239,6 +242,7 @@ def significant(value: float, least_decimals: int = 0) -> str:
     exponent."""
     if not value:
         return "0"
+    # For 12.34, the logarithm rounds down to 1, which leaves two decimals.
     decimals = max(least_decimals, 3 - math.floor(math.log10(abs(value))))
     return f"{value:.{decimals}f}"
 
@@ -279,6 +283,7 @@ def plain_text(text: str) -> str:
     return _TAG_START.sub("‹", text)
 
 
+# Characters that look alike.
 _NOT_MARKUP = str.maketrans("|`*~", "¦'∗∼")
 _TAG_START = re.compile(r"<(?=[a-zA-Z/!?])")
 
@@ -287,6 +292,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
     lines: list[Sequence[str | float | None]] = [COLUMNS]
     for row in rows:
         values = [getattr(row, column) for column in COLUMNS]
+        # More digits than any measurement has.
         lines.append([f"{v:.7g}" if isinstance(v, float) else v for v in values])
     csv_text.write_csv(path, lines)
 
@@ -351,6 +357,7 @@ def _parse_cell(cell: str, column: str, separator: str) -> str | float:
     """Return a number, or the text if the cell is none."""
     if _TYPES[column] == "str":
         return unguarded(cell)
+    # With semicolons, 623,75 is a number.
     number = cell.translate(str.maketrans(",.", ".,")) if separator == ";" else cell
     try:
         return float(number)

@@ -18,7 +18,9 @@ from clap_ds.config.schema import score
 from clap_ds.metrics.intervals import COVERAGE, student_t
 from clap_ds.utils.errors import UserError
 
+# Columns that identify a row.
 KEYS = ["model", "device", "nodes", "GPUs", "global batch", "settings"]
+# Columns of an evaluation, and their headings.
 NEEDED = {"train_s": "time s ±", "step": "steps ±", "samples": "samples ±", "energy_kwh": "kWh ±"}
 
 
@@ -32,6 +34,7 @@ def find_evaluation(run: Run, metric: str, target: float) -> dict[str, Any]:
     """Return the line of a run's first evaluation that reached the target; empty if none did."""
     summary = read_json(Path(run.source), "summary")
     history = summary.get("history") if summary.get("resumed_at_step") else None
+    # A loss improves as it falls, other metrics as they rise.
     target_score = score(metric, target)
     for line in read_steps(Path(run.source), "evaluation", history=history):
         if metric in line and score(metric, line[metric]) >= target_score:
@@ -57,6 +60,7 @@ def render(runs: Sequence[Run], metric: str, target: float) -> str:
             evaluation = find_evaluation(run, metric, target)
             scale = [run.model, run.device, run.nodes, run.gpus, global_batch(run) or 0, settings]
             lines.append([*scale, *map(evaluation.get, NEEDED)])
+    # A run that never reached the target has empty cells.
     table = pd.DataFrame(lines, columns=[*KEYS, *NEEDED])
     groups = table.astype(dict.fromkeys(NEEDED, float)).groupby(KEYS)
     sizes = groups.size()

@@ -30,10 +30,12 @@ import transformers  # isort: skip  (after torchaudio_compat)
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
     """Return a batch of noise and random captions for the options of
     `benchmarks.compare_baselines`."""
+    # Without a range, all captions fill the context.
     low, high = arguments.caption_lengths or (arguments.context_length, arguments.context_length)
     data = SyntheticData(
         source="synthetic",
         placement="device",
+        # All lengths are equally likely.
         caption_lengths={str(length): 1.0 for length in range(low, high + 1)},
         num_batches=1,
     )
@@ -73,6 +75,7 @@ class EngineSide:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
             "bf16": {"enabled": precision == "bf16"},
         }
+        # All sides start from these weights.
         torch.manual_seed(0)
         model = build_model(settings, LossSettings(), batch.device).to(batch.device)
         weights = to_transformers(model.state_dict())
@@ -83,6 +86,7 @@ class EngineSide:
     def step(self, batch: Batch) -> dict[str, float]:
         """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work
         of the engine."""
+        # The engine marks its own phases.
         timer = self.engine.timer
         timer.start(instrumented=True)
 
@@ -92,6 +96,7 @@ class EngineSide:
         step_s = seconds(step, batch.device)
         timer.mark()
         (parts,) = timer.stop().phases_s
+        # In `Side.step`, too, the loss is part of the forward pass.
         return {**parts, "forward": parts["forward"] + parts["loss"], "step": step_s}
 
 
@@ -99,6 +104,7 @@ class MasterAdamW:
     """torch's fused AdamW with fp32 master weights of 16-bit parameters."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
+        # 16-bit parameters, and what the optimizer steps in their place.
         self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
         fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
@@ -109,6 +115,7 @@ class MasterAdamW:
         for master, low in zip(self.masters, self.low, strict=True):
             if master.grad is None:
                 master.grad = torch.empty_like(master)
+            # An unused parameter has no gradient.
             master.grad.copy_(torch.zeros_like(low) if low.grad is None else low.grad)
         self.adam.step()
         for master, low in zip(self.masters, self.low, strict=True):
@@ -141,6 +148,7 @@ class Side:
     ) -> None:
         is_loop = kind != "transformers"
         model: Any = LoopModel(config, make_sizes(config), spec_augment=spec_augment)
+        # Not strict: heads of `transformers` aren't used.
         model.load_state_dict(weights, strict=False)
         # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass
         # is several times slower.
@@ -151,7 +159,8 @@ class Side:
         front_end = ConvolutionMel if kind == "LAION-CLAP" else LogMel
         self.mel = front_end(config.audio).to(device)
         if not is_loop and device.type == "cpu":
-            patch_model(self.mel)
+            # Both sides have the same front end.
+            convert(self.mel)
         self.low = low
         self.losses = list[float]()
         self.pads_to_longest = not is_loop
@@ -164,6 +173,7 @@ class Side:
             length = int(batch.attention_mask.sum(dim=1).max())
         input_ids = batch.input_ids[:, :length]
         is_full = batch.num_tokens == input_ids.numel()
+        # Attention without a mask is faster.
         mask = None if is_full else batch.attention_mask[:, :length]
         timer = StepTimer(batch.device)
         timer.start(instrumented=True)
@@ -176,6 +186,7 @@ class Side:
         with timer("optimizer"):
             self.optimizer.step()
             self.model.zero_grad()
+        # Waits for the device.
         self.losses.append(float(loss.detach()))
         timer.mark()
         (parts,) = timer.stop().phases_s
@@ -198,6 +209,7 @@ def make_sizes(config: ClapConfig) -> Any:
 
 def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     logits = scale * audio.float() @ text.float().T
+    # Pair i is row i and column i.
     target = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
@@ -206,6 +218,7 @@ def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
     """Apply SpecAugment to a batch norm's output as torchlibrosa does in LAION-CLAP and open_clip:
     clip by clip and stripe by stripe, in place on a view. In the backward pass, each write copies
     the whole batch's gradient."""
+    # Time and mel bins become the last dimensions; it is a view.
     mel_B1TF = normed_BFT1.transpose(1, 3)
     for dim, limit in ((2, MAX_TIME_STRIPE), (3, MAX_MEL_STRIPE)):
         for number in range(len(mel_B1TF)):
@@ -237,6 +250,7 @@ class LoopModel(nn.Module):
         self.logit_scale_a = nn.Parameter(torch.zeros(()))
         if spec_augment:
             batch_norm = self.audio_model.audio_encoder.batch_norm
+            # Both programs mask behind the batch norm.
             batch_norm.register_forward_hook(lambda _, __, normed: mask_in_a_loop(normed))
 
     def forward(

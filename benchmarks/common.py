@@ -45,6 +45,7 @@ def save(output: Path | None, text: str, figures: Any) -> None:
     by the figures."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
+        # `orig_argv` has `-m benchmarks.NAME`, unlike `argv`.
         made_by = f"Made by `{' '.join(['python', *sys.orig_argv[1:]])}` at commit {commit()}."
         write_atomically(output, f"{made_by}\n\n{text}\n")
         write_object(output.with_suffix(".json"), figures)
@@ -55,6 +56,7 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
     {rate[low]:,.1f}–{rate[high]:,.1f}`; cells of missing fields are empty."""
     templates = {}
     for column in columns.split(" | "):
+        # A title may have units, so only the brace ends it.
         title, brace, template = column.partition("{")
         templates[title.strip()] = brace + template
     lines = []
@@ -86,6 +88,7 @@ def run_config(
     directories, and end its processes. Return a row: `state` (`completed`, `exit code 3`, `stopped
     after 60 s`), `seconds`, a failure's `note`, the summary."""
     folder.mkdir(parents=True)
+    # Run directories get the prefix `run-`.
     output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
     log = folder / "output.log"
@@ -104,6 +107,7 @@ def run_config(
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal_number)
                 process.wait(EXIT_GRACE_S)
+    # Stays empty if the command wrote no summary.
     row = dict[str, Any]()
     for path in folder.glob("run-*/summary.json"):
         row = read_json(path)
@@ -113,12 +117,14 @@ def run_config(
     if state != "completed":
         note = row.get("error") or _find_error(log)
     result = {"state": state, "seconds": time.monotonic() - began_s}
+    # A vertical line would end the table's cell.
     return {**row, **result, "note": note.replace("|", "/")}
 
 
 def _find_error(log: Path) -> str:
     """Return the last line of a log that states an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    # Launchers end with lines of their own, so errors count first.
     lines = [line for line in lines if line] or ["no output"]
     errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
     return (errors or lines)[-1].removeprefix("error: ")[:200]

@@ -41,6 +41,7 @@ from clap_ds.utils.errors import run_alone
 # Largest relative difference of a loss from ours.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 KINDS = {"loops": ("open_clip", "LAION-CLAP"), "transformers": ("transformers",)}
+# Rounds.
 WARM_UP = 2
 PARTS = ("forward", "backward", "optimizer", "step")
 SIDES = (
@@ -59,6 +60,7 @@ def compare(
 ) -> dict[str, Any]:
     """Time every side of one comparison and return a JSON-serializable result."""
     config = load_preset(arguments.preset)
+    # The loops have no other mode.
     modes = ["autocast"] if against == "loops" else ["autocast", "cast"]
     if precision == "fp32":
         modes = ["none"]
@@ -82,8 +84,10 @@ def compare(
             for step, our_step in zip(steps, times["ours"], strict=True)
         ]
         row = {part: 1000 * median(step[part] for step in steps) for part in PARTS}
+        # Later ones follow from different optimizers.
         loss = sides[name].losses[0]
         rows.append({"side": name, "loss": loss, "speed": median_interval(ratios), **row})
+    # Ours is the first row.
     difference = max(abs(row["loss"] / rows[0]["loss"] - 1) for row in rows)
     return {
         "precision": precision,
@@ -128,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--precision", nargs="+", choices=precisions, default=[*precisions], help=precision_help)
     arguments = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
+    # On a GPU, this is a comparison of eager code.
     kernels = "Ours uses eager torch operations, unlike a default run."
     if device.type == "cpu":
         kernels = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
@@ -140,6 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for precision in arguments.precision:
         for name in arguments.against:
+            # `transformers` has no SpecAugment.
             for spec_augment in (True, False) if name == "loops" else (False,):
                 result = compare(arguments, name, precision, device, spec_augment=spec_augment)
                 results.append(result)

@@ -81,8 +81,11 @@ CALLS = {
         "attention_sdpa": Check(100, "htsat_tiny clap.model.attention_impl=sdpa"),
         "mlp_torch": Check(100, "htsat_tiny clap.model.mlp_impl=torch"),
         "max_autotune": Check(170, "htsat_tiny clap.compile=towers-max-autotune"),
-        **{path.stem: Check(90, command=f"{TESTS} {path}")
-           for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
+        **{
+            path.stem: Check(90, command=f"{TESTS} {path}")
+            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True)
+            if "mark.gpu" in path.read_text()
+        },
         "environment": Check(30, command="-m torch.utils.collect_env"),
         "efficiencies": Check(180, command=JOIN),
     },
@@ -97,7 +100,7 @@ CALLS = {
         "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
         "mix_order_off": Check(100, variables=("TORCHINDUCTOR_MIX_ORDER_REDUCTION=0",)),
     },
-}  # fmt: skip
+}
 SHORT = "tensorboard.enabled=false clap.bench.warmup_steps=5 clap.bench.windows=3 clap.bench.breakdown_steps=2"
 # Minimum remaining time to start a step; also reserved to end the last one.
 FEWEST_S = 20.0
@@ -113,6 +116,7 @@ COLUMNS = (
 def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
     """Run one step in a new folder, print its output and return its table row."""
     call = folder.parent
+    # Fields and values of the configuration.
     name, *assignments = shlex.split(step.run.replace("{call}", str(call)))
     content = changed(Path(name), [*SHORT.split(), *assignments])
     values: dict[str, Any] = {
@@ -170,6 +174,7 @@ def restore(archives: Iterable[Path], target: Path) -> None:
 
 def compare_losses(rows: list[dict[str, Any]]) -> None:
     """Add the largest relative difference of compiled losses from eager ones to their row."""
+    # Losses are compared as soon as both steps have run.
     steps = {row["step"]: row for row in rows}
     if not steps.keys() >= {"losses_eager", "losses_compiled"}:
         return
@@ -191,6 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", type=Path, metavar="FOLDER", help=output_help)
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
+    # One line per GPU.
     gpus = nvidia_smi()
     if not gpus or choose_accelerator() == "cpu":
         checks = "check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR"
@@ -199,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     device = gpus[0].split(",")[0].strip()
     known_gpu = peak_for(device)
     gpu = known_gpu.name if known_gpu else device
+    # `NVIDIA H200` becomes `h200`.
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     results = options.output or work_folder() / "results" / slug
     results.mkdir(parents=True, exist_ok=True)
@@ -216,9 +223,11 @@ def main(argv: list[str] | None = None) -> int:
         row: dict[str, Any] = {"step": name, "state": "no time left", "seconds": 0.0}
         rows.append(row)
         began_s = time.time()
+        # What remains must suffice to end the step and to save results.
         left_s = deadline_s - time.monotonic() - FEWEST_S
         try:
             if left_s >= FEWEST_S:
+                # Stays, if this call is ended now.
                 row["state"] = "interrupted"
                 row |= run_step(step, folder / name, min(step.most_s, left_s), gpu)
         finally:
@@ -231,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
             if efficiencies.exists():
                 shutil.copy(efficiencies, results)
             archive(folder / name, folder.parent, results / f"call{options.call}_{name}.tar.xz")
+            # Later archives extend earlier ones.
             number = len([*results.glob("caches*")])
             archive(caches, caches.parent, results / f"caches_{number:03}.tar.xz", began_s)
     return int(any(row["state"] != "completed" for row in rows))

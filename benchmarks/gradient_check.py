@@ -60,13 +60,16 @@ def gradients(model: ContrastiveModel, batch: Batch) -> dict[str, Tensor]:
     """
     model.zero_grad(set_to_none=True)
     audio, text, *_ = model(*batch.model_inputs())
+    # Fixed signs, so that features of all clips have large gradients.
     generator = torch.Generator().manual_seed(0)
     signs = torch.randn(2, audio.shape[1], generator=generator).sign().to(audio.device)
+    # The features' gradients are these signs.
     (signs[0] * audio.float() + signs[1] * text.float()).sum().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter is not model.logit_scale:
             gradient = parameter.grad
+            # An unused parameter has none.
             gradients[name] = torch.zeros(()) if gradient is None else gradient.float()
     return gradients
 
@@ -102,15 +105,18 @@ def compare(
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
     torch.manual_seed(0)
     model = make_model(run, device)
+    # Scale the weights before they are copied to the other models.
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith(SHARPENED):
                 module.weight.mul_(SHARPEN)
     eager_model = make_model(run, device, **PLAIN)
     eager_model.load_state_dict(model.state_dict())
+    # Of the same weights, with 24 bits in place of 8.
     reference_model = copy.deepcopy(eager_model).float()
     if device.type == "cuda":
-        replace_failing_kernels(run.clap.model, model)
+        fall_back(run.clap.model, model)
+    # What `compile_towers` needs of an engine.
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     compilation = compile_towers(engine, batches[0], "towers", cached=False, backend=backend)
     problems = {part: problem for part, problem in compilation["compiled"].items() if problem}
@@ -136,8 +142,10 @@ def compare(
             eager_error = median(eager_errors[name])
             compiled_error = median(compiled_errors[name])
             row = {"name": name, "norm": median(values), "eager": eager_error}
+            # Above 1, it exceeds its bound.
             share = compiled_error / (FACTOR * eager_error + SLACK)
             rows.append({**row, "compiled": compiled_error, "share": share, "wrong": share > 1})
+        # The worst first.
         yield sorted(rows, key=lambda row: -row["share"])
 
 
@@ -149,12 +157,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--clips", type=int, default=64, help="batch size in clips (default: 64)")
     options = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
+    # TF32 would be no reference.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     dropout_rows = list[dict[str, Any]]()
     try:
         for row in check_dropout(device):
             dropout_rows.append(row)
             print(row["name"], "wrong" if row["wrong"] else "right", sep=": ", flush=True)
+            # The command may be ended at any time.
             save(options.output, table(COLUMNS, dropout_rows), dropout_rows)
     except Exception as error:
         # The gradients are still worth checking.

@@ -51,7 +51,9 @@ class Case(NamedTuple):
 
 def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
     for grid, heads, dim in zip(audio.stage_grids, audio.num_heads, audio.stage_dims, strict=True):
+        # The last stage is one window.
         window = min(audio.attention_window, grid)
+        # Every second block shifts its windows.
         for shift in (0, window // 2) if grid > window else (0,):
             mask = shifted_window_mask(grid, window, shift) if shift else None
             geometry: dict[str, Any] = {"mask_GNN": mask, "window": window, "shift": shift}
@@ -145,6 +147,7 @@ def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -
 def peaks() -> tuple[float, float]:
     """Return bytes per second of a large copy (read and written) and FLOP/s of a large bf16
     product."""
+    # Larger than any cache.
     source = torch.empty(2**31, dtype=torch.uint8)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
@@ -160,6 +163,7 @@ def passes(
     arguments."""
     leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
     output = function(*leaves)
+    # Gradients of the output.
     ones = torch.ones_like(output)
 
     def backward() -> Any:
@@ -177,7 +181,9 @@ def compute(function: Function, inputs: Sequence[Tensor], dtype: torch.dtype) ->
 def measure_errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
     """Return the largest relative error of output and gradients in bf16, of a kernel and of torch,
     against torch in fp32."""
+    # Weights stay whole.
     inputs = [inputs[0][:FEW], *inputs[1:]]
+    # torch in fp32 is the reference of both.
     expected = compute(case.torchs, inputs, torch.float32)
     errors = {}
     for name, function in (("error", case.ours), ("torch_error", case.torchs)):
@@ -194,6 +200,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
         {"kernel": case.kernel, "size": case.size, "pass": name} for name in ("forward", "backward")
     ]
     try:
+        # Small, as activations and weights are.
         inputs = [0.1 * torch.randn(shape, dtype=torch.bfloat16) for shape in case.shapes]
         errors = measure_errors(case, inputs) if case.ours else {}
         for name, function in (("torch_ms", case.torchs), ("ms", case.ours or case.torchs)):
@@ -218,6 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     bandwidth, rate = peaks()
     rows = list[dict[str, Any]]()
     cases = list[Case]()
+    # HTSAT-base's published micro-batch is 416, of 616.
     for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
         audio = load_preset(f"{preset}_roberta_base").audio
         cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]
@@ -226,6 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     print(title, table(COLUMNS, []), sep="\n\n", flush=True)
     for case in (*cases, *text_cases(options.clips)):
         for row in measure(case):
+            # Limited by traffic or by arithmetic.
             row["least_ms"] = 1000 * max(row["bytes"] / bandwidth, row["flops"] / rate)
             if "ms" in row:
                 row["share"] = row["least_ms"] / row["ms"]

@@ -46,11 +46,13 @@ UNPLANNED = "not in the plan: "
 def profile(run: RunSettings, ranks: Ranks) -> None:
     """Profile steps of a run to `profile.json`: each operation's caller (index in the list), name,
     input shapes, and own kernels with microseconds (on a CPU its self time)."""
+    # It would change the operations.
     run.deepspeed.pop("flops_profiler", None)
     with join_ranks(run, ranks) as device, open_run_dir(run, ranks, device) as record:
         engine = setup_engine(run, ranks, setup_model(run, ranks, device), StepTimer(device))
         with setup_dataloader(run, ranks, engine) as loader:
             record.update_summary(engine.optimize_towers(loader, run.clap.model, run.clap.compile))
+            # Compilation and autotuning end here.
             for _ in range(WARM_UP):
                 engine.step(loader)
             with torch.profiler.profile(record_shapes=True) as profiler:
@@ -73,6 +75,7 @@ def events_of(profiler: torch.profiler.profile, *, on_cpu: bool) -> list[Any]:
     events = []
     for event in operations:
         kernels = [(kernel.name, kernel.duration) for kernel in event.kernels]
+        # A CPU has no kernels of its own.
         if on_cpu:
             kernels = [("", event.self_cpu_time_total)]
         caller = indices.get(id(event.cpu_parent))
@@ -91,10 +94,12 @@ def join(
     Args:
         ideal_s: seconds of an operation at the data sheet's rates.
     """
+    # Planned operations by name and shapes.
     plans = defaultdict[Any, list[Operation]](list)
     ideal = defaultdict[str, float](float)
     for operation, times in planned:
-        if op_class(operation) == FUSED:
+        if class_of(operation) == FUSED:
+            # Inductor's kernels have no shapes to join by.
             ideal[FUSED] += STEPS * times * ideal_s(operation)
         else:
             plans[operation.name, operation.shapes].append(operation)
@@ -121,6 +126,7 @@ def join(
                 class_name = FUSED
             else:
                 class_name = UNPLANNED + name
+            # An operation may launch several kernels, of one call.
             measured_s[class_name] += duration_us / 1e6
             calls[class_name].add(call)
     classes = {}
@@ -137,7 +143,7 @@ def join(
 
 
 def _find_plan(plans: Mapping[Any, list[Operation]], name: str, shapes: Any) -> list[Operation]:
-    """Return the planned operations of a profiled one's name and shapes; empty if there are none."""
+    """Return the planned operations of this name and these shapes; empty if there are none."""
     planned_name = name.replace("::", ".", 1)
     inputs = tuple(tuple(shape) for shape in shapes if shape)
     # The last input may be an `out=`.
@@ -150,11 +156,13 @@ def _find_plan(plans: Mapping[Any, list[Operation]], name: str, shapes: Any) -> 
 def describe_idle(trace: dict[str, Any]) -> str:
     """Return how long the device's busiest stream was idle per step, and between which kernels
     longest. From a Chrome trace."""
+    # By stream: events of the device.
     streams = defaultdict[Any, list[dict[str, Any]]](list)
     for event in trace["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             streams[event["args"]["stream"]].append(event)
     busiest: list[dict[str, Any]] = max(streams.values(), key=len, default=[])
+    # In the order in which they ran.
     kernels = sorted(busiest, key=lambda event: float(event["ts"]))
     # Microseconds.
     gaps = [(b["ts"] - a["ts"] - a["dur"], a["name"], b["name"]) for a, b in pairwise(kernels)]

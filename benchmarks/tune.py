@@ -53,6 +53,7 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         rate = (row.get("samples_per_s_per_gpu") or {}).get("mean")
+        # The first combination may have failed.
         baseline = baseline or rate
         lines.append({**row, "ratio": rate / baseline} if rate else row)
     return table(COLUMNS, lines)
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = options.folder or work_folder() / "runs" / "tune" / f"{options.config.stem}-{stamp}"
+    # Rows of an earlier call would be overwritten.
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--folder {folder}: expected a new or empty folder")
     rows: list[dict[str, Any]] = []
@@ -88,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         command = [*BENCH, str(run_folder / "config.json")]
         row = run_config(content, command, run_folder, options.limit_s)
         rows.append({"settings": ", ".join(settings), **row})
+        # After each run, as the command may be ended at any time.
         show(options.output or folder / "tune.md", format_table(rows), rows)
     return int(all(row["state"] != "completed" for row in rows))
 

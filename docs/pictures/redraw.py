@@ -26,14 +26,20 @@ FORMATS = (".png", ".svg", ".pdf")
 def find_drawing_code(script: Path) -> list[Path]:
     """Return a script and the modules of `analysis/` that it imports, directly or not."""
     sources = [script]
-    for source in sources:  # grows
+    # The list grows by the modules that its members import.
+    for source in sources:
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                "clap_ds.analysis"
-            ):
-                names = [str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)]
-                paths = [ROOT / "analysis" / f"{name}.py" for name in names]
-                sources += [path for path in paths if path.is_file() and path not in sources]
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            package = node.module or ""
+            if not package.startswith("clap_ds.analysis"):
+                continue
+            # A module is what stands before `import`, or one of the names after it.
+            names = [package.rpartition(".")[2], *(alias.name for alias in node.names)]
+            for name in names:
+                path = ROOT / "analysis" / f"{name}.py"
+                if path.is_file() and path not in sources:
+                    sources.append(path)
     return sources
 
 
@@ -48,10 +54,13 @@ def list_records(argument: str) -> Iterator[Path]:
 def compute_digest(command: str) -> str:
     """Return the digest of a command's text, drawing code and records."""
     script, *arguments = shlex.split(command)
-    files = find_drawing_code(ROOT / script)
-    files += [file for argument in arguments for file in list_records(argument)]
-    parts = [command.encode(), *(file.read_bytes() for file in sorted(set(files)))]
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    files = {*find_drawing_code(ROOT / script)}
+    for argument in arguments:
+        files.update(list_records(argument))
+    digest = hashlib.sha256(hashlib.sha256(command.encode()).digest())
+    for file in sorted(files):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def find_stale_pictures() -> dict[str, str]:

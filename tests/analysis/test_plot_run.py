@@ -28,19 +28,36 @@ def benchmark(folder: Path, **changes: Any) -> Path:
         for n, phase in enumerate(phases, start=1)
     ]
     summary = COMMON | {
-        "precision": "bf16", "micro_batch_per_gpu": 4, "context_length": 16, "schema": 3, "step_time_s": {"median": 0.4},
-        "samples_per_s_per_gpu": {"mean": 10.0, "low": 9.0, "high": 11.0, "windows": [9.0, 11.0, 10.1]},
+        "precision": "bf16",
+        "micro_batch_per_gpu": 4,
+        "context_length": 16,
+        "schema": 3,
+        "step_time_s": {"median": 0.4},
+        "samples_per_s_per_gpu": {
+            "mean": 10.0,
+            "low": 9.0,
+            "high": 11.0,
+            "windows": [9.0, 11.0, 10.1],
+        },
         "breakdown_s": {"forward": 0.1, "backward": 0.2},
-    }  # fmt: skip
+    }
     return record(folder, steps, **summary | changes)
 
 
 def training(folder: Path, **changes: Any) -> Path:
     lines: list[dict[str, Any]] = [
-        {"phase": "train", "step": step, "samples": 8 * step, "time_s": 0.4, "loss": 2 / step, "lr": 1e-3,
-         "gradient_norm": 1.0, "logit_scale": 14.0}
+        {
+            "phase": "train",
+            "step": step,
+            "samples": 8 * step,
+            "time_s": 0.4,
+            "loss": 2 / step,
+            "lr": 1e-3,
+            "gradient_norm": 1.0,
+            "logit_scale": 14.0,
+        }
         for step in range(1, 51)
-    ]  # fmt: skip
+    ]
     evaluation = {
         "zero_shot_top1": 0.5,
         "retrieval_audio_to_text_r1": 0.1,

@@ -15,10 +15,20 @@ from clap_ds.utils.errors import UserError
 from tests.analysis.samples import BASE, DATA, TINY, command, given, run
 
 MICRO = [
-    Row(nodes, 4 * nodes, rate, rate * 4 * nodes, samples_per_s_per_gpu_ci95=8.0, uncertainty_from="2σ of 3", repeats=3,
-        model="micro", scaling="weak", state="completed")
+    Row(
+        nodes,
+        4 * nodes,
+        rate,
+        rate * 4 * nodes,
+        samples_per_s_per_gpu_ci95=8.0,
+        uncertainty_from="2σ of 3",
+        repeats=3,
+        model="micro",
+        scaling="weak",
+        state="completed",
+    )
     for nodes, rate in ((1, 700.0), (2, 680.0), (4, 650.0))
-]  # fmt: skip
+]
 
 
 def draw_runs(*runs: Run) -> FigureBuilder:

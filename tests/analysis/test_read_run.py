@@ -129,14 +129,18 @@ def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("summary", '{"state": "compl', "not valid JSON"),
-        ("summary", '{"samples_per_s_per_gpu": {"mean": Infinity}}', "samples_per_s_per_gpu is inf"),
+        (
+            "summary",
+            '{"samples_per_s_per_gpu": {"mean": Infinity}}',
+            "samples_per_s_per_gpu is inf",
+        ),
         ("summary", '{"breakdown_s": [1]}', r"schema\.py"),
         ("summary", '{"num_nodes": 1.5}', "nodes is 1.5; expected a whole number"),
         ("summary", '{"stragglers": [1]}', r"summary\.stragglers.* expected"),
         ("environment", '{"device_names": 1.5}', r"environment\.device_names.* expected"),
         ("environment", '{"versions": true}', r"environment\.versions.* expected"),
     ],
-)  # fmt: skip
+)
 def test_record_that_is_not_of_its_schema_is_rejected(
     record: Path, name: str, content: str, message: str
 ) -> None:

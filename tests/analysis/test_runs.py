@@ -93,9 +93,15 @@ def test_scale_of_a_log_of_this_project_is_its_own(tmp_path: Path, prefix: str) 
 
 
 TITLED: Any = {
-    "preset": "htsat_tiny_roberta_base", "world_size": 8, "device_name": "NVIDIA H200", "num_nodes": 2, "precision": "bf16",
-    "micro_batch_per_gpu": 4, "gradient_accumulation_steps": 1, "context_length": 64,
-}  # fmt: skip
+    "preset": "htsat_tiny_roberta_base",
+    "world_size": 8,
+    "device_name": "NVIDIA H200",
+    "num_nodes": 2,
+    "precision": "bf16",
+    "micro_batch_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "context_length": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +115,7 @@ TITLED: Any = {
         {"preset": "micro", "device_name": "AMD EPYC 9B14, 96-Core Processor", "num_nodes": 1},
         {"preset": "open_clip:CLAP-NaFlex"},
     ],
-)  # fmt: skip
+)
 def test_title_of_this_project_states_model_batch_and_tokens(
     tmp_path: Path, prefix: str, changes: dict[str, Any]
 ) -> None:

@@ -137,9 +137,11 @@ def test_settings_that_differ_make_series_also_of_a_written_table(tmp_path: Path
             runs.append(configured(nodes, rate, clap__gradient_sync=sync))
     rows = scaling_table(runs)
     assert [(row.variant, row.gpus, row.repeats, row.rate) for row in rows] == [
-        ("gradient_sync=deepspeed", 4, 2, 90.5), ("gradient_sync=deepspeed", 8, 2, 90.5),
-        ("gradient_sync=overlap", 4, 1, 99.0), ("gradient_sync=overlap", 8, 1, 99.0),
-    ]  # fmt: skip
+        ("gradient_sync=deepspeed", 4, 2, 90.5),
+        ("gradient_sync=deepspeed", 8, 2, 90.5),
+        ("gradient_sync=overlap", 4, 1, 99.0),
+        ("gradient_sync=overlap", 8, 1, 99.0),
+    ]
     text = render(rows)
     assert all(f"### {row.title}\n" in text for row in rows)
     write_csv(tmp_path / "t.csv", rows)
@@ -150,18 +152,31 @@ def test_settings_that_differ_make_series_also_of_a_written_table(tmp_path: Path
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        ({"zero_optimization__stage": 0}, {"zero_optimization__stage": 1},
-         ["zero_optimization.stage=0", "zero_optimization.stage=1"]),
+        (
+            {"zero_optimization__stage": 0},
+            {"zero_optimization__stage": 1},
+            ["zero_optimization.stage=0", "zero_optimization.stage=1"],
+        ),
         ({"clap__data__shards": "/a/x"}, {"clap__data__shards": "/b/x"}, [""]),
-        ({"environment": {"git_commit": "a" * 40}}, {"environment": {"git_commit": "b" * 40 + "+"}},
-         ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
+        (
+            {"environment": {"git_commit": "a" * 40}},
+            {"environment": {"git_commit": "b" * 40 + "+"}},
+            ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"],
+        ),
         ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, [""]),
-        ({"clap__bench__windows": 8, "clap__bench__breakdown_steps": 5},
-         {"clap__bench__windows": 9, "clap__bench__breakdown_steps": 0}, [""]),
+        (
+            {"clap__bench__windows": 8, "clap__bench__breakdown_steps": 5},
+            {"clap__bench__windows": 9, "clap__bench__breakdown_steps": 0},
+            [""],
+        ),
         # As few differences as possible name them.
-        ({"a": 1, "clap__bench__warmup_steps": 8, "b": 1}, {"a": 2, "clap__bench__warmup_steps": 9, "b": 2}, ["a=1", "a=2"]),
+        (
+            {"a": 1, "clap__bench__warmup_steps": 8, "b": 1},
+            {"a": 2, "clap__bench__warmup_steps": 9, "b": 2},
+            ["a=1", "a=2"],
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_series_differ_in_configuration_code_and_hardware(
     first: Any, second: Any, names: list[str], nodes: int
@@ -205,8 +220,13 @@ def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: P
     folders = []
     for nodes, rate, deepspeed_rate in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
         gpus = 4 * nodes
-        summary = {"num_nodes": nodes, "world_size": gpus, "deepspeed_samples_per_s": gpus * deepspeed_rate,
-                   "samples_per_s_per_gpu": {"mean": rate}, "achieved_tflops": 45.0}  # fmt: skip
+        summary = {
+            "num_nodes": nodes,
+            "world_size": gpus,
+            "deepspeed_samples_per_s": gpus * deepspeed_rate,
+            "samples_per_s_per_gpu": {"mean": rate},
+            "achieved_tflops": 45.0,
+        }
         folders.append(record(tmp_path / f"n{nodes}", [], state="completed", **summary))
     for option, expected, tflops in (("measured", 90, 45), ("deepspeed", 75, None)):
         rows = scaling_table(read_runs(folders, given(rate=option)))
@@ -214,24 +234,38 @@ def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: P
         assert [row.achieved_tflops for row in rows] == [tflops, tflops]
 
 
-def test_column_shows_the_value_of_its_heading() -> None:
-    values = {
-        "repeats": 7, "samples_per_s_per_gpu": 11.0, "samples_per_s": 12.0, "scaling_efficiency_percent": 13.0, "speedup": 14.0,
-        "deepspeed_samples_per_s_per_gpu": 15.0, "micro_batch": 16, "achieved_tflops": 17.0, "mfu_published_percent": 18.0,
-        "mfu_model_percent": 19.0, "step_time_s": 20.0, "slowest_rank_step_time_s": 21.0,
-        "exposed_communication_percent": 22.0, "data_wait_percent": 23.0, "memory_peak_gib": 24.0, "joules_per_sample": 25.0,
-        "energy_kwh": 26.0,
-    }  # fmt: skip
-    text = render([Row(nodes=2, gpus=8, state="completed", **values)])
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    header, _, cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    numbers = {name: cell.partition(".")[0] for name, cell in zip(header, cells, strict=True)}
-    assert numbers == {
-        "nodes": "2", "GPUs": "8", "runs": "7", "samples/s/GPU ±": "11", "samples/s": "12", "efficiency % ±": "13",
-        "speed-up": "14", "DeepSpeed's": "15", "micro-batch": "16", "TFLOPS/GPU": "17", "MFU % published": "18",
-        "MFU % model": "19", "s/step": "20", "slowest rank s": "21", "exposed comm. %": "22", "data wait %": "23",
-        "memory GiB": "24", "J/sample": "25", "kWh": "26", "state": "completed",
-    }  # fmt: skip
+# Heading, column and value of each cell of a printed row.
+CELLS = """
+nodes | nodes | 2
+GPUs | gpus | 8
+runs | repeats | 7
+samples/s/GPU ± | samples_per_s_per_gpu | 11
+samples/s | samples_per_s | 12
+efficiency % ± | scaling_efficiency_percent | 13
+speed-up | speedup | 14
+DeepSpeed's | deepspeed_samples_per_s_per_gpu | 15
+micro-batch | micro_batch | 16
+TFLOPS/GPU | achieved_tflops | 17
+MFU % published | mfu_published_percent | 18
+MFU % model | mfu_model_percent | 19
+s/step | step_time_s | 20
+slowest rank s | slowest_rank_step_time_s | 21
+exposed comm. % | exposed_communication_percent | 22
+data wait % | data_wait_percent | 23
+memory GiB | memory_peak_gib | 24
+J/sample | joules_per_sample | 25
+kWh | energy_kwh | 26
+"""
+
+
+def test_cell_has_the_value_of_its_heading() -> None:
+    cells = [line.split(" | ") for line in CELLS.strip().splitlines()]
+    values: Any = {column: int(value) for _, column, value in cells}
+    lines = [line for line in render([Row(**values)]).splitlines() if line.startswith("|")]
+    header, _, row = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    numbers = [cell.partition(".")[0] for cell in row]
+    printed = dict(zip(header, numbers, strict=True))
+    assert printed == {heading: value for heading, _, value in cells}
 
 
 def test_rates_that_spread_by_more_than_half_are_doubted() -> None:

@@ -23,20 +23,24 @@ FAILURE = "Traceback (most recent call last)\n"
 # Lines as public logs have them, and lines before them.
 PROGRESS = {
     "DeepSpeed 0.6": (
-        "[timer.py:189:stop] 0/{step}, SamplesPerSec={average}, MemAllocated=0.26GB, MaxMemAllocated=9.02GB", "",
+        "[timer.py:189:stop] 0/{step}, SamplesPerSec={average}, MemAllocated=0.26GB, MaxMemAllocated=9.02GB",
+        "",
     ),
     "DeepSpeed 0.7": (
         "[timer.py:197:stop] 0/{step}, RunningAvgSamplesPerSec={average}, CurrSamplesPerSec=1.5, MemAllocated=1.75GB,"
-        " MaxMemAllocated=2.6GB", "",
+        " MaxMemAllocated=2.6GB",
+        "",
     ),
     "Megatron-LM": (
         " [2026-04-27 00:00:01] iteration {step:8d}/  250000 | consumed samples: {samples:12d} | elapsed time per iteration"
         " (ms): {mean_ms:.1f} | throughput per GPU (TFLOP/s/GPU): 40.4 | learning rate: 1.5E-06 | global batch size:"
-        " {batch:5d} | lm loss: 2.504220E+00 |", "using world size: 8, data-parallel size: 8, tensor-model-parallel size: 1\n",
+        " {batch:5d} | lm loss: 2.504220E+00 |",
+        "using world size: 8, data-parallel size: 8, tensor-model-parallel size: 1\n",
     ),
     "Megatron-DeepSpeed": (
         " iteration {step:8d}/50000 | consumed samples: {samples} | consumed tokens: 11534336 | elapsed time per iteration"
-        " (ms): {mean_ms:.1f} | learning rate: 1.499E-05 | gloabl batch size: {batch:4d} | lm loss: 1.3E+01 |", "",
+        " (ms): {mean_ms:.1f} | learning rate: 1.499E-05 | gloabl batch size: {batch:4d} | lm loss: 1.3E+01 |",
+        "",
     ),
     "torchtitan": (
         "[rank0]:[titan] 2025-11-25 19:44:58,838 - root - INFO - \x1b[31mstep: {step:2}  \x1b[32mloss:  7.6259  "
@@ -48,16 +52,24 @@ PROGRESS = {
     "NeMo": (
         "0: Training epoch 0, iteration {step}/999 | lr: 6.897e-06 | global_batch_size: {batch} | global_step: {step} |"
         " max_memory_reserved: 127785762816 | reduced_train_loss: 11.96 | train_step_timing in s: {mean_s:.4g} |"
-        " TFLOPS_per_GPU: 1.249e+03 | consumed_samples: {samples}", "",
+        " TFLOPS_per_GPU: 1.249e+03 | consumed_samples: {samples}",
+        "",
     ),
-    "Lightning": ("\rEpoch 0:  22%|██▏       | {step}/1000 [{clock}<01:02,  4.47s/it, loss=10.072, v_num=193315]", ""),
-    "NeMo 1": ("Epoch 0: :  47%|████▋     | {step}/? [{clock}<07:13, global_step=2e+3, train_step_timing in s=49.50]", ""),
+    "Lightning": (
+        "\rEpoch 0:  22%|██▏       | {step}/1000 [{clock}<01:02,  4.47s/it, loss=10.072, v_num=193315]",
+        "",
+    ),
+    "NeMo 1": (
+        "Epoch 0: :  47%|████▋     | {step}/? [{clock}<07:13, global_step=2e+3, train_step_timing in s=49.50]",
+        "",
+    ),
     "Composer": (
         "[batch={step}/5000]:\n\t Train time/batch: {step}\n\t Train time/sample: {samples}\n"
         "\t Train throughput/batches_per_sec: 0.1\n\t Train throughput/samples_per_sec: {rate:.4f}\n"
-        "\t Train throughput/device/samples_per_sec: 0.1708", "",
+        "\t Train throughput/device/samples_per_sec: 0.1708",
+        "",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -146,10 +158,14 @@ def test_rate_of_a_deepspeed_log_is_that_of_its_steps() -> None:
         ("gradient_accumulation_steps 0", "accumulation", 1),
         ("ranks: 0, nodes: 0", "nodes", 0),
         ("CUDA out of memory. Tried\nTraceback (most recent call last):", "state", "out_of_memory"),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***", "state", "timeout"),
+        (
+            "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***",
+            "state",
+            "timeout",
+        ),
         ("exits with return code = -9", "state", "failed"),
     ],
-)  # fmt: skip
+)
 def test_facts_of_other_lines_are_read(
     tmp_path: Path, lines: str, field: str, value: object
 ) -> None:
@@ -165,9 +181,12 @@ def test_facts_of_other_lines_are_read(
         # LAION-CLAP
         (r"] Data (.*?), .*", r"] Loss: 5.1 (5.1) Data \1 LR: 3e-4"),
         # 2021
-        (r"] Data \(t\): (\S+) Batch \(t\): (\S+),.*", r"]\tLoss: 6\tData (t) \1\tBatch (t) \2\tLR"),
+        (
+            r"] Data \(t\): (\S+) Batch \(t\): (\S+),.*",
+            r"]\tLoss: 6\tData (t) \1\tBatch (t) \2\tLR",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rate_of_open_clip_and_laion_clap_counts_every_step(
     read: Read, pattern: str, replacement: str
 ) -> None:
@@ -193,7 +212,10 @@ def test_new_log_format_takes_one_entry(read: Read, monkeypatch: pytest.MonkeyPa
     pattern = r"\[fast\] it (?P<step>\d+) \| gpus (?P<gpus>\d+) \| (?P<rate>[\d.]+) samples/s"
     monkeypatch.setitem(LOG_FORMATS, "new", LogFormat("[fast] it ", re.compile(pattern)))
     # 10 steps at 100 samples/s and 30 at 300 take equal times, at any batch.
-    lines = [f"[fast] it {step} | gpus 8 | {rate} samples/s\n" for step, rate in ((20, 50), (30, 100), (60, 300))]  # fmt: skip
+    lines = [
+        f"[fast] it {step} | gpus 8 | {rate} samples/s\n"
+        for step, rate in ((20, 50), (30, 100), (60, 300))
+    ]
     run = read("".join(lines), gpus=None)
     assert (run.rate, run.gpus) == (pytest.approx(200 / 8), 8)
 
@@ -260,10 +282,15 @@ def test_rate_of_another_program_is_that_of_its_steps(read: Read, program: str) 
         mean_s = fmean(times[step - 10 : step])
         total_s = round(sum(times[:step]))
         numbers = {
-            "step": step, "samples": 64 * step, "batch": 64, "rate": 64 / mean_s, "mean_s": mean_s,
-            "mean_ms": 1000 * mean_s, "average": 64 * (step - 2) / (total_s - 18),
+            "step": step,
+            "samples": 64 * step,
+            "batch": 64,
+            "rate": 64 / mean_s,
+            "mean_s": mean_s,
+            "mean_ms": 1000 * mean_s,
+            "average": 64 * (step - 2) / (total_s - 18),
             "tps": round(8 * 8192 / mean_s),
-        }  # fmt: skip
+        }
         text += line.format(**numbers, clock=clock(total_s)) + "\n"
     run = read(text, gpus=8, batch_per_gpu=8)
     assert run.rate == pytest.approx(64 / 2.5 / 8, rel=1e-4)
@@ -287,7 +314,9 @@ def lightning_line(epoch: int, step: int, seconds: int) -> str:
 
 def test_epochs_of_lightning_add_up(read: Read) -> None:
     steps = (0, 25, 100)
-    epochs = ["".join(lightning_line(epoch, step, 2 * step) for step in steps) for epoch in range(3)]  # fmt: skip
+    epochs = [
+        "".join(lightning_line(epoch, step, 2 * step) for step in steps) for epoch in range(3)
+    ]
     assert read("".join(epochs), batch_per_gpu=6).rate == pytest.approx(3)
 
 

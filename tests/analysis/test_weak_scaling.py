@@ -158,13 +158,17 @@ def test_series_that_laws_miss_by_less_than_10_points_is_projected() -> None:
     ("rates", "columns", "message"),
     [
         ({1: 9.0}, {}, "expected weak scaling .* on 1 node, 4 GPUs"),
-        ({1: 9.0, 2: 8.0}, {"gpus": lambda n: 4}, "equal nodes; .* on 1 node, 4 GPUs, 2 nodes, 4 GPUs"),
+        (
+            {1: 9.0, 2: 8.0},
+            {"gpus": lambda n: 4},
+            "equal nodes; .* on 1 node, 4 GPUs, 2 nodes, 4 GPUs",
+        ),
         ({2: 9.0, 4: 8.0}, {"gpus": lambda n: 5 * n // 2}, "equal nodes; .* on 2 nodes, 5 GPUs"),
         ({1: 9.0, 2: 8.0}, {"batch_per_gpu": lambda n: 8 // n}, "found strong scaling"),
         ({1: 600.0, 2: 480.0, 4: 590.0, 8: 500.0}, {}, "laws .* miss"),
         ({1: 600.0, 2: 630.0, 4: 625.0}, {}, "efficiency above 100% on 2 nodes, 8 GPUs"),
     ],
-)  # fmt: skip
+)
 def test_series_without_a_projection_is_rejected(
     rates: dict[int, float], columns: Any, message: str
 ) -> None:

@@ -8,32 +8,32 @@ RESULTS = ROOT / "results"
 PEERS = RESULTS / "cpu" / "peers"
 
 
-def test_bars_are_ratios_as_published_of_the_faster_mode_with_hardware() -> None:
+def test_bars_are_ratios_of_the_faster_mode_with_hardware() -> None:
     medians = read_ratios(PEERS / "amx_padded.json")["speed.median"].round(2).to_dict()
     assert medians == {
         "transformers\nwithout SpecAugment": 1.71,
         "open_clip\nwith SpecAugment": 2.15,
         "LAION-CLAP\nwith SpecAugment": 2.22,
     }
-    picture = draw_peers([PEERS / "amx_padded.json"])
-    (axes,) = picture.panels
+    figure = draw_peers([PEERS / "amx_padded.json"])
+    (axes,) = figure.panels
     (bars,) = list_bars(axes)
     assert [round(width, 2) for width in bars.datavalues] == [1.71, 2.15, 2.22]
-    assert bars.errorbar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(
-        [0.96, 1.83], abs=0.005
-    )
-    title = picture.figure.get_suptitle()
-    assert all(part in title for part in ("Xeon", "AMX", "2 cores", "bf16", "micro-batch 8"))
+    interval = bars.errorbar.lines[2][0].get_segments()[0][:, 0]
+    assert interval == pytest.approx([0.96, 1.83], abs=0.005)
+    title = figure.figure.get_suptitle()
+    for hardware in ("Xeon", "AMX", "2 cores", "bf16", "micro-batch 8"):
+        assert hardware in title
 
 
-def test_flops_are_all_components_and_equal_the_published_at_514_tokens() -> None:
-    picture = draw_flops([RESULTS / "flops" / f"htsat_tiny_{tokens}.json" for tokens in (77, 514)])
-    (axes,) = picture.panels
+def test_bars_of_flops_are_as_high_as_all_components() -> None:
+    figure = draw_flops([RESULTS / "flops" / f"htsat_tiny_{tokens}.json" for tokens in (77, 514)])
+    (axes,) = figure.panels
     tops = [bar.get_y() + bar.get_height() for bar in list_bars(axes)[-1]]
     assert tops == pytest.approx([27.44, 111.20], abs=0.01)
 
 
-def test_parts_of_a_gpus_step_add_up_to_its_time() -> None:
+def test_parts_of_a_gpu_step_add_up_to_its_time() -> None:
     names = ("efficiencies.md", "step.md", "call1.tar.xz", "step.tar.xz")
     (axes,) = draw_gpu_step([RESULTS / "h200" / name for name in names]).panels
     parts = {bars.get_label(): bars.datavalues for bars in list_bars(axes)}
@@ -44,8 +44,8 @@ def test_parts_of_a_gpus_step_add_up_to_its_time() -> None:
 
 def test_predictions_are_drawn_over_published_rates() -> None:
     (axes,) = draw_plan([RESULTS / "plan" / "validation.json"]).panels
-    points = [
-        tuple(point) for group in axes.containers for point in group.lines[0].get_xydata().round(1)
-    ]
+    points = []
+    for gpu in axes.containers:
+        points += gpu.lines[0].get_xydata().round(1).tolist()
     assert len(points) == 25
-    assert (623.7, 771.5) in points
+    assert [623.7, 771.5] in points
