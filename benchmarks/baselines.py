@@ -160,7 +160,7 @@ class Side:
         self.mel = front_end(config.audio).to(device)
         if not is_loop and device.type == "cpu":
             # Both sides have the same front end.
-            convert(self.mel)
+            patch_model(self.mel)
         self.low = low
         self.losses = list[float]()
         self.pads_to_longest = not is_loop

@@ -98,7 +98,7 @@ def join(
     plans = defaultdict[Any, list[Operation]](list)
     ideal = defaultdict[str, float](float)
     for operation, times in planned:
-        if class_of(operation) == FUSED:
+        if op_class(operation) == FUSED:
             # Inductor's kernels have no shapes to join by.
             ideal[FUSED] += STEPS * times * ideal_s(operation)
         else:
