@@ -69,6 +69,7 @@ def compile_towers(
     front_end_parts = model.front_end_parts if audio.ndim == 2 else ()
     problems: dict[str, str | None] = {}
     began_s = time.monotonic()
+    # On a host, others find what local rank 0 compiled in the cache.
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     with (
         watchdog.activity("compiling"),
@@ -101,6 +102,7 @@ def compile_towers(
 def _try(part: nn.Module, inputs: Sequence[Any], *, cached: bool) -> None:
     """Run a part forward and backward."""
     if cached:
+        # GradCache runs each tower twice, first without gradients: another graph.
         with torch.no_grad():
             part(*inputs)
     _backward([part(*inputs)], part)
@@ -148,11 +150,13 @@ def first_error(action: Callable[[], object], takes_part: bool = True) -> str | 
     except Exception as error:
         # Compilers and drivers raise any type.
         problem = f"rank {rank()}: {reason_of(error)}"
+    # All ranks learn of the first rank's problem.
     return reduce_on_rank0(problem, lambda problems: next(filter(None, problems), None))
 
 
 def reason_of(error: Exception) -> str:
     """Return the error's first line, without Dynamo's message around it."""
+    # Dynamo wraps a backend's error in its own.
     return first_line(getattr(error, "inner_exception", error))
 
 
@@ -210,6 +214,7 @@ def _report_compilations_to_watchdog() -> None:
     set_compile_cache()
     # Only the FFT is complex; it runs in torch.
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
+    # Compilations don't overlap in a process.
     activities = ExitStack()
     callback_handler.register_start_callback(
         lambda _: activities.enter_context(watchdog.activity("compiling"))

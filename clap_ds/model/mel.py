@@ -49,6 +49,7 @@ class LogMel(nn.Module):
         # Frequencies above fmax have no filter.
         last = int(filters.any(dim=1).nonzero().max())
         self.num_used = min((last // ALIGNED + 1) * ALIGNED, len(filters))
+        # Not in checkpoints, as the sizes determine them.
         self.register_buffer("window", torch.hann_window(config.stft_window), persistent=False)
         self.register_buffer("mel_filters", filters.T.contiguous(), persistent=False)
 
@@ -79,6 +80,7 @@ class LogMel(nn.Module):
                 return_complex=True,
             )
             power_BTF = self.mel_power(spectrum_BKT)
+            # Decibels relative to power 1.
             return 10.0 * power_BTF.clamp(min=MIN_POWER).log10()
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
