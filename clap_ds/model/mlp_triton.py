@@ -39,8 +39,8 @@ MAX_DIM = 128
 (`results/h200`)."""
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64
-# Hidden units of a loop iteration.
 CHUNK = 32
+"""Hidden units of a loop iteration."""
 FORWARD = Launch(8, 2, 128)
 BACKWARD = Launch(4, 2, 168)
 """Maximize resident programs on sm_90a and sm_100 with almost no spills (`results/triton`)."""
@@ -49,8 +49,7 @@ BACKWARD = Launch(4, 2, 168)
 def supports(dim: int, hidden: int) -> bool:
     """Return whether the kernels support `dim` channels and `hidden` units."""
     _, second = _split_channels(dim)
-    # 16 is the least size of a product's dimension.
-    # 96 = 64 + 32 and 48 = 32 + 16 do; 36 = 32 + 4 doesn't.
+    # Products need dimensions of at least 16: 96 = 64 + 32 has them, 36 = 32 + 4 hasn't.
     is_block = second >= 16 and second == triton.next_power_of_2(second)
     return dim <= MAX_DIM and is_block and hidden % CHUNK == 0
 
@@ -199,7 +198,7 @@ def _backward_kernel(
     tl.store(row_ptr + b[None, :], d_tokens_b.to(tokens_a.dtype), mask=mask[:, None])
 
 
-def _constants(tokens_TC: Tensor, weight1_MC: Tensor, block: int) -> dict[str, Any]:
+def _constants(weight1_MC: Tensor, block: int) -> dict[str, Any]:
     """Return a kernel's compile-time arguments."""
     M, C = weight1_MC.shape
     assert supports(C, M)
@@ -219,14 +218,13 @@ def _forward(
 ) -> Tensor:
     inputs = (tokens_TC, weight1_MC, bias1_M, weight2_CM, bias2_C)
     output_TC = tokens_TC.new_empty(tokens_TC.shape)
-    constants = _constants(tokens_TC, weight1_MC, FORWARD_BLOCK)
     # One program per block of tokens.
     grid = (triton.cdiv(len(tokens_TC), FORWARD_BLOCK),)
     _forward_kernel[grid](
         *(tensor.contiguous() for tensor in inputs),
         output_TC,
         len(tokens_TC),
-        **constants,
+        **_constants(weight1_MC, FORWARD_BLOCK),
         **FORWARD.options(),
     )
     return output_TC
@@ -245,13 +243,12 @@ def _backward(
     partial sums of the biases' gradients, (programs, M + C) in fp32."""
     inputs = (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)
     outputs = _allocate(tokens_TC, weight1_MC)
-    constants = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK)
     grid = (triton.cdiv(len(tokens_TC), BACKWARD_BLOCK),)
     _backward_kernel[grid](
         *(tensor.contiguous() for tensor in inputs),
         *outputs,
         len(tokens_TC),
-        **constants,
+        **_constants(weight1_MC, BACKWARD_BLOCK),
         **BACKWARD.options(),
     )
     return outputs

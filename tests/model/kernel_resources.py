@@ -5,11 +5,12 @@ python -m tests.model.kernel_resources --output results/triton/resources.md
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +79,7 @@ def kernels_of(audio: AudioConfig) -> Iterator[Kernel]:
         for dim in audio.stage_dims:
             hidden = audio.mlp_ratio * dim
             if mlp_triton.supports(dim, hidden):
-                tokens, weight = (torch.empty(n, dim, device="meta") for n in (1, hidden))
-                constants = module._constants(tokens, weight, block)
+                constants = module._constants(torch.empty(hidden, dim, device="meta"), block)
                 yield Kernel(module.__name__, way, constants, getattr(module, way.upper()))
 
 
@@ -140,18 +140,16 @@ def compile_for(kernel: Kernel, architecture: int) -> Resources:
     return Resources(kernel, architecture, registers, spilled, compiled.metadata.shared)
 
 
-def compile_all() -> list[Resources]:
+def compile_all(architectures: Sequence[int] = ARCHITECTURES) -> list[Resources]:
     """Compile tiny's kernels for Hopper, and base's wider ones for every architecture."""
     tiny, base = (
         list(kernels_of(load_preset(f"htsat_{name}_roberta_base").audio))
         for name in ("tiny", "base")
     )
-    kernels = tiny + base * len(ARCHITECTURES)
-    architectures = [90] * len(tiny)
-    for architecture in ARCHITECTURES:
-        architectures += [architecture] * len(base)
+    jobs = [(kernel, 90) for kernel in tiny if kernel not in base]
+    jobs += itertools.product(base, architectures)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_for, kernels, architectures))
+        return list(pool.map(compile_for, *zip(*jobs, strict=True)))
 
 
 if __name__ == "__main__":

@@ -117,21 +117,6 @@ def micro(**options: Any) -> tuple[ClapModel, tuple[Tensor, ...]]:
     return model, (clips(3, model.config.audio.num_samples, 0), *captions(3, 20, 512, 0))
 
 
-@pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
-def test_outputs_have_unit_length_and_every_parameter_gets_gradient(pooling: str) -> None:
-    config = load_preset("micro")
-    text_config = config.text.model_copy(update={"pooling": pooling})
-    model = ClapModel(config.model_copy(update={"text": text_config}))
-    audio, text, scale = model(*micro()[1])
-    for features in (audio, text):
-        assert features.shape == (3, 32)
-        torch.testing.assert_close(features.norm(dim=1), torch.ones(3), check_dtype=True)
-    assert scale.shape == (1,), "DeepSpeed can't broadcast a 0-dimensional parameter"
-    assert scale.item() == pytest.approx(1 / 0.07)
-    (audio @ text.T * scale).logsumexp(1).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_log_mel_features_embed_like_their_waveforms() -> None:
     model, (waveforms, *_) = micro()
     features = model.eval().mel(waveforms)
@@ -175,10 +160,14 @@ def test_bf16_is_close_to_fp32(way: str) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
         audio, text, scale = model(*batch)
+    # One-dimensional, because DeepSpeed can't broadcast a scalar parameter.
+    assert scale.tolist() == pytest.approx([1 / 0.07])
     # Unit vectors of 32 numbers of about 0.18; bf16 has 3 digits over a dozen layers.
     for features, reference in ((audio, expected[0]), (text, expected[1])):
         assert features.dtype == torch.float32
         assert (features * reference).sum(1).min() > 0.999
         assert (features - reference).abs().max() > 0, "the 16-bit path was not taken"
     (audio @ text.T * scale).sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name

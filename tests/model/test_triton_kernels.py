@@ -86,7 +86,8 @@ registers."""
 
 @pytest.mark.end_to_end
 def test_kernels_of_every_stage_and_architecture_fit_registers_and_shared_memory() -> None:
-    for resources in compile_all():
+    # sm_86 and sm_89 have sm_80's instructions.
+    for resources in compile_all((80, 90, 100, 120)):
         kernel, architecture, registers, spilled, shared = resources
         has_few_spills = kernel.name == "window_attention" or architecture in (90, 100)
         assert spilled <= (64 if has_few_spills else 450), resources
