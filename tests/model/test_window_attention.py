@@ -16,7 +16,8 @@ LARGE = [Case(64, 4, 24, 4), Case(64, 4, 32, 0), Case(32, 8, 24, 4), Case(8, 32,
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
 def test_kernels_equal_eager_form(kernel: str, dtype: torch.dtype, case: Case) -> None:
-    assert largest_error(by(kernel, case), eager(case), draw(case), dtype) < TOLERANCE[dtype]
+    error = largest_error(by(kernel, case), eager(case), draw(case), dtype)
+    assert error < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
@@ -36,14 +37,16 @@ def test_bias_table_gradient_is_summed_in_fp32() -> None:
 
     def gradient(dtype: torch.dtype) -> torch.Tensor:
         attention = WindowAttention(96, 8, 4).to(dtype)
-        attention.relative_position_bias.data = table.to(dtype)
+        parameter = attention.relative_position_bias
+        parameter.data = table.to(dtype)
         joined = torch.cat(qkv, dim=3).to(dtype)
         output = attend_windows(joined, attention.position_bias(), None, 8, 0, "sdpa")
-        parameter = attention.relative_position_bias
-        return torch.autograd.grad(output, parameter, probe.to(dtype))[0].double()
+        (gradient,) = torch.autograd.grad(output, parameter, probe.to(dtype))
+        return gradient.double()
 
     exact = gradient(torch.float64)
-    assert (gradient(torch.bfloat16) - exact).norm() < 2 * 2**-9 * exact.norm()
+    error = gradient(torch.bfloat16) - exact
+    assert error.norm() < 2 * 2**-9 * exact.norm()
 
 
 def test_sdpa_with_too_large_batch_splits_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +61,6 @@ def test_sdpa_with_too_large_batch_splits_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(window_attention, "MAX_BATCH", 11)
     # 3 clips of 4 windows.
     case = Case(16, 4, 24, 0)
-    dtype = torch.float64
-    assert largest_error(by("sdpa", case), eager(case), draw(case), dtype) < TOLERANCE[dtype]
+    error = largest_error(by("sdpa", case), eager(case), draw(case), torch.float64)
+    assert error < TOLERANCE[torch.float64]
     assert batches == [11, 1]
