@@ -51,7 +51,7 @@ class _WindowAttention(torch.autograd.Function):
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)
         output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
-        # Logarithms of the softmax denominators, from which the backward pass recomputes the weights.
+        # Logarithms of softmax's denominators: the backward pass recomputes weights from them.
         log_sums_BHWA = bias.new_empty(B, H, W, A)
         # Batch, side of the grid, heads, head dim, shift.
         ctx.sizes = (B, H, A, E // (3 * A), shift)

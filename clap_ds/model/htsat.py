@@ -163,7 +163,7 @@ class HTSAT(nn.Module):
     def forward(self, log_mel: Tensor) -> Tensor:
         """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion,
         as (B, output_dim)."""
-        # With fusion, a clip's four channels are normalized and folded like clips: N is 4·B, else B.
+        # With fusion, a clip's four channels are normalized and folded like clips: N is 4·B or B.
         mel_NFT = self.batch_norm(log_mel.flatten(0, -3))
         mel = self.spec_augment(mel_NFT.unflatten(0, log_mel.shape[:-2]))
         images_N1HW = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))

@@ -58,10 +58,12 @@ class LogMel(nn.Module):
 
     def forward(self, waveforms: Tensor) -> Tensor:
         """Convert (batch, num_samples), int16 or floats of full scale ±1, to fp32 (batch,
-        num_frames, mel_bins) in dB relative to power 1. Raises ValueError if clips don't have the model's length."""
+        num_frames, mel_bins) in dB relative to power 1. Raises ValueError if clips don't have the
+        model's length."""
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(
-                f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples"
+                f"waveforms are {tuple(waveforms.shape)}, "
+                f"expected (batch, {self.num_samples}) samples"
             )
         return self.of_any_length(waveforms)
 

@@ -187,7 +187,7 @@ def _backward_kernel(
 def _arguments(
     qkv_TE: Tensor, heads: int, longest: int, dropout: float
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """Return the kernels' arguments `scale`, `threshold` and `inverse_keep`, and their constants."""
+    """Return the kernels' arguments `scale`, `threshold` and `inverse_keep`, and constants."""
     dim = qkv_TE.shape[1] // (3 * heads)
     assert supports_captions(dim, longest)
     # A weight is kept if its hash, a uint32, is at least the threshold.

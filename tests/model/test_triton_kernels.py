@@ -80,8 +80,7 @@ MOST_REGISTERS = {
     ("window_attention", "backward"): 168,
     ("gelu", "backward"): 80,
 }
-"""For 28 warps of window attention forward, 12 backward and 24 of GELU, of a multiprocessor's 65,536
-registers."""
+"""For 28 warps of window attention forward, 12 backward and 24 of GELU, of 65,536 registers."""
 
 
 @pytest.mark.end_to_end
