@@ -14,17 +14,18 @@ from clap_ds.cpu_kernels import jit_build
 
 EMULATED = "AMX, emulated"
 _HEADER = Path(__file__).parent / "cpu_kernels" / "emulated_amx.h"
-_EMULATION = (
+_FLAGS = (
+    "-mno-avx512bf16",
+    "-DCLAP_AMX",
     f'-DCLAP_EMULATED_AMX="{_HEADER}"',
     # Kernels are recompiled for a new version.
     f"-DVERSION={zlib.crc32(_HEADER.read_bytes())}",
 )
 IMPLEMENTATIONS = {
     **jit_build.IMPLEMENTATIONS,
-    EMULATED: jit_build.Implementation(
-        jit_build.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)
-    ),
+    EMULATED: jit_build.Implementation(jit_build.AVX512, _FLAGS),
 }
+# The first implementation of `jit_build.IMPLEMENTATIONS` is loaded, and remembered by its name.
 _load_first = jit_build._load.__wrapped__
 _load = functools.cache(lambda name: _load_first())
 

@@ -76,6 +76,7 @@ def native_norm(tensors: Sequence[Tensor]) -> Tensor:
     assert is_ready(*tensors)
     addresses = torch.tensor([[tensor.data_ptr(), tensor.numel()] for tensor in tensors])
     num_blocks = sum(-(-tensor.numel() // BLOCK) for tensor in tensors)
+    # A sum per block, whatever the threads, makes the result independent of their number.
     sums = torch.empty(num_blocks, dtype=torch.float64)
     kernel("clap_sums_of_squares")(addresses, len(tensors), sums)
     return sums.sum().sqrt()

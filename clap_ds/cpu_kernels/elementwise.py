@@ -14,11 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
+# A thread's buffers have this size.
 MAX_CHANNELS = 4096
 
 
 def supports_norm(channels: int) -> bool:
     """Return whether there are kernels for this number of channels."""
+    # A vector has 16 fp32 numbers.
     return 0 < channels <= MAX_CHANNELS and channels % 16 == 0
 
 
@@ -91,11 +93,13 @@ class _LayerNorm(torch.autograd.Function):
             x.numel() // channels,
             channels,
         )
+        # The residual's gradient is the same, as it is a term of the sum.
         return dx, dx if ctx.has_residual else None, d_weight, d_bias, None
 
 
 def draw_seed() -> int:
     """Draw a seed for a mask from torch's generator."""
+    # From torch's generator, so that `torch.manual_seed` determines masks.
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
@@ -122,6 +126,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Dropout is linear, so a gradient gets the same mask and scale.
         return _Dropout.apply(grads[0], *ctx.mask), None, None
 
 

@@ -74,6 +74,7 @@ def supported_implementations() -> list[str]:
 
 def _compiler() -> list[str]:
     """Return the compiler command from `$CXX`, which may include arguments, or the default."""
+    # `$CXX` may have arguments, such as `ccache g++`.
     command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
     if not shutil.which(command[0]):
         raise RuntimeError("no C++ compiler found; install g++ or set $CXX")

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
+# A row of an AMX tile has 32 bf16 numbers.
 BLOCK = 32
 """Numbers of inputs and outputs must be multiples of this."""
 MaybeTensors = Sequence[Tensor | None]
@@ -65,6 +66,7 @@ def _pad_to_three(tensors: MaybeTensors) -> list[Tensor | None]:
 
 def _sizes(rows: Tensor, weights: Sequence[Tensor]) -> tuple[int, int, int]:
     """Return M, the N of all weights together, and K."""
+    # Weights are (N, K).
     return rows.numel() // rows.shape[-1], sum(map(len, weights)), weights[0].shape[1]
 
 
@@ -95,6 +97,7 @@ def _backward_input(
     """Return the gradient of the layers' input, or of `gelu_input` if there is one, plus
     `d_passed`, its gradient from elsewhere."""
     M, N, K = _sizes(dy, weights)
+    # dx = dy · weight + d_passed, times GELU's derivative if there is a GELU.
     dx = dy.new_empty(*dy.shape[:-1], K)
     layers = _pad_to_three(weights)
     kernel("clap_linear_backward_input")(
@@ -107,6 +110,7 @@ def _backward_weights(
     dy: Tensor, x: Tensor, weights: Sequence[Tensor], *, with_bias: bool
 ) -> list[Tensor | None]:
     """Return alternating gradients of weights and biases."""
+    # dweight = dyᵀ · x, dbias = Σ dy, summed in fp32 over all rows.
     d_weights = [torch.empty_like(weight) for weight in weights]
     d_biases: list[Tensor | None] = [None] * len(weights)
     if with_bias:
@@ -136,6 +140,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows, *weights)
         ctx.has_bias = biases[0] is not None
         ctx.has_residual = residual is not None
+        # The view is a new output, through which the input's other gradient comes.
         return _forward(rows, weights, biases, residual), x.view_as(x)
 
     @staticmethod
@@ -144,6 +149,7 @@ class _Linear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         dy = dy.contiguous()
         dx = _backward_input(dy, weights, d_passed)
+        # A sum passes its gradient to both of its terms.
         d_residual = dy if ctx.has_residual else None
         d_parameters = _backward_weights(dy, x, weights, with_bias=ctx.has_bias)
         return dx, d_residual, *d_parameters

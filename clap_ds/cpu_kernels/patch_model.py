@@ -45,10 +45,12 @@ def patch_model(model: nn.Module) -> None:
     run."""
     if unavailable():
         return
+    # The original class is the last base of its native subclass.
     native_by_plain = {native.__bases__[-1]: native for native in NATIVE}
     for module in model.modules():
         native = native_by_plain.get(type(module))
         if native is not None and native.is_supported(module):
+            # The object stays, with its parameters, hooks and place in the model.
             module.__class__ = native
 
 
@@ -74,6 +76,7 @@ class NativeModule(nn.Module):
     run: Callable[..., Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Conditions can change during a module's life: casts, compilation, moves.
         weight = next(self.parameters())
         if weight.dtype == torch.bfloat16 and weight.is_cpu and not torch.compiler.is_compiling():
             return self.run(*args, **kwargs)
@@ -102,6 +105,7 @@ class NativePatchEmbed(NativeModule, PatchEmbed):
         return supports_norm(self.proj.out_channels)
 
     def run(self, image_B1HW: Tensor) -> Tensor:
+        # Without a residual, the second output is the input.
         return _norm(self.project(image_B1HW), self.norm)[0]
 
 
@@ -136,16 +140,17 @@ class NativeSwinBlock(NativeModule, SwinBlock):
     def run(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
         """Compute the block. The kernel computes the mask itself."""
         attention = self.attention
+        # norm1 → qkv → attention → projection + residual
         normed, tokens_BHWC = _norm(tokens_BHWC, self.norm1)
-        qkv_BHWE, _ = native_linears(normed, attention.qkv.weight, attention.qkv.bias)
+        qkv_BHWE, _ = native_linears(normed, *_parameters(attention.qkv))
         mixed = native_window_attention(qkv_BHWE, attention.position_bias(), self.shift)
-        project = partial(native_linears, mixed, attention.proj.weight, attention.proj.bias)
+        project = partial(native_linears, mixed, *_parameters(attention.proj))
         tokens_BHWC = _add_branch(self.drop_path, project, tokens_BHWC)
 
+        # norm2 → MLP + residual
         normed, tokens_BHWC = _norm(tokens_BHWC, self.norm2)
-        fc1 = self.mlp.fc1
-        fc2 = self.mlp.fc2
-        mlp = partial(native_mlp, normed, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+        parameters = (*_parameters(self.mlp.fc1), *_parameters(self.mlp.fc2))
+        mlp = partial(native_mlp, normed, *parameters)
         return _add_branch(self.drop_path, mlp, tokens_BHWC)
 
 
@@ -161,7 +166,7 @@ class NativeTextLayer(NativeModule, TextLayer):
             and self.intermediate.kernel == "torch"
             and supports_norm(width)
             and supports_linears(attention.query, self.intermediate.dense)
-            and width // attention.num_heads in HEAD_DIMS
+            and attention.head_dim in HEAD_DIMS
         )
 
     def run(
@@ -173,12 +178,13 @@ class NativeTextLayer(NativeModule, TextLayer):
         segments = _segments(hidden_BLC, mask_B11L, layout, first_only=self.first_only)
         mixed_TC, hidden_TC = self._attend(hidden_BLC.flatten(0, 1), segments)
         output: BranchOutput = self.attention.output
-        branch_TC, _ = native_linears(mixed_TC, output.dense.weight, output.dense.bias)
+        # projection → dropout → + residual → norm
+        branch_TC, _ = native_linears(mixed_TC, *_parameters(output.dense))
         hidden_TC = _add_and_norm(branch_TC, hidden_TC, output)
 
-        fc1 = self.intermediate.dense
-        fc2 = self.output.dense
-        branch_TC, hidden_TC = native_mlp(hidden_TC, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+        # MLP → dropout → + residual → norm
+        parameters = (*_parameters(self.intermediate.dense), *_parameters(self.output.dense))
+        branch_TC, hidden_TC = native_mlp(hidden_TC, *parameters)
         hidden_TC = _add_and_norm(branch_TC, hidden_TC, self.output)
         return hidden_TC.unflatten(0, (len(hidden_BLC), -1))
 
@@ -186,20 +192,21 @@ class NativeTextLayer(NativeModule, TextLayer):
         """Return attention and the residual, of all rows or, with `first_only`, of each caption's
         first token, (B, C)."""
         attention: SelfAttention = self.attention.self
-        query = (attention.query.weight, attention.query.bias)
-        key = (attention.key.weight, attention.key.bias)
-        value = (attention.value.weight, attention.value.bias)
+        query = _parameters(attention.query)
+        key_value = (*_parameters(attention.key), *_parameters(attention.value))
+        # Keys and values of all tokens, but queries of first ones only.
         if self.first_only:
-            key_value, hidden_TC = native_linears(hidden_TC, *key, *value)
+            kv_TE, hidden_TC = native_linears(hidden_TC, *key_value)
             hidden_TC = hidden_TC.index_select(0, segments.key_start)
-            tensors = [native_linears(hidden_TC, *query)[0], key_value]
+            q_BC, _ = native_linears(hidden_TC, *query)
+            tensors = [q_BC, kv_TE]
         else:
-            qkv, hidden_TC = native_linears(hidden_TC, *query, *key, *value)
-            tensors = [qkv]
-        heads = attention.num_heads
-        scale = (hidden_TC.shape[-1] // heads) ** -0.5
+            qkv_TE, hidden_TC = native_linears(hidden_TC, *query, *key_value)
+            tensors = [qkv_TE]
+        scale = attention.head_dim**-0.5
         dropout = attention.dropout.p if attention.training else 0.0
-        return native_segment_attention(tensors, heads, segments, scale, dropout), hidden_TC
+        mixed = native_segment_attention(tensors, attention.num_heads, segments, scale, dropout)
+        return mixed, hidden_TC
 
 
 NATIVE: tuple[Any, ...] = (
@@ -222,10 +229,15 @@ def _segments(
         lengths = cu_seqlens.diff()[:count]
         return Segments.of_captions(cu_seqlens[:count], lengths, first_only=first_only)
     batch, length, _ = hidden_BLC.shape
+    # Padded captions are segments of equal length, of which real tokens are keys.
     start = torch.arange(0, batch * length, length, dtype=torch.int32)
     lengths = torch.full_like(start, length)
     num_keys = None if mask_B11L is None else mask_B11L[:, 0, 0].sum(dim=1).int()
     return Segments.of_captions(start, lengths, num_keys, first_only=first_only)
+
+
+def _parameters(linear: nn.Linear) -> tuple[Tensor, Tensor]:
+    return linear.weight, linear.bias
 
 
 def _norm(x: Tensor, norm: nn.LayerNorm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -233,6 +245,7 @@ def _norm(x: Tensor, norm: nn.LayerNorm, residual: Tensor | None = None) -> tupl
 
 
 def _add_and_norm(branch: Tensor, residual: Tensor, output: BranchOutput) -> Tensor:
+    # The kernel adds the residual and normalizes in one pass.
     if output.training:
         branch = native_dropout(branch, output.dropout.p)
     return _norm(branch, output.LayerNorm, residual)[0]
@@ -242,6 +255,7 @@ def _add_branch(
     drop_path: DropPath, branch: Callable[..., tuple[Tensor, Tensor]], tokens: Tensor
 ) -> Tensor:
     """Return `tokens` plus the branch, fused unless drop path applies."""
+    # Drop path scales the branch alone, so that it must be apart.
     if drop_path.training and drop_path.probability > 0.0:
         return tokens + drop_path(branch()[0])
     return branch(residual=tokens)[0]

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from clap_ds.cpu_kernels.elementwise import draw_seed
 from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
+# Multiples of 32, the bf16 numbers in a row of an AMX tile.
 HEAD_DIMS = (32, 64, 96, 128)
 PARTS = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}
 """Number of tensors → how many of q, k and v are side by side in each."""
@@ -74,8 +75,10 @@ def native_segment_attention(
     head_dim = q.shape[1] // heads
     assert head_dim in HEAD_DIMS
     assert head_dim * heads == q.shape[1]
+    # (4, S)
     ranges = torch.stack(segments)
     assert ranges.dtype == torch.int32
+    # Both passes draw the same mask from it.
     seed = draw_seed() if dropout > 0 else 0
     sizes = torch.tensor((ranges.shape[1], len(q), len(k), heads, head_dim, seed))
     options = (ranges, sizes, float(scale), float(dropout))
@@ -92,6 +95,7 @@ def _split(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _run(name: str, tensors: list[Tensor], *options: Any) -> None:
     """Call a kernel with a table of the tensors' addresses and row strides as first argument."""
+    # Strides, because q, k and v may be slices of wider rows.
     table = torch.tensor([[tensor.data_ptr(), tensor.stride(0)] for tensor in tensors])
     kernel(name)(table, *options)
 
@@ -113,6 +117,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         log_sums_AT, *tensors = ctx.saved_tensors
+        # In the same layout as the inputs, so that their linear layer takes them as they are.
         gradients = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         d_output = _with_whole_rows(grads[0])
         table = [*_split(tensors), d_output, *_split(gradients)]
@@ -121,4 +126,5 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:
+    # Kernels read whole rows; only the distance of rows is free.
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

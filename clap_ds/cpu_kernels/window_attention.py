@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
+# Swin's windows of 8×8 tokens.
 WINDOW = 8
 MAX_DIM = 64
 
@@ -44,13 +45,15 @@ class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
         qkv_BHWE = qkv_BHWE.contiguous()
+        # Its gradient is a sum over all windows, in fp32.
         bias = bias_ANN.float().contiguous()
         assert is_ready(qkv_BHWE)
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)
         output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
-        # Logarithms of the softmax denominators, from which the backward pass recomputes the weights.
+        # Logarithms of softmax's denominators: the backward pass recomputes weights from them.
         log_sums_BHWA = bias.new_empty(B, H, W, A)
+        # Batch, side of the grid, heads, head dim, shift.
         ctx.sizes = (B, H, A, E // (3 * A), shift)
         ctx.bias_dtype = bias_ANN.dtype
         kernel("clap_window_attention_forward")(

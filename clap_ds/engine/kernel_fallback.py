@@ -35,6 +35,7 @@ def replace_failing_kernels(
     for part in Kernels._fields:
         if getattr(settings, f"{part}_impl") != "auto":
             continue
+        # A setting that names a kernel is an order: its failure ends the run.
         part_sites = [site for site in sites if site.part == part]
         problems = _replace_at(part_sites, autocast=autocast)
         used = {module.kernel for site in part_sites for module in site.modules}
@@ -52,6 +53,7 @@ def _replace_at(sites: list[KernelSite], *, autocast: bool) -> dict[str, str]:
     """Replace the kernels that fail, and return the problems by the sites' names."""
     problems = {}
     for site in sites:
+        # Without Triton, the plan has torch's kernels already.
         if site.modules[-1].kernel != "triton":
             continue
         attempt = partial(_try, site.function, site.tokens, autocast=autocast)
@@ -68,4 +70,5 @@ def _try(function: Callable[[Tensor], Tensor], tokens: Tensor, *, autocast: bool
     """Run a function forward and backward."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
         output = function(tokens.requires_grad_())
+    # The backward kernel is the larger one, so it may fail alone.
     torch.autograd.grad(output.sum(), tokens)

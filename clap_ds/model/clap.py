@@ -33,7 +33,9 @@ class Projection(nn.Module):
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Project (batch, input_dim) to (batch, output_dim), fp32 rows of length 1."""
+        # (batch, hidden_dim)
         hidden = self.activation(self.linear1(pooled))
+        # In fp32, because the loss multiplies cosines by up to 100.
         return F.normalize(self.linear2(hidden).float(), dim=-1)
 
 
@@ -100,7 +102,9 @@ class ClapModel(ContrastiveModel):
         # One-dimensional, because DeepSpeed can't broadcast a scalar parameter.
         initial_scale = math.log(10) if learns_bias else INITIAL_LOGIT_SCALE
         self.logit_scale = nn.Parameter(torch.tensor([initial_scale]))
+        # SigLIP: most pairs are negative, so all start as such.
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None
+        # Not a parameter, because it gets no gradient.
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
     def front_end(self, audio: Tensor) -> Tensor:
@@ -111,6 +115,7 @@ class ClapModel(ContrastiveModel):
         ±1, or the output of `mel`, (batch, num_frames, mel_bins). With feature fusion also
         (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
         sizes = self.config.audio
+        # Features come from shards that store log-mel spectrograms.
         features = audio if audio.ndim > 2 else self.mel(audio)
         if sizes.fusion and features.ndim == 3:
             # A file that is no longer than a clip: its four channels are equal.
@@ -129,6 +134,7 @@ def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:
     that isn't possible."""
     if not config.open_clip:
         return ClapModel(config, **options)
+    # Here, because open_clip is an optional package.
     from clap_ds.model.open_clip_model import OpenClipModel
 
     return OpenClipModel(config, **options)

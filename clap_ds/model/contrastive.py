@@ -47,11 +47,13 @@ class ContrastiveModel(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
     ) -> tuple[Any, ...]:
         """Return the text tower's arguments for a batch's captions."""
+        # Packed captions have no mask.
         return input_ids, attention_mask, packing
 
     def batch_norms(self) -> list[Any]:
         """Return the audio tower's modules with running statistics, which don't change if it is
         frozen."""
+        # The base of `nn.BatchNorm1d`, `Fp32BatchNorm` and open_clip's.
         batch_norm = nn.modules.batchnorm._BatchNorm
         return [module for module in self.audio.modules() if isinstance(module, batch_norm)]
 
@@ -79,6 +81,7 @@ class ContrastiveModel(nn.Module):
         logit bias (1,), all fp32."""
         audio_features = self.encode_audio(audio)
         text_features = self.encode_text(input_ids, attention_mask, packing)
+        # exp(logit_scale) is always positive: it is learned on a logarithmic scale.
         scale = self.logit_scale.float().exp()
         if self.logit_bias is None:
             return audio_features, text_features, scale
@@ -91,6 +94,7 @@ class ContrastiveModel(nn.Module):
     def fp32_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that `Module.to` keeps in fp32; an engine that casts `.data` must
         restore them."""
+        # bf16's rounding errors would change all logits alike.
         parameters = [self.logit_scale]
         if self.logit_bias is not None:
             parameters.append(self.logit_bias)

@@ -55,7 +55,7 @@ class _HashDropout(torch.autograd.Function):
 
 
 def _drop(values: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Apply the mask of a seed: an element is kept if its hash, an int32, is at least p·2³² - 2³¹."""
+    """Apply a seed's mask: elements are kept if their hash, an int32, is at least p·2³² - 2³¹."""
     index = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     bits = index.view(values.shape) ^ seed
     for number, (shift, factor) in enumerate(ROUNDS):

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clap_ds.model.triton_common import Launch, gelu_factors, must_widen
+from clap_ds.model.triton_common import Launch, gelu_factors
 
 BLOCK = 64
 """Tokens of a program."""
@@ -38,7 +38,6 @@ def _backward_kernel(
     num_units,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one tile per program. Each writes its partial bias gradient separately. Tiles of a
     token are adjacent."""
@@ -51,7 +50,7 @@ def _backward_kernel(
     mask = (rows < num_tokens)[:, None] & (units < num_units)[None, :]
     hidden = tl.load(hidden_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     d_output = tl.load(d_output_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    d_hidden = d_output * gelu_factors(hidden, WIDEN)[1]
+    d_hidden = d_output * gelu_factors(hidden)[1]
     tl.store(d_hidden_ptr + offsets, d_hidden.to(d_hidden_ptr.dtype.element_ty), mask=mask)
     # Masked rows are zeros, so that they add nothing.
     d_bias = tl.sum(d_hidden, axis=0)
@@ -75,7 +74,6 @@ def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         M,
         BLOCK=BLOCK,
         CHUNK=CHUNK,
-        WIDEN=must_widen(hidden.device),
         **BACKWARD.options(),
     )
     return d_hidden, partial_sums
@@ -109,4 +107,5 @@ class BiasGelu(torch.autograd.Function):
 def linear_gelu(tokens: Tensor, weight_MC: Tensor, bias_M: Tensor) -> Tensor:
     """Compute `F.gelu(F.linear(tokens, weight, bias))` for any number of dimensions, with the
     kernel in the backward pass."""
+    # Detached, because the kernel sums the bias's gradient.
     return BiasGelu.apply(F.linear(tokens, weight_MC, bias_M.detach()), bias_M)

@@ -22,6 +22,7 @@ from clap_ds.model.precision import MelBatchNorm
 from clap_ds.model.swin import INIT_STD, Stage, SwinBlock
 
 NUM_STRIPES = 2
+# LAION-CLAP's numbers: `SpecAugmentation(time_drop_width=64, freq_drop_width=8)`.
 MAX_TIME_STRIPE = 64
 MAX_MEL_STRIPE = 8
 NUM_EARLY_STAGES = 2
@@ -38,6 +39,7 @@ class SpecAugment(nn.Module):
         """Mask (B, F, T), or (B, 4, F, T) with the same stripes in a clip's four channels."""
         if not self.training:
             return mel
+        # Per clip, independent of each other.
         mask_BF = _draw_mask(mel, -2, MAX_MEL_STRIPE)
         mask_BT = _draw_mask(mel, -1, MAX_TIME_STRIPE)
         mask_BFT = mask_BF[:, :, None] * mask_BT[:, None, :]
@@ -53,6 +55,7 @@ def _draw_mask(mel: Tensor, dim: int, width_limit: int) -> Tensor:
     # (B, stripes, 1), to compare with positions (size,)
     shape = (len(mel), NUM_STRIPES, 1)
     width = torch.randint(min(width_limit, size), shape, device=device)
+    # Positions where the whole stripe fits.
     start = (torch.rand(shape, device=device) * (size - width)).long()
     position = torch.arange(size, device=device)
     is_inside = (position >= start) & (position < start + width)
@@ -81,6 +84,7 @@ class FoldToImage(nn.Module):
                 impulses, (width, config.num_frames), mode="bicubic", align_corners=True
             )
             stretch_TW = stretched[0, 0].T.contiguous()
+        # Not in checkpoints, as the sizes determine it.
         self.register_buffer("stretch", stretch_TW, persistent=False)
 
     def forward(self, mel_BFT: Tensor) -> Tensor:
@@ -132,6 +136,7 @@ class HTSAT(nn.Module):
         self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
         self.fold = FoldToImage(config)
         self.patch_embed = (FusedPatchEmbed if config.fusion else PatchEmbed)(config)
+        # On the CPU, as numbers are needed while the model may be on the meta device.
         rates = torch.linspace(0, drop_path, sum(config.depths), device="cpu")
         self.stages = nn.ModuleList(
             Stage(config, stage, stage_rates.tolist(), checkpoint=checkpoint)
@@ -140,6 +145,7 @@ class HTSAT(nn.Module):
         self.norm = nn.LayerNorm(config.output_dim)
         self.apply(_init_weights)
 
+        # The classifier's convolution covers all token rows of a segment.
         kernel_height = max(1, config.stage_grids[-1] // config.freq_ratio)
         self.tscam_conv = UnusedHead(config.num_classes, config.output_dim, kernel_height, 3)
         self.head = UnusedHead(config.num_classes, config.num_classes)
@@ -157,21 +163,24 @@ class HTSAT(nn.Module):
     def forward(self, log_mel: Tensor) -> Tensor:
         """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion,
         as (B, output_dim)."""
-        # With fusion, a clip's four channels are normalized and folded like clips: N is 4·B, else B.
+        # With fusion, a clip's four channels are normalized and folded like clips: N is 4·B or B.
         mel_NFT = self.batch_norm(log_mel.flatten(0, -3))
         mel = self.spec_augment(mel_NFT.unflatten(0, log_mel.shape[:-2]))
         images_N1HW = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))
         images = images_N1HW.unflatten(0, (len(log_mel), -1)).flatten(1, 2)
         is_longer = (is_longer_than_clip(log_mel),) if log_mel.ndim == 4 else ()
         tokens_BHWC = self.patch_embed(images, *is_longer)
+        # Eager mode stores what it computed anyway.
         if torch.compiler.is_compiling():
             tokens_BHWC = SaveForBackward.apply(tokens_BHWC)
         for stage in self.stages[:NUM_EARLY_STAGES]:
             tokens_BHWC = stage(tokens_BHWC)
+        # Gradients behind the break are complete first, and are sent meanwhile.
         if self.splits_graph:
             torch._dynamo.graph_break()
         for stage in self.stages[NUM_EARLY_STAGES:]:
             tokens_BHWC = stage(tokens_BHWC)
+        # One vector per clip: the mean over all places.
         return self.norm(tokens_BHWC).mean(dim=(1, 2))
 
 

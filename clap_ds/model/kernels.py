@@ -47,6 +47,7 @@ def select_kernels(settings: ModelSettings, device: torch.device) -> Kernels:
     on_gpu = device.type == "cuda"
     # Triton's interpreter runs the same kernels on CPU tensors, for tests.
     can_run = has_triton_package() and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")
+    # `auto` means Triton where it can run, else torch's.
     kernels = torch_kernels(device)
     if on_gpu and can_run:
         kernels = Kernels("triton", "triton", "triton")
@@ -96,6 +97,7 @@ def kernel_sites(model: Any) -> list[KernelSite]:
         sites.append(KernelSite("mlp", name, [block.mlp for block in blocks], last.mlp, tokens))
     intermediates = [layer.intermediate for layer in model.text.blocks()]
     attentions = [layer.attention.self for layer in model.text.blocks()]
+    # The longest caption that the kernel supports needs the most of it.
     weight = intermediates[-1].dense.weight
     tokens = weight.new_zeros(1, MAX_CAPTION_TOKENS, weight.shape[1])
     for part, modules in (("mlp", intermediates), ("text_attention", attentions)):
@@ -113,6 +115,7 @@ def without_triton(model: Any, device: torch.device) -> Iterator[None]:
                 replaced.append(module)
                 module.kernel = getattr(torch_kernels(device), site.part)
     try:
+        # Modules are changed, as FLOP counters run the model itself.
         yield
     finally:
         for module in replaced:

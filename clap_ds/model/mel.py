@@ -49,6 +49,7 @@ class LogMel(nn.Module):
         # Frequencies above fmax have no filter.
         last = int(filters.any(dim=1).nonzero().max())
         self.num_used = min((last // ALIGNED + 1) * ALIGNED, len(filters))
+        # Not in checkpoints, as the sizes determine them.
         self.register_buffer("window", torch.hann_window(config.stft_window), persistent=False)
         self.register_buffer("mel_filters", filters.T.contiguous(), persistent=False)
 
@@ -57,10 +58,12 @@ class LogMel(nn.Module):
 
     def forward(self, waveforms: Tensor) -> Tensor:
         """Convert (batch, num_samples), int16 or floats of full scale ±1, to fp32 (batch,
-        num_frames, mel_bins) in dB relative to power 1. Raises ValueError if clips don't have the model's length."""
+        num_frames, mel_bins) in dB relative to power 1. Raises ValueError if clips don't have the
+        model's length."""
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(
-                f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples"
+                f"waveforms are {tuple(waveforms.shape)}, "
+                f"expected (batch, {self.num_samples}) samples"
             )
         return self.of_any_length(waveforms)
 
@@ -79,6 +82,7 @@ class LogMel(nn.Module):
                 return_complex=True,
             )
             power_BTF = self.mel_power(spectrum_BKT)
+            # Decibels relative to power 1.
             return 10.0 * power_BTF.clamp(min=MIN_POWER).log10()
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from clap_ds.model.gelu_triton import linear_gelu
-from clap_ds.model.triton_common import Launch, dot, gelu_factors, must_widen
+from clap_ds.model.triton_common import Launch, dot, gelu_factors
 
 MAX_DIM = 128
 """Largest number of channels; with more, the backward kernel is slower than PyTorch's operations
@@ -40,6 +40,7 @@ MAX_DIM = 128
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64
 CHUNK = 32
+"""Hidden units of a loop iteration."""
 FORWARD = Launch(8, 2, 128)
 BACKWARD = Launch(4, 2, 168)
 """Maximize resident programs on sm_90a and sm_100 with almost no spills (`results/triton`)."""
@@ -48,7 +49,7 @@ BACKWARD = Launch(4, 2, 168)
 def supports(dim: int, hidden: int) -> bool:
     """Return whether the kernels support `dim` channels and `hidden` units."""
     _, second = _split_channels(dim)
-    # 16 is the least size of a product's dimension.
+    # Products need dimensions of at least 16: 96 = 64 + 32 has them, 36 = 32 + 4 hasn't.
     is_block = second >= 16 and second == triton.next_power_of_2(second)
     return dim <= MAX_DIM and is_block and hidden % CHUNK == 0
 
@@ -82,13 +83,12 @@ def _hidden_units(
     units,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Return a chunk of GELU's input, (tokens, units) in fp32, and its two blocks of weights."""
     DIM: tl.constexpr = FIRST + SECOND
     weight1_a = _load(weight1_ptr, units, DIM, 0, FIRST)
     weight1_b = _load(weight1_ptr, units, DIM, FIRST, SECOND)
-    hidden = dot(tokens_a, tl.trans(weight1_a), WIDEN) + dot(tokens_b, tl.trans(weight1_b), WIDEN)
+    hidden = dot(tokens_a, tl.trans(weight1_a)) + dot(tokens_b, tl.trans(weight1_b))
     hidden += tl.load(bias1_ptr + units)[None, :].to(tl.float32)
     return hidden, weight1_a, weight1_b
 
@@ -107,7 +107,6 @@ def _forward_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one block of tokens per program."""
     DIM: tl.constexpr = FIRST + SECOND
@@ -121,19 +120,21 @@ def _forward_kernel(
     tokens_b = _load_rows(tokens_ptr, rows, DIM, FIRST, mask, SECOND)
     bias2_a = tl.load(bias2_ptr + a)[None, :].to(tl.float32)
     bias2_b = tl.load(bias2_ptr + b)[None, :].to(tl.float32)
+    # Accumulated in fp32 over all chunks of hidden units.
     output_a = tl.zeros((BLOCK, FIRST), dtype=tl.float32) + bias2_a
     output_b = tl.zeros((BLOCK, SECOND), dtype=tl.float32) + bias2_b
     for start in tl.range(0, HIDDEN, CHUNK):
         units = start + tl.arange(0, CHUNK)
         hidden, _, _ = _hidden_units(
-            tokens_a, tokens_b, weight1_ptr, bias1_ptr, units, FIRST, SECOND, WIDEN
+            tokens_a, tokens_b, weight1_ptr, bias1_ptr, units, FIRST, SECOND
         )
         # GELU's output is rounded, as in PyTorch.
-        active = (hidden * gelu_factors(hidden, WIDEN)[0]).to(tokens_a.dtype)
+        active = (hidden * gelu_factors(hidden)[0]).to(tokens_a.dtype)
         weight2_a = _load(weight2_ptr, a, HIDDEN, start, CHUNK)
-        output_a += dot(active, tl.trans(weight2_a), WIDEN)
+        output_a += dot(active, tl.trans(weight2_a))
         weight2_b = _load(weight2_ptr, b, HIDDEN, start, CHUNK)
-        output_b += dot(active, tl.trans(weight2_b), WIDEN)
+        output_b += dot(active, tl.trans(weight2_b))
+    # Rounded once, at the end.
     row_ptr = output_ptr + rows[:, None] * DIM
     tl.store(row_ptr + a[None, :], output_a.to(tokens_a.dtype), mask=mask[:, None])
     tl.store(row_ptr + b[None, :], output_b.to(tokens_a.dtype), mask=mask[:, None])
@@ -156,7 +157,6 @@ def _backward_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one block of tokens per program. Each writes its partial bias gradients, (HIDDEN +
     DIM), separately."""
@@ -178,25 +178,27 @@ def _backward_kernel(
     for start in tl.range(0, HIDDEN, CHUNK):
         units = start + tl.arange(0, CHUNK)
         hidden, weight1_a, weight1_b = _hidden_units(
-            tokens_a, tokens_b, weight1_ptr, bias1_ptr, units, FIRST, SECOND, WIDEN
+            tokens_a, tokens_b, weight1_ptr, bias1_ptr, units, FIRST, SECOND
         )
-        cdf, slope = gelu_factors(hidden, WIDEN)
+        cdf, slope = gelu_factors(hidden)
         offsets = rows[:, None] * HIDDEN + units[None, :]
         tl.store(active_ptr + offsets, (hidden * cdf).to(tokens_a.dtype), mask=mask[:, None])
-        d_active = dot(d_output_a, _load(weight2_ptr, a, HIDDEN, start, CHUNK), WIDEN)
-        d_active += dot(d_output_b, _load(weight2_ptr, b, HIDDEN, start, CHUNK), WIDEN)
+        d_active = dot(d_output_a, _load(weight2_ptr, a, HIDDEN, start, CHUNK))
+        d_active += dot(d_output_b, _load(weight2_ptr, b, HIDDEN, start, CHUNK))
+        # GELU's derivative times the gradient of its output.
         d_hidden = d_active * slope
         tl.store(sums_ptr + units, tl.sum(d_hidden, axis=0))
+        # What PyTorch multiplies for the first weight's gradient.
         d_hidden = d_hidden.to(tokens_a.dtype)
         tl.store(d_hidden_ptr + offsets, d_hidden, mask=mask[:, None])
-        d_tokens_a += dot(d_hidden, weight1_a, WIDEN)
-        d_tokens_b += dot(d_hidden, weight1_b, WIDEN)
+        d_tokens_a += dot(d_hidden, weight1_a)
+        d_tokens_b += dot(d_hidden, weight1_b)
     row_ptr = d_tokens_ptr + rows[:, None] * DIM
     tl.store(row_ptr + a[None, :], d_tokens_a.to(tokens_a.dtype), mask=mask[:, None])
     tl.store(row_ptr + b[None, :], d_tokens_b.to(tokens_a.dtype), mask=mask[:, None])
 
 
-def _constants(tokens_TC: Tensor, weight1_MC: Tensor, block: int) -> dict[str, Any]:
+def _constants(weight1_MC: Tensor, block: int) -> dict[str, Any]:
     """Return a kernel's compile-time arguments."""
     M, C = weight1_MC.shape
     assert supports(C, M)
@@ -207,7 +209,6 @@ def _constants(tokens_TC: Tensor, weight1_MC: Tensor, block: int) -> dict[str, A
         "HIDDEN": M,
         "BLOCK": block,
         "CHUNK": CHUNK,
-        "WIDEN": must_widen(tokens_TC.device),
     }
 
 
@@ -217,13 +218,13 @@ def _forward(
 ) -> Tensor:
     inputs = (tokens_TC, weight1_MC, bias1_M, weight2_CM, bias2_C)
     output_TC = tokens_TC.new_empty(tokens_TC.shape)
-    constants = _constants(tokens_TC, weight1_MC, FORWARD_BLOCK)
+    # One program per block of tokens.
     grid = (triton.cdiv(len(tokens_TC), FORWARD_BLOCK),)
     _forward_kernel[grid](
         *(tensor.contiguous() for tensor in inputs),
         output_TC,
         len(tokens_TC),
-        **constants,
+        **_constants(weight1_MC, FORWARD_BLOCK),
         **FORWARD.options(),
     )
     return output_TC
@@ -242,13 +243,12 @@ def _backward(
     partial sums of the biases' gradients, (programs, M + C) in fp32."""
     inputs = (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)
     outputs = _allocate(tokens_TC, weight1_MC)
-    constants = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK)
     grid = (triton.cdiv(len(tokens_TC), BACKWARD_BLOCK),)
     _backward_kernel[grid](
         *(tensor.contiguous() for tensor in inputs),
         *outputs,
         len(tokens_TC),
-        **constants,
+        **_constants(weight1_MC, BACKWARD_BLOCK),
         **BACKWARD.options(),
     )
     return outputs
@@ -268,6 +268,7 @@ def _allocate(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # Nothing depends on the second bias's values.
     *tensors, _bias2_C = inputs
     ctx.save_for_backward(*tensors)
 
@@ -299,6 +300,7 @@ def _forward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__:
 def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__: Any) -> int:
     """Count the recomputed hidden units too, but not the weights' gradients, which are separate
     matmuls."""
+    # The hidden units again, and the gradients of GELU's output and of the input.
     return 3 * 2 * math.prod(tokens) * weight1[0]
 
 
@@ -309,6 +311,7 @@ def triton_mlp(
     kernels, with autograd, as one operation for torch.compile. Casts under autocast like
     `F.linear`. If C and M don't pass `supports`, only the backward pass of GELU and the first bias
     has a kernel."""
+    # Wide MLPs are bound by arithmetic, where PyTorch's products are the fastest.
     if not supports(weight1_MC.shape[1], weight1_MC.shape[0]):
         return F.linear(linear_gelu(tokens, weight1_MC, bias1_M), weight2_CM, bias2_C)
     tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]

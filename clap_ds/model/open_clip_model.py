@@ -71,6 +71,7 @@ class OpenClipModel(ContrastiveModel):
         self.audio_projection = Normalize()
         self.text_projection = Normalize()
         self.logit_scale = model.logit_scale
+        # None unless `learns_bias`.
         self.logit_bias = model.logit_bias
         for tower in activation_checkpointing:
             getattr(model, tower).set_grad_checkpointing()
@@ -86,6 +87,7 @@ class OpenClipModel(ContrastiveModel):
         if self._sizes.model_type == "naflexvit":
             # Its filters are HTK's, like those of feature fusion.
             self.mel = LogMel(config.audio.model_copy(update={"fusion": True}))
+        # Runs the model once, on silence.
         self._freeze_unused()
         self.train()
 
@@ -118,6 +120,7 @@ class OpenClipModel(ContrastiveModel):
             mel_to_patches(mel, cfg.patch_freq, cfg.patch_time, cfg.in_chans, cfg.patch_pad_mode)
             for mel in self.mel(audio)
         ]
+        # One dictionary with a leading batch dimension.
         return torch.utils.data.default_collate(clips)
 
     def text_inputs(

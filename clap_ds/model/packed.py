@@ -80,6 +80,7 @@ def pack(
 
     cu_seqlens = torch.zeros(len(lengths) + num_fillers + 1, dtype=torch.int32)
     cu_seqlens[1:] = torch.cat([lengths, fillers]).cumsum(dim=0)
+    # Padding is at captions' ends, so that masks select consecutive tokens.
     tokens = [ids[mask.bool()] for ids, mask in captions]
     tokens.append(tokens[0].new_full((num_padding,), PAD_TOKEN_ID))
     return torch.cat(tokens), Packing(cu_seqlens, len(lengths), context_length)

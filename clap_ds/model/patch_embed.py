@@ -25,6 +25,7 @@ def is_longer_than_clip(log_mel_B4TF: Tensor) -> Tensor:
     return (log_mel_B4TF[:, 1:] != log_mel_B4TF[:, :1]).flatten(1).any(dim=1)
 
 
+# Patches are square, and as far apart as they are wide.
 class PatchEmbed(nn.Module):
     """An embedding of an image's patches: (B, 1, image, image) → (B, H, W, C)."""
 

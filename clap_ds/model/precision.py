@@ -49,6 +49,7 @@ class MelBatchNorm(Fp32BatchNorm):
         dtype = self.running_mean.dtype
         if self.training:
             self.num_batches_tracked.add_(1)
+        # Autocast would compute in bf16.
         with torch.autocast(log_mel_BTF.device.type, enabled=False):
             return F.batch_norm(
                 log_mel_BTF.transpose(1, 2).to(dtype),
@@ -77,11 +78,13 @@ class MaskedBatchNorm(Fp32BatchNorm):
             if self.training:
                 mean_C, variance_C = self._batch_statistics(x_BHWC, counts_B.to(dtype))
             scale_C = self.weight.to(dtype) * (variance_C + self.eps).rsqrt()
+            # (x - mean) / √(variance + eps) · weight + bias, with the factors joined.
             return (x_BHWC - mean_C) * scale_C + self.bias.to(dtype)
 
     def _batch_statistics(self, x_BHWC: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each channel over the rows that count, and update the running
         ones."""
+        # 1 for rows that count, 0 for others.
         weight_B111 = counts_B[:, None, None, None]
         num_values = weight_B111.sum() * (x_BHWC.shape[1] * x_BHWC.shape[2])
         mean_C = (x_BHWC * weight_B111).sum(dim=(0, 1, 2)) / num_values
@@ -89,6 +92,7 @@ class MaskedBatchNorm(Fp32BatchNorm):
         variance_C = squares_BHWC.sum(dim=(0, 1, 2)) / num_values
 
         self.num_batches_tracked.add_(1)
+        # A single value has no variance: then the running statistics stay.
         momentum = torch.where(num_values > 1, self.momentum, 0.0)
         # As in torch, the batch is normalized by the biased variance, and the unbiased one is
         # recorded.

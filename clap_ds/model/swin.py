@@ -43,10 +43,12 @@ class WindowAttention(nn.Module):
     def __init__(self, dim: int, window: int, num_heads: int) -> None:
         super().__init__()
         self.window = window
+        # Of `window_attention.py`.
         self.kernel = "sdpa"
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
+        # As in Swin; `_init_weights` of the tower leaves it.
         nn.init.trunc_normal_(self.relative_position_bias, std=INIT_STD)
         self.register_buffer(
             "relative_position_index", relative_position_index(window), persistent=False
@@ -56,6 +58,7 @@ class WindowAttention(nn.Module):
         """Return (A, N, N) in at least fp32, as a table row's gradient is a sum over up to N places
         in this dtype."""
         index_NN = self.relative_position_index
+        # Not fp32 itself, so that a model in fp64 stays in fp64.
         dtype = torch.promote_types(self.relative_position_bias.dtype, torch.float32)
         table = self.relative_position_bias.to(dtype)
         bias_NNA = table[index_NN.flatten()].unflatten(0, index_NN.shape)
@@ -113,6 +116,7 @@ class SwinBlock(nn.Module):
         self.attention = WindowAttention(dim, window, num_heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, mlp_ratio)
+        # Both branches of a block have the same probability.
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
@@ -130,6 +134,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
+        # The norm is before the reduction, over 4·C channels.
         return self.reduction(self.norm(self.gather_2x2(tokens_BHWC)))
 
     @staticmethod
@@ -170,6 +175,7 @@ class Stage(nn.Module):
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         for block in self.blocks:
+            # In evaluation there is nothing to recompute.
             if self.checkpoint and self.training:
                 tokens_BHWC = checkpoint(block, tokens_BHWC, self.mask, use_reentrant=False)
             else:

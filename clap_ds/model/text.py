@@ -31,6 +31,7 @@ class SelfAttention(nn.Module):
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_dim = width // num_heads
         self.kernel = "torch"
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
@@ -44,22 +45,29 @@ class SelfAttention(nn.Module):
         layout: PackedLayout | None = None,
     ) -> Tensor:
         """Map (B, L, C), or (1, T, C) if packed, to the same shape."""
-        linears = (self.query, self.key, self.value)
+        # The module itself isn't called: attention drops weights inside.
         dropout = self.dropout.p if self.training else 0.0
         longest = hidden.shape[1] if layout is None else layout.packing.max_seqlen
-        head_dim = hidden.shape[-1] // self.num_heads
-        if self.kernel == "triton" and supports_captions(head_dim, longest):
-            weight = torch.cat([linear.weight for linear in linears])
-            bias = torch.cat([linear.bias for linear in linears])
-            # Detached, because the kernel sums the bias's gradient with those of q, k and v.
-            qkv = F.linear(hidden, weight, bias.detach())
+        if self.kernel == "triton" and supports_captions(self.head_dim, longest):
+            qkv, bias = self._project_jointly(hidden)
             return attend_in_one_kernel(qkv, bias, mask_B11L, layout, self.num_heads, dropout)
-        # (B, L, C) → (B, heads, L, head dim)
-        query, key, value = (
-            linear(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for linear in linears
-        )
+        query = self._split_heads(self.query(hidden))
+        key = self._split_heads(self.key(hidden))
+        value = self._split_heads(self.value(hidden))
         mixed = attend(query, key, value, mask_B11L, dropout=dropout, layout=layout)
         return mixed.flatten(2)
+
+    def _project_jointly(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values by one product, and its bias."""
+        linears = (self.query, self.key, self.value)
+        weight = torch.cat([linear.weight for linear in linears])
+        bias = torch.cat([linear.bias for linear in linears])
+        # Detached, because the kernel sums the bias's gradient with those of q, k and v.
+        return F.linear(hidden, weight, bias.detach()), bias
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """Rearrange (B, L, C) to (B, heads, L, head dim)."""
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Intermediate(nn.Module):
@@ -119,6 +127,7 @@ class TextLayer(nn.Module):
         """Map (B, L, C), or (1, T, C) if packed, to the same shape; with `first_only` to (B, 1, C)
         or (1, B, C)."""
         mixed = self.attention.self(hidden, mask_B11L, layout)
+        # Only first tokens are pooled, so that the rest of the layer needs no others.
         if self.first_only and layout is None:
             mixed = mixed[:, :1]
             hidden = hidden[:, :1]
@@ -171,11 +180,13 @@ class TextTower(nn.Module):
             attention_mask: (B, L), 1 at real tokens; None if captions are packed or unpadded.
             packing: positions of packed captions.
         """
+        # Positions and indices are equal in all layers, so they are computed once.
         layout = None
         if packing is not None:
             layout = compute_layout(packing, len(input_ids), self.first_position)
             input_ids = input_ids[None]
         hidden = self.embed(input_ids, layout)
+        # The same for all heads and queries.
         mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
         for layer in self.blocks():
             if self.checkpoint and self.training:
@@ -203,6 +214,7 @@ class TextTower(nn.Module):
         # All tokens are of type 0.
         types = embeddings.token_type_embeddings(torch.zeros_like(input_ids))
         hidden = embeddings.word_embeddings(input_ids) + types
+        # Sums are in `transformers`' order, so that roundings are the same.
         hidden = hidden + embeddings.position_embeddings(positions)
         return embeddings.dropout(embeddings.LayerNorm(hidden))
 
@@ -221,6 +233,7 @@ def mean_over_packed(hidden_TC: Tensor, layout: PackedLayout) -> Tensor:
     """Return (B, C): the mean over each packed caption's tokens, summed in fp32."""
     cu_seqlens, num_captions, _ = layout.packing
     sums_SC = hidden_TC.new_zeros(len(cu_seqlens) - 1, hidden_TC.shape[1], dtype=torch.float32)
+    # On CUDA, tokens are added in any order.
     sums_SC = sums_SC.index_add(0, layout.caption, hidden_TC.float())
     lengths_B1 = cu_seqlens.diff()[:num_captions, None].clamp(min=1)
     return (sums_SC[:num_captions] / lengths_B1).to(hidden_TC.dtype)
@@ -232,6 +245,7 @@ def _build_encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     num_types = 2 if config.architecture == "bert" else 1
     # RoBERTa counts positions from the padding id, whose embedding stays zero; BERT from 0.
     padding_position = config.pad_token_id or None
+    # The order of modules is that of a checkpoint's keys.
     embeddings = {
         "word_embeddings": nn.Embedding(config.vocab_size, width, config.pad_token_id),
         "token_type_embeddings": nn.Embedding(num_types, width),
@@ -254,6 +268,7 @@ def _build_encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
         pooler = OrderedDict(dense=nn.Linear(width, width), activation=nn.Tanh())
         encoder["pooler"] = nn.Sequential(pooler)
     for module in encoder.modules():
+        # Normal weights, zero biases, and zeros for padding.
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)
         if isinstance(module, nn.Linear):

@@ -34,6 +34,7 @@ def attend(
         return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _attend_varlen(query, key, value, layout)
+    # Without a kernel for captions of several lengths, pad them.
     q, k, v = (_to_padded(tensor, layout) for tensor in (query, key, value))
     mixed_SALD = _attend_padded(q, k, v, layout.is_token, dropout)
     mixed_TAD = mixed_SALD.transpose(1, 2).flatten(0, 1).index_select(0, layout.to_row)
@@ -50,6 +51,7 @@ def attend_in_one_kernel(
 ) -> Tensor:
     """Compute `attend` by Triton from queries, keys and values in one (batch, tokens, 3·C), whose
     `bias_E` has been added and only receives its gradient. Returns (batch, tokens, C)."""
+    # Here, because Triton may not be installed.
     from clap_ds.model.text_attention_triton import triton_text_attention
 
     batch, length, _ = qkv_BLE.shape
@@ -62,6 +64,7 @@ def attend_in_one_kernel(
     num_keys = cu_seqlens.diff()
     if attention_mask is not None:
         num_keys = attention_mask.sum(dim=(1, 2, 3), dtype=torch.int32)
+    # Captions are consecutive rows of one matrix.
     mixed_TC = triton_text_attention(
         qkv_BLE.flatten(0, 1), bias_E, cu_seqlens, num_keys, heads, length, dropout
     )

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from clap_ds.model.kernels import supports_captions
-from clap_ds.model.triton_common import Launch, attention_flops, dot, exp2, must_widen, reciprocal
+from clap_ds.model.triton_common import Launch, attention_flops, dot, exp2, reciprocal
 
 ROWS = 32
 """Queries whose weights a program holds at once."""
@@ -83,7 +83,6 @@ def _forward_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     DROPS: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one caption and head per program, in blocks of queries."""
     WIDTH: tl.constexpr = HEADS * DIM
@@ -95,6 +94,7 @@ def _forward_kernel(
     key_offsets = column[:, None] * (3 * WIDTH) + channel
     in_caption = (column < num_rows)[:, None]
     is_key = (column < num_keys)[None, :]
+    # q, k and v are side by side in a row: channel c of k is at WIDTH + c.
     k = tl.load(source + key_offsets + WIDTH, mask=in_caption, other=0.0)
     v = tl.load(source + key_offsets + 2 * WIDTH, mask=in_caption, other=0.0)
     # No loop-invariant code motion: its results would occupy scarce registers.
@@ -103,13 +103,14 @@ def _forward_kernel(
         inside = (row < num_rows)[:, None]
         q = tl.load(source + row[:, None] * (3 * WIDTH) + channel, mask=inside, other=0.0)
         # (ROWS, COLUMNS); exp(x) is 2^(x · log2(e)).
-        scores = tl.where(is_key, dot(q, tl.trans(k), WIDEN) * (scale * LOG2_E), -float("inf"))
-        scores = exp2(scores - tl.max(scores, axis=1)[:, None], WIDEN)
-        weights = scores * reciprocal(tl.sum(scores, axis=1), WIDEN)[:, None]
+        scores = tl.where(is_key, dot(q, tl.trans(k)) * (scale * LOG2_E), -float("inf"))
+        scores = exp2(scores - tl.max(scores, axis=1)[:, None])
+        weights = scores * reciprocal(tl.sum(scores, axis=1))[:, None]
         if DROPS:
+            # P(keep) = 1 - dropout; weights are scaled by its inverse.
             keeps = _keeps(seeds_ptr, row[:, None], column[None, :], threshold, COLUMNS)
             weights = tl.where(keeps, weights * inverse_keep, 0.0)
-        mixed = dot(weights.to(v.dtype), v, WIDEN)
+        mixed = dot(weights.to(v.dtype), v)
         tl.store(target + row[:, None] * WIDTH + channel, mixed.to(v.dtype), mask=inside)
 
 
@@ -130,7 +131,6 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     DROPS: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one caption and head per program, in blocks of queries. Each writes its sums of d_q,
     d_k and d_v separately."""
@@ -157,22 +157,24 @@ def _backward_kernel(
         d_mixed = tl.load(d_source + row[:, None] * WIDTH + channel, mask=inside, other=0.0)
         # (COLUMNS, ROWS): transposed, so that the products for d_k and d_v need no transposition in
         # registers, which spills on sm_80.
-        scores = tl.where(is_key, dot(k, tl.trans(q), WIDEN) * (scale * LOG2_E), -float("inf"))
-        scores = exp2(scores - tl.max(scores, axis=0)[None, :], WIDEN)
-        weights = scores * reciprocal(tl.sum(scores, axis=0), WIDEN)[None, :]
+        scores = tl.where(is_key, dot(k, tl.trans(q)) * (scale * LOG2_E), -float("inf"))
+        scores = exp2(scores - tl.max(scores, axis=0)[None, :])
+        weights = scores * reciprocal(tl.sum(scores, axis=0))[None, :]
         dropped = weights
         if DROPS:
             keeps = _keeps(seeds_ptr, row[None, :], column[:, None], threshold, COLUMNS)
             dropped = tl.where(keeps, weights * inverse_keep, 0.0)
-        d_v += dot(dropped.to(v.dtype), d_mixed, WIDEN)
+        d_v += dot(dropped.to(v.dtype), d_mixed)
         # Softmax's derivative: d_scores = weights · (d_weights - Σ weights · d_weights), where
         # dropout applies to d_weights.
-        products = dropped * dot(v, tl.trans(d_mixed), WIDEN)
+        products = dropped * dot(v, tl.trans(d_mixed))
         d_scores = (products - weights * tl.sum(products, axis=0)[None, :]).to(q.dtype)
-        d_k += dot(d_scores, q, WIDEN)
-        d_q = dot(tl.trans(d_scores), k, WIDEN) * scale
+        d_k += dot(d_scores, q)
+        d_q = dot(tl.trans(d_scores), k) * scale
+        # For the bias of the product that computed q, k and v.
         d_q_sum += tl.sum(d_q, axis=0)
         tl.store(target + query_offsets, d_q.to(q.dtype), mask=inside)
+    # Once, after the sum over queries.
     d_k *= scale
     tl.store(target + key_offsets + WIDTH, d_k.to(k.dtype), mask=in_caption)
     tl.store(target + key_offsets + 2 * WIDTH, d_v.to(v.dtype), mask=in_caption)
@@ -185,9 +187,10 @@ def _backward_kernel(
 def _arguments(
     qkv_TE: Tensor, heads: int, longest: int, dropout: float
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """Return the kernels' arguments `scale`, `threshold` and `inverse_keep`, and their constants."""
+    """Return the kernels' arguments `scale`, `threshold` and `inverse_keep`, and constants."""
     dim = qkv_TE.shape[1] // (3 * heads)
     assert supports_captions(dim, longest)
+    # A weight is kept if its hash, a uint32, is at least the threshold.
     numbers = dim**-0.5, round(dropout * 2**32), 1 / (1 - dropout)
     return numbers, {
         "HEADS": heads,
@@ -195,7 +198,6 @@ def _arguments(
         "COLUMNS": max(ROWS, triton.next_power_of_2(longest)),
         "ROWS": ROWS,
         "DROPS": dropout > 0,
-        "WIDEN": must_widen(qkv_TE.device),
     }
 
 
@@ -272,6 +274,7 @@ def _allocate(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     qkv_TE, bias_E, cu_seqlens, num_keys_S, seeds, *ctx.options = inputs
     ctx.save_for_backward(qkv_TE, cu_seqlens, num_keys_S, seeds)
+    # Its values aren't needed.
     ctx.bias_dtype = bias_E.dtype
 
 
@@ -316,5 +319,6 @@ def triton_text_attention(
         longest: most rows per caption; `supports_captions` it.
         dropout: fraction of the weights set to zero, drawn from torch's random numbers.
     """
+    # From torch's generator, so that activation checkpointing draws the same ones.
     seeds = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=qkv_TE.device)
     return _forward(qkv_TE, bias_E, cu_seqlens, num_keys_S, seeds, heads, longest, dropout)

@@ -27,6 +27,7 @@ def set_aside(torchaudio_folder: Path) -> list[Path]:
 
 
 if torch.version.cuda is None:
+    # torchaudio imports this module for its flags, and doesn't need more of it.
     stand_in: Any = types.ModuleType(
         "torchaudio._extension", "Stand-in: torchaudio without its compiled libraries."
     )

@@ -61,6 +61,7 @@ def attend_windows(
     if kernel == "triton":
         from clap_ds.model.window_attention_triton import triton_window_attention
 
+        # The kernel computes the mask from coordinates.
         return triton_window_attention(qkv_BHWE, bias_ANN, qkv_bias_E, window, shift)
     if kernel == "matmul":
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
@@ -74,6 +75,7 @@ def attend_windows(
         batches = (windows_SBGAND.flatten(2, 3),)
         bias = (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
     mixed = [F.scaled_dot_product_attention(q, k, v, bias[None]) for q, k, v in batches]
+    # Usually one: 65,535 windows are 1,023 clips of HTSAT's first stage.
     whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
     return from_windows(whole.view(1, *windows_SBGAND.shape[1:]), shift)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from clap_ds.model.shifted_windows import MASKED_SCORE
-from clap_ds.model.triton_common import Launch, attention_flops, dot, exp2, must_widen, reciprocal
+from clap_ds.model.triton_common import Launch, attention_flops, dot, exp2, reciprocal
 
 FORWARD = Launch(4, 1)
 BACKWARD = Launch(4, 1, 168)
@@ -41,9 +41,11 @@ PROGRAMS_PER_MULTIPROCESSOR = 48
 """Programs of the backward pass, which loop over windows to sum the bias gradient in registers.
 Heads of 24 channels share 32-byte memory sectors. Short programs keep a window's heads together in
 time, so that the L2 cache merges their writes: on an H200, 48 took 1.7 ms where 6 took 2.7 in a
-trial (2.8 in `results/h200`, of before)."""
+trial (2.8 in `results/h200`)."""
 
 
+# Kernels below are written for one window and head at a time. GRID, WINDOW, SHIFT, HEADS and DIM
+# are constants, so that divisions by them become shifts or multiplications.
 @triton.jit
 def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
     """Return a clip's first row in the (B·H·W, …) matrix, a window's rows relative to it, and its
@@ -86,17 +88,16 @@ def _weights(
     GRID: tl.constexpr,
     WINDOW: tl.constexpr,
     SHIFT: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Return fp32 attention weights (N, N) of one window and head."""
-    scores = dot(q, tl.trans(k), WIDEN) * scale + bias
+    scores = dot(q, tl.trans(k)) * scale + bias
     if SHIFT > 0:
         # As in `shifted_window_mask`.
         region = 3 * _region(row, GRID, WINDOW, SHIFT) + _region(column, GRID, WINDOW, SHIFT)
         scores += tl.where(region[:, None] == region[None, :], 0.0, MASKED)
     # exp(x) is 2^(x · log2(e)).
-    scores = exp2((scores - tl.max(scores, axis=1)[:, None]) * LOG2_E, WIDEN)
-    return scores * reciprocal(tl.sum(scores, axis=1), WIDEN)[:, None]
+    scores = exp2((scores - tl.max(scores, axis=1)[:, None]) * LOG2_E)
+    return scores * reciprocal(tl.sum(scores, axis=1))[:, None]
 
 
 @triton.jit
@@ -111,7 +112,6 @@ def _forward_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one window and head per program. Heads of a window are adjacent, so that they share
     cache lines."""
@@ -128,8 +128,9 @@ def _forward_kernel(
     k = tl.load(source + WIDTH, mask=inside, other=0.0)
     v = tl.load(source + 2 * WIDTH, mask=inside, other=0.0)
     bias = _load_bias(bias_ptr, head, N)
-    weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
-    mixed = dot(weights.to(v.dtype), v, WIDEN)
+    weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT)
+    # (N, N) · (N, D)
+    mixed = dot(weights.to(v.dtype), v)
     output_offsets = offsets[:, None] * WIDTH + head * DIM + channel[None, :]
     target = output_ptr + clip * WIDTH + output_offsets
     tl.store(target, mixed.to(output_ptr.dtype.element_ty), mask=inside)
@@ -152,7 +153,6 @@ def _backward_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process several windows of one head per program. Each writes its partial gradient of the
     position bias separately, and each window's sums over tokens of the gradients of q and v."""
@@ -163,6 +163,7 @@ def _backward_kernel(
     last = tl.minimum(first + windows_per_program, num_windows)
     channel = tl.arange(0, BLOCK_DIM)
     inside = (channel < DIM)[None, :]
+    # (N, N) in fp32, over all windows of this program.
     d_bias = tl.zeros((N, N), dtype=tl.float32)
     # No loop-invariant code motion: its results would occupy scarce registers.
     for window_id in tl.range(first, last, disable_licm=True):
@@ -177,24 +178,26 @@ def _backward_kernel(
         d_source = d_output_ptr + clip * WIDTH + output_offsets
         d_mixed = tl.load(d_source, mask=inside, other=0.0)
         bias = _load_bias(bias_ptr, head, N)
-        weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT, WIDEN)
+        weights = _weights(q, k, bias, row, column, scale, GRID, WINDOW, SHIFT)
         # mixed = weights · v
-        d_v = dot(tl.trans(weights.to(v.dtype)), d_mixed, WIDEN)
+        d_v = dot(tl.trans(weights.to(v.dtype)), d_mixed)
+        # [window, q or v, channel]
         sums = sums_ptr + window_id * (2 * WIDTH) + head * DIM + channel
         tl.store(sums + WIDTH, tl.sum(d_v, axis=0), mask=channel < DIM)
         tl.store(target + 2 * WIDTH, d_v.to(v.dtype), mask=inside)
-        d_weights = dot(d_mixed, tl.trans(v), WIDEN)
+        d_weights = dot(d_mixed, tl.trans(v))
         # weights = softmax(scores)
         d_scores = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
         d_bias += d_scores
         # scores = q · kᵀ · scale + bias
         d_scores = d_scores.to(q.dtype)
-        d_k = dot(tl.trans(d_scores), q, WIDEN) * scale
+        d_k = dot(tl.trans(d_scores), q) * scale
         tl.store(target + WIDTH, d_k.to(k.dtype), mask=inside)
-        d_q = dot(d_scores, k, WIDEN) * scale
+        d_q = dot(d_scores, k) * scale
         tl.store(sums, tl.sum(d_q, axis=0), mask=channel < DIM)
         tl.store(target, d_q.to(q.dtype), mask=inside)
     token = tl.arange(0, N)
+    # Every program has its own place: without atomics, results are deterministic.
     first_row = tl.program_id(0).to(tl.int64) * N
     tl.store(d_bias_ptr + (first_row + token[:, None]) * N + token[None, :], d_bias)
 
@@ -214,7 +217,6 @@ def _constants(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> d
         "DIM": dim,
         # 16 is the least size of a product's dimension.
         "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
-        "WIDEN": must_widen(qkv_BHWE.device),
     }
 
 

@@ -11,32 +11,30 @@ from clap_ds.model.htsat import HTSAT, SpecAugment
 from clap_ds.model.swin import DropPath
 
 FULL = load_preset("htsat_tiny_roberta_base").audio
-MICRO = load_preset("micro").audio
 
 
-def micro_htsat(spec_augment: bool) -> HTSAT:
+@pytest.mark.parametrize(
+    ("shape", "dim", "limit"), [((16, 1001), 1, 64), ((64, 150), 2, 8)], ids=["time", "mel"]
+)
+def test_spec_augment_draws_two_stripes_per_clip(
+    shape: tuple[int, int], dim: int, limit: int
+) -> None:
+    """Widths are uniform below the limit."""
     torch.manual_seed(0)
-    return HTSAT(MICRO, drop_path=0.0, spec_augment=spec_augment)
+    is_masked = SpecAugment()(torch.ones(2000, *shape)) == 0
+    whole_rows = is_masked.all(dim=2, keepdim=True)
+    whole_columns = is_masked.all(dim=1, keepdim=True)
+    assert torch.equal(is_masked, whole_rows | whole_columns)
 
-
-def test_spec_augment_draws_its_stripes_per_clip() -> None:
-    """Check for two stripes per axis, with uniform widths below the limit."""
-    torch.manual_seed(0)
-    for num_mels, num_frames, dim, limit in ((16, 1001, 1, 64), (64, 150, 2, 8)):
-        masked = SpecAugment()(torch.ones(1, 1, 1).expand(2000, num_mels, num_frames)) == 0
-        assert torch.equal(
-            masked, masked.all(dim=1, keepdim=True) | masked.all(dim=2, keepdim=True)
-        ), "whole stripes"
-        stripes = masked.all(dim=dim)
-        total = stripes.sum(dim=1)
-        starts = (stripes & ~F.pad(stripes, (1, 0))[:, :-1]).sum(dim=1)
-        assert starts.max() == 2
-        assert total.max() <= 2 * (limit - 1)
-        mean_width = (
-            limit - 1
-        ) / 2  # of two stripes, uniform in 0 … limit - 1, which rarely overlap
-        overlap = mean_width * mean_width / stripes.shape[1]
-        assert total.float().mean().item() == pytest.approx(2 * mean_width - overlap, rel=0.03)
+    in_stripe = is_masked.all(dim=dim)
+    starts = in_stripe & ~F.pad(in_stripe, (1, 0))[:, :-1]
+    assert starts.sum(dim=1).max() == 2
+    width = in_stripe.sum(dim=1)
+    assert width.max() <= 2 * (limit - 1)
+    # Of two stripes, uniform in 0 … limit - 1, which rarely overlap.
+    mean_width = (limit - 1) / 2
+    overlap = mean_width * mean_width / in_stripe.shape[1]
+    assert width.float().mean().item() == pytest.approx(2 * mean_width - overlap, rel=0.03)
 
 
 def test_drop_path_drops_whole_clips_and_keeps_the_mean() -> None:
@@ -49,21 +47,21 @@ def test_drop_path_drops_whole_clips_and_keeps_the_mean() -> None:
     assert torch.equal(DropPath(0.25).eval()(branch), branch)
 
 
-def test_full_size_starts_as_laions_with_shifts_where_there_is_more_than_one_window() -> None:
+def test_full_size_has_initial_weights_and_shifts_of_laion() -> None:
     model = HTSAT(FULL, drop_path=0.1, spec_augment=True)
-    shifts = [[block.shift for block in stage.blocks] for stage in model.stages]
-    assert shifts == [[0, 4], [0, 4], [0, 4, 0, 4, 0, 4], [0, 0]]
-    blocks = [block for stage in model.stages for block in stage.blocks]
-    assert [block.drop_path.probability for block in blocks] == pytest.approx(
-        [0.1 * i / 11 for i in range(12)]
-    )
+    blocks = model.blocks()
+    # The last stage's grid is one window.
+    assert [block.shift for block in blocks] == [0, 4] * 5 + [0, 0]
+    probabilities = [block.drop_path.probability for block in blocks]
+    assert probabilities == pytest.approx([0.1 * number / 11 for number in range(12)])
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), name
-            assert module.bias is None or (module.bias == 0).all(), name
+            if module.bias is not None:
+                assert (module.bias == 0).all(), name
         if isinstance(module, nn.LayerNorm):
             assert (module.weight == 1).all(), name
             assert (module.bias == 0).all(), name
-    tables = torch.cat([block.attention.relative_position_bias.flatten() for block in blocks])
-    assert tables.std().item() == pytest.approx(0.02, rel=0.05)
+    tables = [block.attention.relative_position_bias.flatten() for block in blocks]
+    assert torch.cat(tables).std().item() == pytest.approx(0.02, rel=0.05)
     assert model.tscam_conv.weight.shape == (527, 768, 2, 3)
