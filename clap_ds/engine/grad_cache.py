@@ -48,6 +48,7 @@ def first_pass(
         for batch in micro_batches:
             rng_states.append(random_state(batch.device))
             outputs.append(forward(*batch.model_inputs()))
+    # By output instead of by micro-batch.
     audio_parts, text_parts, *_ = zip(*outputs, strict=True)
     # The scalars are parameters, the same for each micro-batch.
     _, _, *scalars = outputs[0]
@@ -72,6 +73,7 @@ def second_pass(
     restore_random_state(rng_state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
     audio_gradient, text_gradient, *scalar_gradients = gradients
+    # Leaves have the micro-batches' rows one after the other.
     rows = slice(number * len(batch), (number + 1) * len(batch))
     terms = [(audio * audio_gradient[rows]).sum(), (text * text_gradient[rows]).sum()]
     for scalar, gradient in zip(scalars, scalar_gradients, strict=True):

@@ -27,6 +27,7 @@ def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, A
     times_s = []
     for _ in range(REPEATS):
         buffer.fill_(1.0)
+        # The timed operation must not include waiting for late ranks.
         dist.barrier()
         times_s.append(seconds(partial(dist.all_reduce, buffer), device))
         # Each element is the sum of a one of each rank.
