@@ -23,21 +23,31 @@ from clap_ds.distributed.init import Ranks, initialize, run_command
 from clap_ds.utils.files import write_object
 from clap_ds.utils.paths import describe_software, version
 
-# Of a collective, to find unreachable hosts.
-TIMEOUT_S = 180.0
-# For other ranks to write before this one fails and launchers end them.
-OTHERS_WRITE_S = 10.0
+TIMEOUT_S = 180.0  # of a collective, to find unreachable hosts
+OTHERS_WRITE_S = 10.0  # for other ranks to write before this one fails and launchers end them
 
 
 def main(ranks: Ranks) -> None:
-    # The launcher adds options.
-    path, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
-    folder = Path(path)
-    write_object(folder / f"rank-{ranks.rank}.json", _describe_rank(ranks, packages.split(",")))
+    place, megabytes, packages = [word for word in sys.argv[1:] if not word.startswith("--")]
+    folder = Path(place)
+    gpus = nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
+    evidence = "" if gpus or os.environ.get("DS_ACCELERATOR") == "cpu" else find_gpu()
+    answer: dict[str, Any] = {
+        "host": this_host(),
+        "gpus": dict(line.split(", ", 1) for line in gpus),
+    }
+    answer["faults"] = [f"no GPU is visible despite {evidence}"] * bool(evidence)
+    if ranks.local_rank == 0:
+        versions = {name: version(name) for name in packages.split(",")}
+        answer["software"] = {
+            **describe_software(),
+            "python": platform.python_version(),
+            **versions,
+        }
+    write_object(folder / f"rank-{ranks.rank}.json", answer)
     try:
         device = initialize(ranks, collective_timeout_s=TIMEOUT_S, allow_mixed_code=True)
-        # Torch may be what is missing.
-        from clap_ds.throughput_bench.bandwidth import measure
+        from clap_ds.throughput_bench.bandwidth import measure  # torch may be what is missing
 
         measured = measure(float(megabytes), ranks, device)
     except Exception:
@@ -45,26 +55,6 @@ def main(ranks: Ranks) -> None:
         raise
     if ranks.is_main_process:
         write_object(folder / "measured.json", measured)
-
-
-def _describe_rank(ranks: Ranks, packages: list[str]) -> dict[str, Any]:
-    """Return this host's name, GPUs and what is wrong with them; local rank 0 also returns the
-    versions of packages, None without one."""
-    gpus = nvidia_smi("--query-gpu=uuid,name,memory.total,driver_version")
-    description: dict[str, Any] = {
-        "host": this_host(),
-        "gpus": dict(line.split(", ", 1) for line in gpus),
-        "faults": [],
-    }
-    if not gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
-        evidence = find_gpu()
-        if evidence:
-            description["faults"].append(f"no GPU is visible despite {evidence}")
-    if ranks.local_rank == 0:
-        versions = {name: version(name) for name in packages}
-        software = {**describe_software(), "python": platform.python_version(), **versions}
-        description["software"] = software
-    return description
 
 
 if __name__ == "__main__":

@@ -13,23 +13,9 @@ from clap_ds.throughput_bench import preflight_rank
 from clap_ds.utils.paths import commit
 
 
-@pytest.mark.parametrize(
-    ("gpus", "described", "faults"),
-    [
-        (
-            ["GPU-1aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"],
-            {"GPU-1aa": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"},
-            [],
-        ),
-        ([], {}, ["no GPU is visible despite SLURM_GPUS_ON_NODE=1"]),
-    ],
-)
-def test_preflight_describes_host_before_it_measures(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: list[str],
-    described: dict[str, str],
-    faults: list[str],
+@pytest.mark.parametrize("gpus", [["GPU-1aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"], []])
+def test_a_host_is_described_even_if_it_cannot_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[str]
 ) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in gpus))
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -43,10 +29,12 @@ def test_preflight_describes_host_before_it_measures(
     )
     with pytest.raises(ZeroDivisionError):
         preflight_rank.main(Ranks(1, 2, 0, 1))
-    description = json.loads((tmp_path / "rank-1.json").read_text())
-    assert description["gpus"] == described
-    assert description["faults"] == faults
-    software = description["software"]
+    found = json.loads((tmp_path / "rank-1.json").read_text())
+    assert found["gpus"] == (
+        {"GPU-1aa": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"} if gpus else {}
+    )
+    assert found["faults"] == [] if gpus else ["no GPU is visible despite SLURM_GPUS_ON_NODE=1"]
+    software = found["software"]
     assert (software["commit"], software["torch"], software["webdatasset"]) == (
         commit(),
         torch.__version__,
