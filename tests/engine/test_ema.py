@@ -57,11 +57,11 @@ def _check_evaluation(engine: ClapEngine) -> None:
     """Check that the average, in the model's dtypes, is evaluated, and the weights restored."""
     assert engine.average is not None
     average = engine.average.weights
-    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 
     def evaluate_model(model: Any) -> Any:
         for name, parameter in model.named_parameters():
-            expected = average.get(name, before[name]).to(parameter.dtype)
+            expected = average.get(name, initial[name]).to(parameter.dtype)
             assert torch.equal(parameter, expected), name
         return SimpleNamespace(metrics={"evaluated": 1.0}, chances={})
 
@@ -69,7 +69,7 @@ def _check_evaluation(engine: ClapEngine) -> None:
     metrics, _, _ = evaluate(evaluator, engine)
     assert metrics == {"evaluated": 1.0}
     for name, parameter in engine.model.named_parameters():
-        assert torch.equal(parameter, before[name]), name
+        assert torch.equal(parameter, initial[name]), name
 
 
 def _check_checkpoint(engine: ClapEngine, folder: str) -> None:

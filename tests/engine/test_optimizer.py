@@ -136,10 +136,10 @@ def test_flat_step_with_a_non_finite_gradient_changes_nothing(
     for seed in (0, 1, 2):
         step(wrapper, seed)
         assert not flat_step.skipped
-        before = state_and_weights(wrapper)
+        state_before = state_and_weights(wrapper)
         step(wrapper, seed, poison)
         assert flat_step.skipped
-        torch.testing.assert_close(state_and_weights(wrapper), before, rtol=0, atol=0)
+        torch.testing.assert_close(state_and_weights(wrapper), state_before, rtol=0, atol=0)
     # DeepSpeed's first, and three others.
     assert [float(state["step"]) for state in wrapper.optimizer.state.values()] == [4, 4]
 
