@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import LossSettings, ModelSettings, SyntheticData
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel
@@ -153,7 +153,7 @@ class Side:
         self.optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
         self.mel = (ConvolutionMel if kind == "LAION-CLAP" else LogMel)(config.audio).to(device)
         if kind == "transformers" and device.type == "cpu":
-            convert(self.mel)
+            patch_model(self.mel)
         self.low = low
         self.losses = list[float]()
         self.pads_to_longest = kind == "transformers"

@@ -32,7 +32,7 @@ from clap_ds.data.dataloader import build_batches
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.compile import compile_towers, reason_of
 from clap_ds.engine.factory import build_model
-from clap_ds.engine.kernel_fallback import fall_back
+from clap_ds.engine.kernel_fallback import replace_failing_kernels
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.utils.errors import UserError, run_alone
 
@@ -108,7 +108,7 @@ def compare(
     plain.load_state_dict(model.state_dict())
     reference = copy.deepcopy(plain).float()
     if device.type == "cuda":
-        fall_back(run.clap.model, model)
+        replace_failing_kernels(run.clap.model, model)
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     problems = compile_towers(engine, batches[0], "towers", cached=False, backend=backend)[
         "compiled"

@@ -113,8 +113,8 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     """Build the JSON report: memory at the largest scale, step time at the smallest."""
     import torch
 
-    from clap_ds.engine.compile import what_to_compile
-    from clap_ds.model.kernels import kernels_for
+    from clap_ds.engine.compile import resolve_compile_mode
+    from clap_ds.model.kernels import select_kernels
     from clap_ds.planning.step import (
         compiled_kernels,
         largest_micro_batch,
@@ -137,8 +137,8 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
             lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib
         )
     cuda = torch.device("cuda")
-    kernels = kernels_for(run.clap.model, cuda)
-    what = what_to_compile(run.clap.compile, cuda)
+    kernels = select_kernels(run.clap.model, cuda)
+    what = resolve_compile_mode(run.clap.compile, cuda)
     speed = _speed(own, gpu, compiled_kernels(run, run.micro_batch) if what != "off" else [])
     return {
         "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,

@@ -14,16 +14,18 @@ from clap_ds.cpu_kernels import jit_build
 
 EMULATED = "AMX, emulated"
 _HEADER = Path(__file__).parent / "cpu_kernels" / "emulated_amx.h"
-_EMULATION = (
+_FLAGS = (
+    "-mno-avx512bf16",
+    "-DCLAP_AMX",
     f'-DCLAP_EMULATED_AMX="{_HEADER}"',
+    # Recompiled for a new version of the header.
     f"-DVERSION={zlib.crc32(_HEADER.read_bytes())}",
-)  # recompiled for a new version
+)
 IMPLEMENTATIONS = {
     **jit_build.IMPLEMENTATIONS,
-    EMULATED: jit_build.Implementation(
-        jit_build.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)
-    ),
+    EMULATED: jit_build.Implementation(jit_build.AVX512, _FLAGS),
 }
+# The first implementation of `jit_build.IMPLEMENTATIONS` is loaded, and remembered by its name.
 _load_first = jit_build._load.__wrapped__
 _load = functools.cache(lambda name: _load_first())
 
@@ -40,9 +42,10 @@ def compiled_for(name: str) -> Iterator[None]:
 
 
 def _lacking() -> str:
-    if os.environ.get("CXX") == "false":  # .ci/processors.py disables native kernels like this
+    # .ci/processors.py disables native kernels like this.
+    if os.environ.get("CXX") == "false":
         return "$CXX is false, so no native kernels"
-    return "" if jit_build.executable() else jit_build.unavailable()
+    return "" if jit_build.supported_implementations() else jit_build.unavailable()
 
 
 _LACKING = _lacking()
@@ -50,7 +53,10 @@ needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Run this project's CPU kernels as a run does."""
 each_implementation = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(name, marks=needs_kernels) for name in [*jit_build.executable(), EMULATED]],
+    [
+        pytest.param(name, marks=needs_kernels)
+        for name in [*jit_build.supported_implementations(), EMULATED]
+    ],
     indirect=True,
     scope="module",
 )

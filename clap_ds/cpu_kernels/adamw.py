@@ -21,10 +21,8 @@ BLOCK = 1 << 14
 def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
     """Return whether `native_adamw` supports these tensors of one size: bf16, bf16 and fp32,
     contiguous CPU tensors."""
-    contiguous = all(
-        each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in fp32
-    )
-    return is_ready(low, gradient) and contiguous and not unavailable()
+    # Last, because it compiles the kernels, for which a GPU's run has no use.
+    return is_ready(low, gradient) and is_ready(*fp32, dtype=torch.float32) and not unavailable()
 
 
 def native_adamw(
@@ -48,23 +46,27 @@ def native_adamw(
         step: number of this update, from 1.
         scale: divisor of the gradients.
     """
-    rows = list(zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True))
-    assert all(supports(*row) for row in rows)
-    table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
+    addresses = []
+    for tensors in zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True):
+        assert supports(*tensors)
+        addresses.append([*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()])
     beta1, beta2 = betas
-    bias1 = 1.0 - beta1**step
-    bias2 = 1.0 - beta2**step
+    # In the order of `Coefficients` in adamw.cpp: master = master · decay - rate · exp_avg /
+    # (√exp_avg_sq / √bias2 + eps).
     numbers = (
         scale,
         1.0 - beta1,
         beta2,
         1.0 - beta2,
-        math.sqrt(bias2),
+        math.sqrt(1.0 - beta2**step),
         eps,
-        lr / bias1,
+        lr / (1.0 - beta1**step),
         1.0 - lr * weight_decay,
     )
-    kernel("clap_adamw")(table, len(rows), torch.tensor(numbers, dtype=torch.float32))
+    kernel("clap_adamw")(
+        torch.tensor(addresses), len(addresses), torch.tensor(numbers, dtype=torch.float32)
+    )
+    # The kernel writes to addresses, which autograd doesn't see.
     torch.autograd.graph.increment_version([*low, *masters, *exp_avgs, *exp_avg_sqs])
 
 
@@ -72,7 +74,9 @@ def native_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the total 2-norm of contiguous bf16 CPU tensors as fp64 scalar, independent of the
     number of threads."""
     assert is_ready(*tensors)
-    table = torch.tensor([[each.data_ptr(), each.numel()] for each in tensors])
-    sums = torch.empty(sum(-(-each.numel() // BLOCK) for each in tensors), dtype=torch.float64)
-    kernel("clap_sums_of_squares")(table, len(tensors), sums)
+    addresses = torch.tensor([[tensor.data_ptr(), tensor.numel()] for tensor in tensors])
+    num_blocks = sum(-(-tensor.numel() // BLOCK) for tensor in tensors)
+    # A sum per block, whatever the threads, makes the result independent of their number.
+    sums = torch.empty(num_blocks, dtype=torch.float64)
+    kernel("clap_sums_of_squares")(addresses, len(tensors), sums)
     return sums.sum().sqrt()

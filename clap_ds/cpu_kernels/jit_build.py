@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, run
+from subprocess import DEVNULL, STDOUT, run
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,10 @@ COMPILE_TIMEOUT_S = 300
 
 
 class Implementation(NamedTuple):
-    """Hold the required processor features, as in /proc/cpuinfo, and the compiler flags in addition
-    to `FLAGS`."""
+    """Required processor features, as in /proc/cpuinfo, and compiler flags in addition to
+    `FLAGS`."""
 
-    needed: frozenset[str]
+    features: frozenset[str]
     flags: tuple[str, ...]
 
 
@@ -62,22 +62,19 @@ def _processor() -> str:
     """Return what `-march=native` depends on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    # All cores have the same lines.
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
-def executable() -> list[str]:
+def supported_implementations() -> list[str]:
     """List the implementations that this processor supports; the first one is used."""
-    features = {
-        word
-        for line in _processor().splitlines()
-        if line.startswith("flags")
-        for word in line.split()
-    }
-    return [name for name, each in IMPLEMENTATIONS.items() if each.needed <= features]
+    features = set(_processor().split())
+    return [name for name, target in IMPLEMENTATIONS.items() if target.features <= features]
 
 
 def _compiler() -> list[str]:
     """Return the compiler command from `$CXX`, which may include arguments, or the default."""
+    # `$CXX` may have arguments, such as `ccache g++`.
     command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
     if not shutil.which(command[0]):
         raise RuntimeError("no C++ compiler found; install g++ or set $CXX")
@@ -88,30 +85,27 @@ def _build(flags: Sequence[str]) -> Path:
     """Return the library for this machine, sources and flags, compiling it if necessary. Only this
     user can write it."""
     compiler = _compiler()
-    version = run(
-        [*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
-    ).stdout
+    version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S)
     sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    # Everything that the library depends on is in its name.
     parts = [
         *compiler,
-        version,
+        version.stdout,
         _processor(),
         os.confstr("CS_GNU_LIBC_VERSION"),
         *flags,
         *map(Path.read_bytes, sources),
     ]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     try:
-        library = (
-            compile_cache_dir("cpu_kernels")
-            / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
-        )
+        library = compile_cache_dir("cpu_kernels") / f"{digest}.so"
         if rank() == 0 and not library.exists():
-            print(
-                "compiling the CPU kernels (once)…", file=sys.stderr, flush=True
-            )  # takes up to minutes
+            # It takes up to minutes.
+            print("compiling the CPU kernels (once)…", file=sys.stderr, flush=True)
         with library.with_suffix(".lock").open("a") as lock:
-            with contextlib.suppress(OSError):  # of file systems without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one rank per host compiles
+            # One rank per host compiles, on file systems with locks.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 _compile(compiler, flags, library)
     except OSError as error:
@@ -123,27 +117,21 @@ def _build(flags: Sequence[str]) -> Path:
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+        output = Path(folder) / library.name
         log_file = Path(folder) / "messages"
-        command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]
-        with log_file.open(
-            "w"
-        ) as messages:  # after a timeout, a pipe would wait for the compiler's subprocesses
-            done = run(
-                command,
-                stdin=DEVNULL,
-                stdout=messages,
-                stderr=messages,
-                timeout=COMPILE_TIMEOUT_S,
-                check=False,
+        command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(output)]
+        # After a timeout, a pipe would wait for the compiler's subprocesses.
+        with log_file.open("w") as messages:
+            ended = run(
+                command, stdin=DEVNULL, stdout=messages, stderr=STDOUT, timeout=COMPILE_TIMEOUT_S
             )
-        if done.returncode != 0:
-            lines = log_file.read_text(errors="replace").splitlines() or [
-                f"exit status {done.returncode}"
-            ]
-            first = next((line for line in lines if "error" in line.lower()), lines[0])
-            raise RuntimeError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
-        made.replace(library)
+        if ended.returncode != 0:
+            lines = log_file.read_text(errors="replace").splitlines()
+            lines = lines or [f"exit status {ended.returncode}"]
+            message = next((line for line in lines if "error" in line.lower()), lines[0])
+            raise RuntimeError(f"{shlex.join(compiler)} can't compile them: {message.strip()}")
+        # Atomic, as other processes may open the library at any time.
+        output.replace(library)
 
 
 def _may_use_amx() -> bool:
@@ -156,14 +144,15 @@ def _may_use_amx() -> bool:
 def _load() -> ctypes.CDLL | str:
     """Return the library, or why there is none."""
     try:
-        if not executable():
+        if not supported_implementations():
             return "this CPU has no AVX-512"
-        name = executable()[0]
+        name = supported_implementations()[0]
         if name == "AMX" and not _may_use_amx():
             return "the Linux kernel doesn't permit AMX"
         # Shares torch's OpenMP, which is loaded already under the same name.
         return ctypes.CDLL(str(_build((*FLAGS, *IMPLEMENTATIONS[name].flags))))
-    except Exception as error:  # fall back to torch for any error
+    except Exception as error:
+        # Whatever is wrong, torch's operations work.
         problem = str(error) or type(error).__name__
         log.warning("CPU kernels are unavailable, using torch's operations: %s", problem)
         return problem
@@ -171,15 +160,15 @@ def _load() -> ctypes.CDLL | str:
 
 def unavailable() -> str:
     """Return why the kernels can't be used here; empty if they can."""
-    found = _load()
-    return found if isinstance(found, str) else ""
+    library = _load()
+    return library if isinstance(library, str) else ""
 
 
-def is_ready(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors are contiguous bf16 on the CPU, or None."""
-    given = [each for each in tensors if each is not None]
+def is_ready(*tensors: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return whether all tensors are contiguous on the CPU in this dtype, or None."""
     return all(
-        each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given
+        tensor is None or (tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous())
+        for tensor in tensors
     )
 
 
@@ -198,8 +187,15 @@ def kernel(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Tensor | int | float | None) -> None:
         if function.argtypes is None:
-            function.argtypes = [_C_TYPES.get(type(each), ctypes.c_void_p) for each in arguments]
-        torch.get_num_threads()  # initializes torch's number of threads in new threads
-        function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
+            types = [_C_TYPES.get(type(argument), ctypes.c_void_p) for argument in arguments]
+            function.argtypes = types
+        # Initializes torch's number of threads in new threads.
+        torch.get_num_threads()
+        function(
+            *[
+                argument.data_ptr() if isinstance(argument, Tensor) else argument
+                for argument in arguments
+            ]
+        )
 
     return call

@@ -18,20 +18,21 @@ from torch.autograd.function import once_differentiable
 
 from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
+# Swin's windows of 8×8 tokens.
 WINDOW = 8
-LARGEST_DIM = 64
+MAX_DIM = 64
 
 
-def fits_windows(window: int, head_dim: int) -> bool:
+def supports_windows(window: int, head_dim: int) -> bool:
     """Return whether there are kernels for these sizes."""
-    return window == WINDOW and head_dim % 8 == 0 and head_dim <= LARGEST_DIM
+    return window == WINDOW and head_dim % 8 == 0 and head_dim <= MAX_DIM
 
 
 def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
     """Compute `clap_ds.model.window_attention.attend_windows` with the native kernel and autograd.
 
     Args:
-        qkv_BHWE: (B, H, W, 3·A·D) bf16 on the CPU, H = W; D satisfies `fits_windows`.
+        qkv_BHWE: (B, H, W, 3·A·D) bf16 on the CPU, H = W; D satisfies `supports_windows`.
         bias_ANN: (A, 64, 64) in any floating dtype, which its gradient has too; used in fp32.
         shift: below 8.
     """
@@ -44,12 +45,15 @@ class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
         qkv_BHWE = qkv_BHWE.contiguous()
+        # Its gradient is a sum over all windows, in fp32.
         bias = bias_ANN.float().contiguous()
         assert is_ready(qkv_BHWE)
         B, H, W, E = qkv_BHWE.shape
         A = len(bias)
         output_BHWC = qkv_BHWE.new_empty(B, H, W, E // 3)
+        # Logarithms of the softmax denominators, from which the backward pass recomputes the weights.
         log_sums_BHWA = bias.new_empty(B, H, W, A)
+        # Batch, side of the grid, heads, head dim, shift.
         ctx.sizes = (B, H, A, E // (3 * A), shift)
         ctx.bias_dtype = bias_ANN.dtype
         kernel("clap_window_attention_forward")(
@@ -61,9 +65,11 @@ class _WindowAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = qkv_BHWE, bias, _ = ctx.saved_tensors
+        qkv_BHWE, bias, log_sums_BHWA = ctx.saved_tensors
+        d_output_BHWC = grads[0].contiguous()
         d_qkv_BHWE = torch.empty_like(qkv_BHWE)
         d_bias = torch.empty_like(bias)
-        run = kernel("clap_window_attention_backward")
-        run(*saved, grads[0].contiguous(), d_qkv_BHWE, d_bias, *ctx.sizes)
+        kernel("clap_window_attention_backward")(
+            qkv_BHWE, bias, log_sums_BHWA, d_output_BHWC, d_qkv_BHWE, d_bias, *ctx.sizes
+        )
         return d_qkv_BHWE, d_bias.to(ctx.bias_dtype), None

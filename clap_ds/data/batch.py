@@ -152,7 +152,7 @@ def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packin
 
 
 def _with_bounds(packing: Packing, function: Callable[[Tensor], Tensor]) -> Packing:
-    return packing._replace(bounds=function(packing.bounds))
+    return packing._replace(cu_seqlens=function(packing.cu_seqlens))
 
 
 MARGIN = 1.25

@@ -28,7 +28,7 @@ from clap_ds.data.decoding import (
 )
 from clap_ds.data.shard_io import Kind
 from clap_ds.model.mel import LogMel
-from clap_ds.model.patch_embed import longer_rows
+from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.utils.files import parse_json
 
 FEATURES = "npy"
@@ -160,7 +160,7 @@ def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random
     for part, places in zip(row[1:], np.array_split(range(num_places), 3), strict=True):
         start = rng.randint(int(places[0]), int(places[-1])) if len(places) else 0
         part[:] = log_mel_TF[start : start + audio.num_frames]
-    if not longer_rows(row[None]):  # for a steady tone, all four are equal
+    if not is_longer_than_clip(row[None]):  # for a steady tone, all four are equal
         row[0, 0, 0] += _NUDGE_DB
 
 

@@ -28,15 +28,17 @@ from clap_ds.utils.paths import compile_cache_dir
 T = TypeVar("T")
 
 
-def what_to_compile(asked: str, device: torch.device) -> str:
+def resolve_compile_mode(setting: str, device: torch.device) -> str:
     """Return `clap.compile`, with `auto` resolved for the device."""
-    return ("towers" if device.type == "cuda" else "off") if asked == "auto" else asked
+    if setting != "auto":
+        return setting
+    return "towers" if device.type == "cuda" else "off"
 
 
 def compile_towers(
     engine: Any,
     batch: Batch,
-    what: str,
+    compile_mode: str,
     *,
     cached: bool,
     backend: str | Callable[..., Any] = "inductor",
@@ -53,60 +55,72 @@ def compile_towers(
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion
     # if those are below 1 MB.
     torch._dynamo.config.optimize_ddp = False
-    _note_compilations()
-    mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
+    _report_compilations_to_watchdog()
+    mode = "max-autotune-no-cudagraphs" if compile_mode == "towers-max-autotune" else None
     model = engine.module
-    problems = dict[str, str | None]()
-    began_s = time.monotonic()
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     audio, *text = batch.model_inputs()
     if batch.packed is not None:
-        for tensor in (batch.packed[0], batch.packed[1].bounds):
+        row, packing = batch.packed
+        for tensor in (row, packing.cu_seqlens):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     if isinstance(model.audio, HTSAT):
         model.audio.splits_graph = world_size() > 1
+    # Stored log-mel features need no front end.
+    front_end_parts = model.front_end_parts if audio.ndim == 2 else ()
+    problems: dict[str, str | None] = {}
+    began_s = time.monotonic()
+    # On a host, others find what local rank 0 compiled in the cache.
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     with (
         watchdog.activity("compiling"),
-        untouched(model, batch.device),
+        preserve_rng_and_bn(model, batch.device),
         autocast_if_enabled(engine),
     ):
-        run_eager(
-            engine, batch
-        )  # finds that memory is too small in a second, not after minutes of compiling
-        for name in (*model.front_end_parts * (audio.ndim == 2), "audio", "text"):
-            _say(f"compiling {name} …")
+        # Finds that memory is too small in a second, not after minutes of compiling.
+        run_eager(engine, batch)
+        for name in (*front_end_parts, "audio", "text"):
+            _print_on_rank0(f"compiling {name} …")
             part = model.get_submodule(name)
-            inputs = model.text_inputs(*text) if name == "text" else [audio]
-            inputs = [model.front_end(audio)] if name == "audio" else inputs
+            inputs: Sequence[Any] = [audio]
+            if name == "text":
+                inputs = model.text_inputs(*text)
+            elif name == "audio":
+                inputs = [model.front_end(audio)]
             part.compile(backend=backend, mode=mode)
             attempt = partial(_try, part, inputs, cached=cached)
-            problems[name] = problem_of(attempt, is_first) or problem_of(attempt, not is_first)
-            if problems[name]:
+            problem = first_error(attempt, is_first) or first_error(attempt, not is_first)
+            if problem:
+                # As if `compile` had never been called.
                 part._compiled_call_impl = None
-                _say(f"warning: {name} can't be compiled and runs slower: {problems[name]}")
-    _say(f"compiled in {time.monotonic() - began_s:.0f} s")
-    return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
+                _print_on_rank0(f"warning: {name} can't be compiled and runs slower: {problem}")
+            problems[name] = problem
+    compile_s = time.monotonic() - began_s
+    _print_on_rank0(f"compiled in {compile_s:.0f} s")
+    return Summary(compiled=problems, compile_s=compile_s)
 
 
 def _try(part: nn.Module, inputs: Sequence[Any], *, cached: bool) -> None:
     """Run a part forward and backward."""
     if cached:
+        # GradCache runs each tower twice, first without gradients: another graph.
         with torch.no_grad():
             part(*inputs)
     _backward([part(*inputs)], part)
 
 
 @contextmanager
-def untouched(model: ContrastiveModel, device: torch.device) -> Iterator[None]:
+def preserve_rng_and_bn(model: ContrastiveModel, device: torch.device) -> Iterator[None]:
     """Restore random states and the batch norm's statistics afterwards."""
-    with kept_statistics(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    gpus = [device] if device.type == "cuda" else []
+    with kept_statistics(model), torch.random.fork_rng(gpus):
         yield
 
 
 def run_eager(engine: Any, batch: Batch) -> None:
     """Run both towers of DeepSpeed's engine forward and backward on a whole batch, without effects
     on gradients."""
-    model, (audio, *text) = engine.module, batch.model_inputs()
+    model = engine.module
+    audio, *text = batch.model_inputs()
     with autocast_if_enabled(engine):
         outputs = [model.audio(model.front_end(audio)), model.text(*model.text_inputs(*text))]
         _backward(outputs, model.audio, model.text)
@@ -115,14 +129,16 @@ def run_eager(engine: Any, batch: Batch) -> None:
 def _backward(outputs: list[Tensor], *parts: nn.Module) -> None:
     """Compute gradients of the parts' parameters and discard them; no hook of torch's reducer is
     called."""
-    outputs = [each for each in outputs if each.requires_grad]
-    if trained := [
-        parameter for part in parts for parameter in part.parameters() if parameter.requires_grad
-    ]:
-        torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
+    outputs = [output for output in outputs if output.requires_grad]
+    trained = [
+        parameter for parameter in nn.ModuleList(parts).parameters() if parameter.requires_grad
+    ]
+    # Everything may be frozen.
+    if trained:
+        torch.autograd.grad(outputs, trained, [torch.zeros_like(output) for output in outputs])
 
 
-def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | None:
+def first_error(action: Callable[[], object], takes_part: bool = True) -> str | None:
     """Return why an action fails on the first rank where it does, in one line, or None if it
     succeeds on all that take part. A collective. Raises torch.OutOfMemoryError."""
     problem = None
@@ -131,17 +147,20 @@ def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | N
             action()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers and drivers raise any type
+    except Exception as error:
+        # Compilers and drivers raise any type.
         problem = f"rank {rank()}: {reason_of(error)}"
+    # All ranks learn of the first rank's problem.
     return reduce_on_rank0(problem, lambda problems: next(filter(None, problems), None))
 
 
 def reason_of(error: Exception) -> str:
     """Return the error's first line, without Dynamo's message around it."""
+    # Dynamo wraps a backend's error in its own.
     return first_line(getattr(error, "inner_exception", error))
 
 
-def _say(line: str) -> None:
+def _print_on_rank0(line: str) -> None:
     if rank() == 0:
         print(line, flush=True)
 
@@ -152,23 +171,24 @@ def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
 
     Without Triton or a C compiler it runs uncompiled, and rank 0 warns once.
     """
-    on_gpu: Callable[..., T] | None = None
+    gpu_function: Callable[..., T] | None = None
 
     @wraps(function)
     def call(*arguments: Any) -> T:
-        nonlocal on_gpu
+        nonlocal gpu_function
         if not arguments[0].is_cuda:
             return function(*arguments)
-        if on_gpu is None:
-            _note_compilations()
-            on_gpu = torch.compile(function)
+        if gpu_function is None:
+            _report_compilations_to_watchdog()
+            gpu_function = torch.compile(function)
         try:
-            return on_gpu(*arguments)
+            return gpu_function(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            _say(
-                f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason_of(error)}"
+            reason = reason_of(error)
+            _print_on_rank0(
+                f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason}"
             )
-            on_gpu = function
+            gpu_function = function
             return function(*arguments)
 
     return call
@@ -180,21 +200,23 @@ def set_compile_cache() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        # A folder that the user chose stays.
         if os.environ.get(variable, "") in ("", default_cache_dir()):
             with suppress(OSError):
                 os.environ[variable] = str(compile_cache_dir(name))
 
 
 @cache
-def _note_compilations() -> None:
+def _report_compilations_to_watchdog() -> None:
     """Report compilations to the watchdog: a step with new shapes may take minutes."""
     from torch._dynamo.callback import callback_handler
 
     set_compile_cache()
     # Only the FFT is complex; it runs in torch.
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
-    noted = ExitStack()
+    # Compilations don't overlap in a process.
+    activities = ExitStack()
     callback_handler.register_start_callback(
-        lambda _: noted.enter_context(watchdog.activity("compiling"))
+        lambda _: activities.enter_context(watchdog.activity("compiling"))
     )
-    callback_handler.register_end_callback(lambda _: noted.close())
+    callback_handler.register_end_callback(lambda _: activities.close())

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.schema import EngineSettings, ModelSettings, TrainSettings
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed import error_file
 from clap_ds.distributed.collectives import reduce_on_rank0
 from clap_ds.distributed.watchdog import watch
 from clap_ds.engine import deepspeed_compat
-from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
+from clap_ds.engine.compile import compile_towers, resolve_compile_mode, set_compile_cache
 from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
-from clap_ds.engine.kernel_fallback import fall_back
+from clap_ds.engine.kernel_fallback import replace_failing_kernels
 from clap_ds.engine.optimizer import FlatStep, ModelEma, master_weights
 from clap_ds.metrics.tensorboard import Scalar
 from clap_ds.metrics.timers import StepTimer, StepTimes
@@ -92,7 +92,7 @@ class ClapEngine:
         self.timer = timer or StepTimer(self.device)
         self.uses_gradcache = train.accumulation == "gradcache"
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
-            convert(model)
+            patch_model(model)
         # With GradCache the loss compares features of several forward passes.
         if hasattr(loss, "gather_early") and not self.uses_gradcache:
             loss.gather_early(model)
@@ -139,8 +139,8 @@ class ClapEngine:
             autocast = self.deepspeed.torch_autocast_enabled()
             # Trial passes draw random numbers.
             with torch.random.fork_rng([self.device]):
-                choices["kernels"] = fall_back(model, self.model, autocast=autocast)
-        mode = what_to_compile(compile_setting, self.device)
+                choices["kernels"] = replace_failing_kernels(model, self.model, autocast=autocast)
+        mode = resolve_compile_mode(compile_setting, self.device)
         if mode != "off":
             batch = loader.peek()
             choices |= compile_towers(self.deepspeed, batch, mode, cached=self.uses_gradcache)

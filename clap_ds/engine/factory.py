@@ -32,7 +32,7 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
-from clap_ds.model.kernels import kernels_for
+from clap_ds.model.kernels import select_kernels
 from clap_ds.weights.hub import load_tokenizer, pretrained_text
 
 ADAMS = ("adam", "adamw")
@@ -79,7 +79,7 @@ def build_model(
         settings.sizes,
         **options,
         learns_bias=LOSSES[loss.kind].needs_bias,
-        **kernels_for(settings, device)._asdict(),
+        **select_kernels(settings, device)._asdict(),
         activation_checkpointing=tuple(settings.activation_checkpointing),
     )
     if settings.pretrained_text and isinstance(model, ClapModel):

@@ -59,7 +59,7 @@ class InterpolatingFold(FoldToImage):
     """Fold into an image with an interpolation as stretch, which no counter counts as
     multiply-adds."""
 
-    def stretched(self, mel_BFT: Tensor) -> Tensor:
+    def stretch_time(self, mel_BFT: Tensor) -> Tensor:
         size = (mel_BFT.shape[1], self.image_size * self.freq_ratio)
         return F.interpolate(mel_BFT[:, None], size, mode="bicubic", align_corners=True)[:, 0]
 

@@ -33,7 +33,10 @@ class Projection(nn.Module):
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Project (batch, input_dim) to (batch, output_dim), fp32 rows of length 1."""
-        return F.normalize(self.linear2(self.activation(self.linear1(pooled))).float(), dim=-1)
+        # (batch, hidden_dim)
+        hidden = self.activation(self.linear1(pooled))
+        # In fp32, because the loss multiplies cosines by up to 100.
+        return F.normalize(self.linear2(hidden).float(), dim=-1)
 
 
 class ClapModel(ContrastiveModel):
@@ -44,13 +47,13 @@ class ClapModel(ContrastiveModel):
         drop_path: stochastic depth of the last audio block.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
         mlp: kernel of both towers' MLPs; `triton` fuses the audio tower's supported widths
-          (`clap_ds.model.mlp_triton`).
+            (`clap_ds.model.mlp_triton`).
         text_attention: kernel of the text tower's attention (`clap_ds.model.text_attention`),
-          `torch` or `triton`.
+            `torch` or `triton`.
         activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the
-          backward pass.
+            backward pass.
         learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10 (arXiv
-          2303.15343).
+            2303.15343).
 
     `logit_scale` is the audio one in checkpoints with two scales. The text one, `logit_scale_text`,
     is loaded and saved, but unused.
@@ -77,41 +80,49 @@ class ClapModel(ContrastiveModel):
         super().__init__()
         self.config = config
         self.mel = LogMel(config.audio)
-        own = {tower: tower in activation_checkpointing for tower in ("audio", "text")}
         self.audio = HTSAT(
-            config.audio, drop_path=drop_path, spec_augment=spec_augment, checkpoint=own["audio"]
+            config.audio,
+            drop_path=drop_path,
+            spec_augment=spec_augment,
+            checkpoint="audio" in activation_checkpointing,
         )
         self.audio.use_kernels(attention, mlp)
         self.audio_projection = Projection(
             config.audio.output_dim, config.joint_dim, config.audio.projection
         )
-        self.text = TextTower(config.text, dropout=text_dropout, checkpoint=own["text"])
-        for layer in self.text.blocks():
-            layer.attention.self.kernel = text_attention
-            layer.intermediate.kernel = mlp
+        self.text = TextTower(
+            config.text,
+            dropout=text_dropout,
+            checkpoint="text" in activation_checkpointing,
+        )
+        self.text.use_kernels(text_attention, mlp)
         self.text_projection = Projection(
             config.text.hidden_size, config.joint_dim, config.text.projection
         )
-        self.logit_scale = nn.Parameter(
-            torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE])
-        )
+        # One-dimensional, because DeepSpeed can't broadcast a scalar parameter.
+        initial_scale = math.log(10) if learns_bias else INITIAL_LOGIT_SCALE
+        self.logit_scale = nn.Parameter(torch.tensor([initial_scale]))
+        # SigLIP: most pairs are negative, so all start as such.
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None
+        # Not a parameter, because it gets no gradient.
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
     def front_end(self, audio: Tensor) -> Tensor:
         """Return log-mel features for the audio tower. Raises ValueError if sizes aren't the
-          model's.
+        model's.
 
         Accepts waveforms (batch, num_samples) at the preset's sample rate, int16 or of full scale
-          ±1, or the output of `mel`,
-        (batch, num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins),
-          see `patch_embed.py`."""
+        ±1, or the output of `mel`, (batch, num_frames, mel_bins). With feature fusion also
+        (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
         sizes = self.config.audio
-        frames, bins = sizes.feature_shape
+        # Features come from shards that store log-mel spectrograms.
         features = audio if audio.ndim > 2 else self.mel(audio)
         if sizes.fusion and features.ndim == 3:
+            # A file that is no longer than a clip: its four channels are equal.
             features = features[:, None].expand(-1, CHANNELS, -1, -1)
-        if features.shape[1:] != (sizes.clip_shape if sizes.fusion else sizes.feature_shape):
+        shape = sizes.clip_shape if sizes.fusion else sizes.feature_shape
+        if features.shape[1:] != shape:
+            frames, bins = sizes.feature_shape
             channels = f"{CHANNELS}, " if sizes.fusion and audio.ndim > 3 else ""
             expected = f"(batch, {channels}{frames} frames, {bins} mel bins)"
             raise ValueError(f"features are {tuple(audio.shape)}, expected {expected}")
@@ -123,6 +134,7 @@ def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:
     that isn't possible."""
     if not config.open_clip:
         return ClapModel(config, **options)
+    # Here, because open_clip is an optional package.
     from clap_ds.model.open_clip_model import OpenClipModel
 
     return OpenClipModel(config, **options)

@@ -14,60 +14,64 @@ from torch import Tensor, nn
 
 ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 """Shifts and multipliers of `triple32` (C. Wellons, hash-prospector)."""
+LAST_SHIFT = 14
 GOLDEN = 0x9E3779B9
 """An odd multiplier that makes a second seed of the first."""
 
 
 class Dropout(nn.Dropout):
-    """Apply dropout, with torch's random numbers on CPUs and in eager mode."""
+    """Dropout that is compiled for GPUs as `hash_dropout`, with torch's random numbers on CPUs and
+    in eager mode."""
 
     def forward(self, input: Tensor) -> Tensor:
         is_compiled = input.is_cuda and torch.compiler.is_compiling()
-        return (
-            hash_dropout(input, self.p)
-            if is_compiled and self.training and self.p > 0
-            else super().forward(input)
-        )
+        if is_compiled and self.training and self.p > 0:
+            return hash_dropout(input, self.p)
+        return super().forward(input)
 
 
 def hash_dropout(values: Tensor, p: float) -> Tensor:
-    """Set a share `p` of the values, which number less than 2³¹, to zero and scale the others by 1
-    / (1 - p)."""
+    """Set a fraction `p` of the values, which number less than 2³¹, to zero and scale the others
+    by 1 / (1 - p)."""
     seed = torch.randint(-(2**31), 2**31, (), dtype=torch.int32, device=values.device)
     dropped: Tensor = _HashDropout.apply(values, seed, p)
     return dropped
 
 
 class _HashDropout(torch.autograd.Function):
-    """Computes the mask again in the backward pass."""
+    """Dropout that stores its seed and computes the mask again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, seed: Tensor, p: float) -> Tensor:
         # If both passes had equal operations, torch.compile would share and store their mask.
         ctx.save_for_backward(-seed)
         ctx.p = p
-        return _dropped(values, seed, p)
+        return _drop(values, seed, p)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _dropped(grads[0], -ctx.saved_tensors[0], ctx.p), None, None
+        # The function is linear, so a gradient gets the same mask and scale.
+        return _drop(grads[0], -ctx.saved_tensors[0], ctx.p), None, None
 
 
-def _dropped(values: Tensor, seed: Tensor, p: float) -> Tensor:
-    bits = (
-        torch.arange(values.numel(), dtype=torch.int32, device=values.device).view(values.shape)
-        ^ seed
-    )
+def _drop(values: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Apply the mask of a seed: an element is kept if its hash, an int32, is at least p·2³² - 2³¹."""
+    index = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    bits = index.view(values.shape) ^ seed
     for number, (shift, factor) in enumerate(ROUNDS):
-        bits = _shifted(bits, shift) * _signed(factor)
-        bits = bits ^ seed * _signed(GOLDEN) if number == 0 else bits
-    bits = _shifted(bits, 14)
+        bits = _xor_shift(bits, shift) * _as_int32(factor)
+        if number == 0:
+            # Otherwise two seeds' masks would be permutations of each other.
+            bits = bits ^ seed * _as_int32(GOLDEN)
+    bits = _xor_shift(bits, LAST_SHIFT)
     return torch.where(bits >= round(p * 2**32) - 2**31, values / (1 - p), 0.0)
 
 
-def _shifted(bits: Tensor, shift: int) -> Tensor:
+def _xor_shift(bits: Tensor, shift: int) -> Tensor:
+    # int32's shift copies the sign; the mask clears these bits, as for unsigned numbers.
     return bits ^ (bits >> shift & (1 << 32 - shift) - 1)
 
 
-def _signed(number: int) -> int:
+def _as_int32(number: int) -> int:
+    """Return the int32 with the bits of an unsigned number."""
     return number - 2**32 if number >= 2**31 else number

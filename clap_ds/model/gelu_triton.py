@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clap_ds.model.triton_common import Launch, gelu_factors, must_widen
+from clap_ds.model.triton_common import Launch, gelu_factors
 
 BLOCK = 64
+"""Tokens of a program."""
 CHUNK = 128
-"""Tokens and hidden units of a program."""
+"""Hidden units of a program."""
 BACKWARD = Launch(8, 1)
 
 
@@ -37,54 +38,58 @@ def _backward_kernel(
     num_units,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Process one tile per program. Each writes its partial bias gradient separately. Tiles of a
     token are adjacent."""
     tiles = tl.cdiv(num_units, CHUNK)
+    # In 64 bits, as tensors may have more than 2³¹ elements.
     block = (tl.program_id(0) // tiles).to(tl.int64)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     units = tl.program_id(0) % tiles * CHUNK + tl.arange(0, CHUNK)
-    place = rows[:, None] * num_units + units[None, :]
-    inside = (rows < num_tokens)[:, None] & (units < num_units)[None, :]
-    hidden = tl.load(hidden_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    d_output = tl.load(d_output_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    d_hidden = d_output * gelu_factors(hidden, WIDEN)[1]
-    tl.store(d_hidden_ptr + place, d_hidden.to(d_hidden_ptr.dtype.element_ty), mask=inside)
-    tl.store(
-        d_bias_ptr + block * num_units + units, tl.sum(d_hidden, axis=0), mask=units < num_units
-    )
+    offsets = rows[:, None] * num_units + units[None, :]
+    mask = (rows < num_tokens)[:, None] & (units < num_units)[None, :]
+    hidden = tl.load(hidden_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    d_output = tl.load(d_output_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    d_hidden = d_output * gelu_factors(hidden)[1]
+    tl.store(d_hidden_ptr + offsets, d_hidden.to(d_hidden_ptr.dtype.element_ty), mask=mask)
+    # Masked rows are zeros, so that they add nothing.
+    d_bias = tl.sum(d_hidden, axis=0)
+    tl.store(d_bias_ptr + block * num_units + units, d_bias, mask=units < num_units)
 
 
 @torch.library.custom_op("clap_ds::bias_gelu_backward", mutates_args=())
 def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of GELU's input, and partial sums of it over tokens, (programs, M) in
     fp32."""
-    d_output = d_output.contiguous()
     hidden = hidden.contiguous()
-    d_hidden, shares = _results(hidden)
+    d_hidden, partial_sums = _allocate(d_output, hidden)
     M = hidden.shape[-1]
-    sizes = {"BLOCK": BLOCK, "CHUNK": CHUNK, "WIDEN": must_widen(hidden.device)}
-    tensors = (d_output, hidden, d_hidden, shares)
-    programs = len(shares) * triton.cdiv(M, CHUNK)
-    _backward_kernel[(programs,)](*tensors, hidden.numel() // M, M, **sizes, **BACKWARD.options())
-    return d_hidden, shares
+    programs = len(partial_sums) * triton.cdiv(M, CHUNK)
+    _backward_kernel[(programs,)](
+        d_output.contiguous(),
+        hidden,
+        d_hidden,
+        partial_sums,
+        hidden.numel() // M,
+        M,
+        BLOCK=BLOCK,
+        CHUNK=CHUNK,
+        **BACKWARD.options(),
+    )
+    return d_hidden, partial_sums
 
 
 @_backward.register_fake
-def _(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    return _results(hidden)
-
-
-def _results(hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     M = hidden.shape[-1]
-    shares = hidden.new_empty(-(-(hidden.numel() // M) // BLOCK), M, dtype=torch.float32)
-    return hidden.new_empty(hidden.shape), shares
+    num_blocks = -(-(hidden.numel() // M) // BLOCK)
+    # Always contiguous.
+    return hidden.new_empty(hidden.shape), hidden.new_empty(num_blocks, M, dtype=torch.float32)
 
 
 class BiasGelu(torch.autograd.Function):
-    """Apply GELU to the output of a linear layer that used its bias detached. The bias only
-    receives its gradient."""
+    """GELU of the output of a linear layer that used its bias detached. The bias only receives its
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias_M: Tensor) -> Tensor:
@@ -95,11 +100,12 @@ class BiasGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor]:
         (hidden,) = ctx.saved_tensors
-        d_hidden, shares = _backward(d_output, hidden)
-        return d_hidden, shares.sum(dim=0).to(ctx.bias_dtype)
+        d_hidden, partial_sums = _backward(d_output, hidden)
+        return d_hidden, partial_sums.sum(dim=0).to(ctx.bias_dtype)
 
 
 def linear_gelu(tokens: Tensor, weight_MC: Tensor, bias_M: Tensor) -> Tensor:
     """Compute `F.gelu(F.linear(tokens, weight, bias))` for any number of dimensions, with the
     kernel in the backward pass."""
+    # Detached, because the kernel sums the bias's gradient.
     return BiasGelu.apply(F.linear(tokens, weight_MC, bias_M.detach()), bias_M)

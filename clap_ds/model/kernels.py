@@ -1,12 +1,23 @@
-"""Choose the kernels of a model's blocks (`clap.model.attention_impl`, `mlp_impl` and
-`text_attention_impl`)."""
+"""Choose the kernels of a model's blocks: the only place that decides which ones run.
+
+- `select_kernels` reads `clap.model.attention_impl`, `mlp_impl` and `text_attention_impl` before
+  the model is built. Each block stores its choice as `kernel`.
+- On CUDA, the engine tries the Triton kernels at each site of `kernel_sites`, and replaces those
+  that fail by `torch_kernels` (`clap_ds.engine.kernel_fallback`).
+- On CPUs, `clap_ds.cpu_kernels.patch_model` replaces whole blocks that have `torch_kernels`.
+- FLOP counters only see torch's kernels: `without_triton` replaces Triton's for them.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from clap_ds.config.schema import ModelSettings
@@ -30,28 +41,82 @@ def torch_kernels(device: torch.device) -> Kernels:
     return Kernels("matmul" if device.type == "cpu" else "sdpa", "torch", "torch")
 
 
-def kernels_for(settings: ModelSettings, device: torch.device) -> Kernels:
+def select_kernels(settings: ModelSettings, device: torch.device) -> Kernels:
     """Return a model's kernels on a device; `auto` is Triton on CUDA if it is installed. Raises
     ValueError if Triton is required but can't run."""
     on_gpu = device.type == "cuda"
-    installed = has_triton_package()
-    automatic = (
-        Kernels("triton", "triton", "triton") if on_gpu and installed else torch_kernels(device)
-    )
-    asked: dict[str, Any] = {part: getattr(settings, f"{part}_impl") for part in Kernels._fields}
-    for part, kernel in asked.items():
-        if kernel == "triton" and not (
-            installed and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")
-        ):
+    # Triton's interpreter runs the same kernels on CPU tensors, for tests.
+    can_run = has_triton_package() and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")
+    # `auto` means Triton where it can run, else torch's.
+    kernels = torch_kernels(device)
+    if on_gpu and can_run:
+        kernels = Kernels("triton", "triton", "triton")
+    for part in Kernels._fields:
+        setting = getattr(settings, f"{part}_impl")
+        if setting == "triton" and not can_run:
             raise ValueError(
                 f"clap.model.{part}_impl: 'triton' needs a GPU and the triton package; use 'auto'"
             )
-    return automatic._replace(
-        **{part: kernel for part, kernel in asked.items() if kernel != "auto"}
-    )
+        if setting != "auto":
+            kernels = kernels._replace(**{part: setting})
+    return kernels
 
 
-def supports_captions(dim: int, longest: int) -> bool:
-    """Return whether Triton's text attention supports heads of `dim` channels and captions of up to
-    `longest` tokens."""
-    return longest <= MAX_CAPTION_TOKENS and dim in (16, 32, 64, 128)
+def supports_captions(head_dim: int, longest: int) -> bool:
+    """Return whether Triton's text attention supports heads of `head_dim` channels and captions of
+    up to `longest` tokens."""
+    return longest <= MAX_CAPTION_TOKENS and head_dim in (16, 32, 64, 128)
+
+
+class KernelSite(NamedTuple):
+    """Modules of one size that use the same kernel."""
+
+    part: str
+    """Field of `Kernels`."""
+    name: str
+    modules: list[Any]
+    function: Callable[[Tensor], Tensor]
+    """A module's forward pass of one input."""
+    tokens: Tensor
+    """Such an input, zeros."""
+
+
+def kernel_sites(model: Any) -> list[KernelSite]:
+    """Return all sites of a `ClapModel`."""
+    sites = []
+    for number, stage in enumerate(model.audio.stages):
+        blocks = list(stage.blocks)
+        # The last block of a stage is shifted if any is, so it needs the most of a kernel.
+        last = blocks[-1]
+        width = last.mlp.fc1.in_features
+        tokens = last.mlp.fc1.weight.new_zeros(1, stage.grid, stage.grid, width)
+        attention = partial(last.attention, mask_GNN=stage.mask, shift=last.shift)
+        name = f"stage {number}"
+        attentions = [block.attention for block in blocks]
+        sites.append(KernelSite("attention", name, attentions, attention, tokens))
+        sites.append(KernelSite("mlp", name, [block.mlp for block in blocks], last.mlp, tokens))
+    intermediates = [layer.intermediate for layer in model.text.blocks()]
+    attentions = [layer.attention.self for layer in model.text.blocks()]
+    # The longest caption that the kernel supports needs the most of it.
+    weight = intermediates[-1].dense.weight
+    tokens = weight.new_zeros(1, MAX_CAPTION_TOKENS, weight.shape[1])
+    for part, modules in (("mlp", intermediates), ("text_attention", attentions)):
+        sites.append(KernelSite(part, "text layers", modules, modules[-1], tokens))
+    return sites
+
+
+@contextmanager
+def without_triton(model: Any, device: torch.device) -> Iterator[None]:
+    """Run a `ClapModel` temporarily with torch's kernels in place of Triton's."""
+    replaced = []
+    for site in kernel_sites(model):
+        for module in site.modules:
+            if module.kernel == "triton":
+                replaced.append(module)
+                module.kernel = getattr(torch_kernels(device), site.part)
+    try:
+        # Modules are changed, as FLOP counters run the model itself.
+        yield
+    finally:
+        for module in replaced:
+            module.kernel = "triton"

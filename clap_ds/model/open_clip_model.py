@@ -6,6 +6,7 @@ are its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -18,7 +19,9 @@ from clap_ds.config.open_clip_config import open_clip_for
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.mel import LogMel, full_scale
 from clap_ds.model.packed import Packing
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before open_clip, which imports transformers)
+
+# Before open_clip, which imports transformers.
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 
 
 class Normalize(nn.Module):
@@ -35,7 +38,7 @@ class OpenClipModel(ContrastiveModel):
         config: sizes that `clap_ds.config.open_clip_config` read.
         learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10.
         activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the
-          backward pass.
+            backward pass.
         pretrained_text: initialize a text tower of `transformers` with its pretrained weights.
     """
 
@@ -51,53 +54,53 @@ class OpenClipModel(ContrastiveModel):
         **_: Any,
     ) -> None:
         super().__init__()
-        initial = (
-            {"init_logit_bias": -10.0, "init_logit_scale": torch.tensor(10.0).log().item()}
-            if learns_bias
-            else {}
-        )
-        options = {
-            "pretrained_text": pretrained_text,
-            "nonscalar_logit_scale": True,
-            "output_dict": False,
-            **initial,
-        }
+        options: dict[str, Any] = {}
+        if learns_bias:
+            options = {"init_logit_bias": -10.0, "init_logit_scale": math.log(10)}
         with open_clip_for(config.name) as open_clip:
-            theirs = open_clip.create_model(config.open_clip, **options)
+            model = open_clip.create_model(
+                config.open_clip,
+                pretrained_text=pretrained_text,
+                nonscalar_logit_scale=True,
+                output_dict=False,
+                **options,
+            )
         self.config = config
-        self.audio = theirs.audio
-        self.text = theirs.text
+        self.audio = model.audio
+        self.text = model.text
         self.audio_projection = Normalize()
         self.text_projection = Normalize()
-        self.logit_scale = theirs.logit_scale
-        self.logit_bias = theirs.logit_bias
+        self.logit_scale = model.logit_scale
+        # None unless `learns_bias`.
+        self.logit_bias = model.logit_bias
         for tower in activation_checkpointing:
-            getattr(theirs, tower).set_grad_checkpointing()
+            getattr(model, tower).set_grad_checkpointing()
         for parameter in self.parameters():
-            parameter.data = (
-                parameter.data.contiguous()
-            )  # DeepSpeed requires it; HTSAT's mel filters are transposed
-        self._sizes = theirs.audio.cfg
+            # DeepSpeed requires it; HTSAT's mel filters are transposed.
+            parameter.data = parameter.data.contiguous()
+        self._sizes = model.audio.cfg
         if self._sizes.enable_fusion or self._sizes.training_head:
             raise ValueError(
                 f"{config.name}: open_clip's feature fusion and training head are not supported"
             )
-        is_naflex = (
-            self._sizes.model_type == "naflexvit"
-        )  # its filters are HTK's, like those of feature fusion
-        self.mel = LogMel(config.audio.model_copy(update={"fusion": True})) if is_naflex else None
+        self.mel = None
+        if self._sizes.model_type == "naflexvit":
+            # Its filters are HTK's, like those of feature fusion.
+            self.mel = LogMel(config.audio.model_copy(update={"fusion": True}))
+        # Runs the model once, on silence.
         self._freeze_unused()
         self.train()
 
     def _freeze_unused(self) -> None:
         """Stop training parameters that get no gradient, such as HTSAT's classifier: the all-reduce
         would wait for them."""
-        tokens = torch.full((1, self.config.text.max_tokens), 2)  # 0 and 1 are padding
-        outputs = self.eval()(torch.zeros(1, self.config.audio.num_samples), tokens, None)
+        waveforms = torch.zeros(1, self.config.audio.num_samples)
+        # Not 0 or 1, which are padding.
+        tokens = torch.full((1, self.config.text.max_tokens), 2)
+        outputs = self.eval()(waveforms, tokens, None)
+        sums = [output.sum() for output in outputs]
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(
-            [each.sum() for each in outputs], trained, allow_unused=True
-        )
+        gradients = torch.autograd.grad(sums, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.requires_grad_(gradient is not None)
 
@@ -107,20 +110,18 @@ class OpenClipModel(ContrastiveModel):
         if audio.ndim != 2:
             raise ValueError(f"{self.config.name} takes waveforms, not log-mel features")
         if self.mel is None:
-            return {
-                "waveform": full_scale(audio),
-                "longer": torch.zeros(len(audio), dtype=torch.bool, device=audio.device),
-            }
+            # No clip is longer than the model's.
+            longer = torch.zeros(len(audio), dtype=torch.bool, device=audio.device)
+            return {"waveform": full_scale(audio), "longer": longer}
         from open_clip.audio.naflex_audio import mel_to_patches
 
-        sizes = (
-            self._sizes.patch_freq,
-            self._sizes.patch_time,
-            self._sizes.in_chans,
-            self._sizes.patch_pad_mode,
-        )
-        patches = [mel_to_patches(each, *sizes) for each in self.mel(audio)]
-        return {name: torch.stack([each[name] for each in patches]) for name in patches[0]}
+        cfg = self._sizes
+        clips = [
+            mel_to_patches(mel, cfg.patch_freq, cfg.patch_time, cfg.in_chans, cfg.patch_pad_mode)
+            for mel in self.mel(audio)
+        ]
+        # One dictionary with a leading batch dimension.
+        return torch.utils.data.default_collate(clips)
 
     def text_inputs(
         self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from clap_ds.config.model import PAD_TOKEN_ID
 
 FIRST_POSITION = PAD_TOKEN_ID + 1
-ROW_SHARE = 128
+MULTIPLES_PER_ROW = 128
 """The multiple is the largest power of two up to 1/128 of the padded tokens, so that filling costs
 about 1%."""
 SMALLEST_MULTIPLE = 8
@@ -24,21 +24,23 @@ SMALLEST_MULTIPLE = 8
 class Packing(NamedTuple):
     """The position of each caption in the row."""
 
-    bounds: Tensor
-    """(S + 1,) int32, on the tokens' device: caption i is tokens bounds[i] to bounds[i + 1]."""
+    cu_seqlens: Tensor
+    """(S + 1,) int32, on the tokens' device, as in FlashAttention: caption i is tokens
+    cu_seqlens[i] to cu_seqlens[i + 1]."""
     num_captions: int
     """Real captions, which come first."""
-    max_tokens: int
+    max_seqlen: int
+    """Most tokens of a caption, a constant of the run: the context length."""
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """Indices for attention and pooling, computed from a `Packing` once per forward pass.
 
     Attributes:
         position_ids: (1, T), for the text tower.
         to_padded: (S·L,), the token at each place of the padded form; any token at padding.
         to_row: (T,), the place of each token in the padded form.
-        keep: (S, 1, 1, L) bool, true at real tokens of the padded form.
+        is_token: (S, 1, 1, L) bool, true at real tokens of the padded form.
         caption: (T,), the caption of each token.
         longest: L.
     """
@@ -47,15 +49,17 @@ class Layout(NamedTuple):
     position_ids: Tensor
     to_padded: Tensor
     to_row: Tensor
-    keep: Tensor
+    is_token: Tensor
     caption: Tensor
     longest: int
 
 
 def token_multiple(num_captions: int, context_length: int) -> int:
     """Return the number that the row's length must be a multiple of."""
-    share = num_captions * context_length // ROW_SHARE
-    return max(SMALLEST_MULTIPLE, 1 << share.bit_length() - 1 if share else 0)
+    limit = num_captions * context_length // MULTIPLES_PER_ROW
+    if limit < SMALLEST_MULTIPLE:
+        return SMALLEST_MULTIPLE
+    return 1 << limit.bit_length() - 1
 
 
 def pack(
@@ -63,39 +67,53 @@ def pack(
 ) -> tuple[Tensor, Packing]:
     """Pack a batch in parts, each token ids (B, context_length) and mask, 1 at real tokens, which
     come first. Returns token ids (T,), with T divisible by `multiple`, and their packing."""
-    max_tokens = captions[0][0].shape[1]
+    context_length = captions[0][0].shape[1]
     lengths = torch.cat([mask.sum(dim=1) for _, mask in captions])
-    multiple = multiple or token_multiple(len(lengths), max_tokens)
-    num_tokens = int(lengths.sum())
-    filling = -num_tokens % multiple
-    num_fillers = -(-(multiple - 1) // max_tokens)
-    fillers = (filling - max_tokens * torch.arange(num_fillers)).clamp(0, max_tokens)
-    bounds = torch.zeros(len(lengths) + num_fillers + 1, dtype=torch.int32)
-    bounds[1:] = torch.cat([lengths, fillers]).cumsum(dim=0)
-    ids = [ids[mask.bool()] for ids, mask in captions]
-    row = torch.cat([*ids, ids[0].new_full((filling,), PAD_TOKEN_ID)])
-    return row, Packing(bounds, len(lengths), max_tokens)
+    multiple = multiple or token_multiple(len(lengths), context_length)
+    num_padding = -int(lengths.sum()) % multiple
+
+    # As many padding captions as the most padding, multiple - 1 tokens, needs: the number of
+    # captions is then the same in every batch. Full ones come first, then a partial one.
+    num_fillers = -(-(multiple - 1) // context_length)
+    fillers = num_padding - context_length * torch.arange(num_fillers)
+    fillers = fillers.clamp(0, context_length)
+
+    cu_seqlens = torch.zeros(len(lengths) + num_fillers + 1, dtype=torch.int32)
+    cu_seqlens[1:] = torch.cat([lengths, fillers]).cumsum(dim=0)
+    # Padding is at captions' ends, so that masks select consecutive tokens.
+    tokens = [ids[mask.bool()] for ids, mask in captions]
+    tokens.append(tokens[0].new_full((num_padding,), PAD_TOKEN_ID))
+    return torch.cat(tokens), Packing(cu_seqlens, len(lengths), context_length)
 
 
-def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSITION) -> Layout:
-    """Return the `Layout` of a row of `num_tokens`, with positions counted from `first_position` in
-    each caption. The padded form is as long as the longest caption on CPUs, and `max_tokens`
+def compute_layout(
+    packing: Packing, num_tokens: int, first_position: int = FIRST_POSITION
+) -> PackedLayout:
+    """Return the layout of a row of `num_tokens`, with positions counted from `first_position` in
+    each caption. The padded form is as long as the longest caption on CPUs, and `max_seqlen`
     elsewhere, to avoid a device synchronization."""
-    bounds = packing.bounds
-    lengths = bounds.diff()
-    on_cpu = bounds.device.type == "cpu" and not torch.compiler.is_compiling()
-    longest = int(lengths.max()) if on_cpu else packing.max_tokens
-    token, column = (torch.arange(count, device=bounds.device) for count in (num_tokens, longest))
-    caption = torch.searchsorted(bounds[1:], token.int(), right=True)
-    place = token - bounds[caption]
-    to_padded = (bounds[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
-    keep = (column < lengths[:, None])[:, None, None, :]
-    return Layout(
-        packing,
-        (place + first_position)[None],
-        to_padded,
-        caption * longest + place,
-        keep,
-        caption,
-        longest,
+    cu_seqlens = packing.cu_seqlens
+    device = cu_seqlens.device
+    lengths = cu_seqlens.diff()
+    longest = packing.max_seqlen
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        longest = int(lengths.max())
+
+    # From the row to the padded form: a token's caption, and its place within it.
+    token = torch.arange(num_tokens, device=device)
+    caption = torch.searchsorted(cu_seqlens[1:], token.int(), right=True)
+    position = token - cu_seqlens[caption]
+
+    # From the padded form to the row. Places after a caption's end read the next one's tokens.
+    column = torch.arange(longest, device=device)
+    to_padded = (cu_seqlens[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
+    is_token = (column < lengths[:, None])[:, None, None, :]
+    return PackedLayout(
+        packing=packing,
+        position_ids=(position + first_position)[None],
+        to_padded=to_padded,
+        to_row=caption * longest + position,
+        is_token=is_token,
+        caption=caption,
+        longest=longest,
     )

@@ -6,6 +6,8 @@ A attention heads, N tokens of a window, D head dim.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,35 +20,42 @@ def to_windows(tokens_BHWE: Tensor, window: int, shift: int, sets: int, heads: i
     windows in row-major order."""
     if shift:
         tokens_BHWE = tokens_BHWE.roll(-shift, 1).roll(-shift, 2)
-    tiles = (
-        tokens_BHWE.unflatten(3, (sets, heads, -1))
-        .unflatten(2, (-1, window))
-        .unflatten(1, (-1, window))
-    )
-    return tiles.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(2, 3)
+    # (B, rows, row in window, columns, column in window, S, A, D)
+    tiles = tokens_BHWE.unflatten(3, (sets, heads, -1))
+    tiles = tiles.unflatten(2, (-1, window)).unflatten(1, (-1, window))
+    tiles = tiles.permute(5, 0, 1, 3, 6, 2, 4, 7)
+    return tiles.flatten(5, 6).flatten(2, 3)
 
 
 def from_windows(windows_SBGAND: Tensor, shift: int) -> Tensor:
     """Invert `to_windows`."""
-    per_side, window = (round(windows_SBGAND.shape[dim] ** 0.5) for dim in (2, 4))
+    per_side = math.isqrt(windows_SBGAND.shape[2])
+    window = math.isqrt(windows_SBGAND.shape[4])
     tiles = windows_SBGAND.unflatten(4, (window, window)).unflatten(2, (per_side, per_side))
-    tokens_BHWE = tiles.permute(1, 2, 5, 3, 6, 0, 4, 7).flatten(5).flatten(3, 4).flatten(1, 2)
-    return tokens_BHWE.roll(shift, 1).roll(shift, 2) if shift else tokens_BHWE
+    # (S, B, rows, columns, A, row in window, column in window, D)
+    tiles = tiles.permute(1, 2, 5, 3, 6, 0, 4, 7)
+    tokens_BHWE = tiles.flatten(5).flatten(3, 4).flatten(1, 2)
+    if shift:
+        tokens_BHWE = tokens_BHWE.roll(shift, 1).roll(shift, 2)
+    return tokens_BHWE
 
 
 def relative_position_index(window: int) -> Tensor:
     """Return (N, N): the bias table's row for each pair of a window's tokens."""
-    place_N2 = torch.cartesian_prod(torch.arange(window), torch.arange(window))
-    row_gap, column_gap = (place_N2[:, None] - place_N2[None, :] + window - 1).unbind(dim=2)
-    return row_gap * (2 * window - 1) + column_gap
+    side = torch.arange(window)
+    place_N2 = torch.cartesian_prod(side, side)
+    # Gaps from 1 - window to window - 1 become indices from 0 to 2·window - 2.
+    gap_NN2 = place_N2[:, None] - place_N2[None, :] + window - 1
+    return gap_NN2[..., 0] * (2 * window - 1) + gap_NN2[..., 1]
 
 
 def shifted_window_mask(grid: int, window: int, shift: int) -> Tensor:
     """Return (G, N, N) to add to the shifted grid's scores: MASKED_SCORE for tokens that only the
     shift made neighbors."""
     position = torch.arange(grid)
-    region = (position >= grid - window).long() + (position >= grid - shift).long()
-    regions = to_windows((region[:, None] * 3 + region)[None, :, :, None], window, 0, 1, 1)[
-        0, 0, :, 0, :, 0
-    ]
-    return (regions[:, None, :] != regions[:, :, None]) * MASKED_SCORE
+    # Along each side: 0 before the last windows, 1 in them, 2 for tokens from the other edge.
+    side = (position >= grid - window).long() + (position >= grid - shift).long()
+    region_HW = side[:, None] * 3 + side
+    region_GN = to_windows(region_HW[None, :, :, None], window, 0, 1, 1)[0, 0, :, 0, :, 0]
+    is_apart_GNN = region_GN[:, None, :] != region_GN[:, :, None]
+    return torch.where(is_apart_GNN, MASKED_SCORE, 0.0)

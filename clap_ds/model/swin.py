@@ -19,7 +19,7 @@ INIT_STD = 0.02
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): drops a residual branch per clip in training."""
+    """Stochastic depth (arXiv 1603.09382), which drops a residual branch per clip in training."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -28,9 +28,11 @@ class DropPath(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         if self.probability == 0.0 or not self.training:
             return branch
-        keep = 1.0 - self.probability
+        keep_probability = 1.0 - self.probability
+        # One draw per clip, (B, 1, …), divided by its mean.
         shape = (len(branch), *[1] * (branch.ndim - 1))
-        return branch * branch.new_empty(shape).bernoulli_(keep).div_(keep)
+        mask = branch.new_empty(shape).bernoulli_(keep_probability)
+        return branch * mask.div_(keep_probability)
 
 
 class WindowAttention(nn.Module):
@@ -41,10 +43,12 @@ class WindowAttention(nn.Module):
     def __init__(self, dim: int, window: int, num_heads: int) -> None:
         super().__init__()
         self.window = window
+        # Of `window_attention.py`.
         self.kernel = "sdpa"
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
+        # As in Swin; `_init_weights` of the tower leaves it.
         nn.init.trunc_normal_(self.relative_position_bias, std=INIT_STD)
         self.register_buffer(
             "relative_position_index", relative_position_index(window), persistent=False
@@ -54,18 +58,30 @@ class WindowAttention(nn.Module):
         """Return (A, N, N) in at least fp32, as a table row's gradient is a sum over up to N places
         in this dtype."""
         index_NN = self.relative_position_index
-        table = self.relative_position_bias
-        wide = table.to(torch.promote_types(table.dtype, torch.float32))
-        return wide[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
+        # Not fp32 itself, so that a model in fp64 stays in fp64.
+        dtype = torch.promote_types(self.relative_position_bias.dtype, torch.float32)
+        table = self.relative_position_bias.to(dtype)
+        bias_NNA = table[index_NN.flatten()].unflatten(0, index_NN.shape)
+        return bias_NNA.permute(2, 0, 1)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None, shift: int) -> Tensor:
-        options = mask_GNN, self.window, shift, self.kernel
-        if self.kernel != "triton":
-            return self.proj(attend_windows(self.qkv(tokens_BHWC), self.position_bias(), *options))
-        qkv_BHWE = F.linear(
-            tokens_BHWC, self.qkv.weight, self.qkv.bias.detach()
-        )  # the kernel computes its gradient
-        return self.proj(attend_windows(qkv_BHWE, self.position_bias(), *options, self.qkv.bias))
+        qkv_bias_E = None
+        if self.kernel == "triton":
+            # Detached, because the kernel computes the bias's gradient.
+            qkv_bias_E = self.qkv.bias
+            qkv_BHWE = F.linear(tokens_BHWC, self.qkv.weight, qkv_bias_E.detach())
+        else:
+            qkv_BHWE = self.qkv(tokens_BHWC)
+        mixed_BHWC = attend_windows(
+            qkv_BHWE,
+            self.position_bias(),
+            mask_GNN,
+            self.window,
+            shift,
+            self.kernel,
+            qkv_bias_E,
+        )
+        return self.proj(mixed_BHWC)
 
 
 class Mlp(nn.Module):
@@ -100,17 +116,17 @@ class SwinBlock(nn.Module):
         self.attention = WindowAttention(dim, window, num_heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, mlp_ratio)
+        # Both branches of a block have the same probability.
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None) -> Tensor:
-        tokens_BHWC = tokens_BHWC + self.drop_path(
-            self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift)
-        )
+        mixed_BHWC = self.attention(self.norm1(tokens_BHWC), mask_GNN, self.shift)
+        tokens_BHWC = tokens_BHWC + self.drop_path(mixed_BHWC)
         return tokens_BHWC + self.drop_path(self.mlp(self.norm2(tokens_BHWC)))
 
 
 class PatchMerging(nn.Module):
-    """Merges each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
+    """A merger of each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -118,12 +134,14 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
-        return self.reduction(self.norm(self.squares(tokens_BHWC)))
+        # The norm is before the reduction, over 4·C channels.
+        return self.reduction(self.norm(self.gather_2x2(tokens_BHWC)))
 
     @staticmethod
-    def squares(tokens_BHWC: Tensor) -> Tensor:
+    def gather_2x2(tokens_BHWC: Tensor) -> Tensor:
         """Rearrange (B, H, W, C) to (B, H/2, W/2, 4C)."""
-        squares = tokens_BHWC.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, C)
+        # (B, H/2, 2, W/2, 2, C); Swin's order of the four is by columns.
+        squares = tokens_BHWC.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
         return squares.permute(0, 1, 3, 4, 2, 5).flatten(3)
 
 
@@ -137,25 +155,27 @@ class Stage(nn.Module):
         self, config: AudioConfig, stage: int, drop_paths: list[float], *, checkpoint: bool
     ) -> None:
         super().__init__()
-        self.checkpoint = checkpoint  # whether blocks store only their input for the backward pass
-        dim = config.stage_dims[stage]
+        # Whether blocks store only their input for the backward pass.
+        self.checkpoint = checkpoint
         self.grid = config.stage_grids[stage]
-        grid = self.grid
-        window = min(config.attention_window, grid)
-        shift = window // 2 if grid > window else 0
-        self.blocks = nn.ModuleList(
-            SwinBlock(
-                dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path
-            )
-            for i, drop_path in enumerate(drop_paths)
-        )
-        self.merge = PatchMerging(dim) if stage < config.num_stages - 1 else nn.Identity()
-        self.register_buffer(
-            "mask", shifted_window_mask(grid, window, shift) if shift else None, persistent=False
-        )
+        dim = config.stage_dims[stage]
+        # A grid of one window isn't shifted.
+        window = min(config.attention_window, self.grid)
+        shift = window // 2 if self.grid > window else 0
+        self.blocks = nn.ModuleList()
+        for number, drop_path in enumerate(drop_paths):
+            block_shift = shift if number % 2 else 0
+            heads = config.num_heads[stage]
+            block = SwinBlock(dim, window, block_shift, heads, config.mlp_ratio, drop_path)
+            self.blocks.append(block)
+        is_last = stage == config.num_stages - 1
+        self.merge = nn.Identity() if is_last else PatchMerging(dim)
+        mask_GNN = shifted_window_mask(self.grid, window, shift) if shift else None
+        self.register_buffer("mask", mask_GNN, persistent=False)
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         for block in self.blocks:
+            # In evaluation there is nothing to recompute.
             if self.checkpoint and self.training:
                 tokens_BHWC = checkpoint(block, tokens_BHWC, self.mask, use_reentrant=False)
             else:

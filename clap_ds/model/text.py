@@ -1,9 +1,12 @@
-"""Define CLAP's text tower: RoBERTa or BERT with pooling to one vector per caption."""
+"""Define CLAP's text tower: RoBERTa or BERT with pooling to one vector per caption.
+
+Modules have the names that `transformers` gives them, so that state dicts are the same. Shape
+letters: B captions, L tokens of a padded caption, T tokens of packed captions, C channels.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +17,57 @@ from torch.utils.checkpoint import checkpoint
 from clap_ds.config.model import TextConfig
 from clap_ds.model.dropout import Dropout
 from clap_ds.model.kernels import supports_captions
-from clap_ds.model.packed import Layout, Packing, lay_out
+from clap_ds.model.packed import PackedLayout, Packing, compute_layout
 from clap_ds.model.text_attention import attend, attend_in_one_kernel
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights, as in `transformers`."""
+
+
+class SelfAttention(nn.Module):
+    """Attention of each token over its caption, without the output projection. `kernel` is `torch`
+    or `triton`."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = width // num_heads
+        self.kernel = "torch"
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask_B11L: Tensor | None = None,
+        layout: PackedLayout | None = None,
+    ) -> Tensor:
+        """Map (B, L, C), or (1, T, C) if packed, to the same shape."""
+        # The module itself isn't called: attention drops weights inside.
+        dropout = self.dropout.p if self.training else 0.0
+        longest = hidden.shape[1] if layout is None else layout.packing.max_seqlen
+        if self.kernel == "triton" and supports_captions(self.head_dim, longest):
+            qkv, bias = self._project_jointly(hidden)
+            return attend_in_one_kernel(qkv, bias, mask_B11L, layout, self.num_heads, dropout)
+        query = self._split_heads(self.query(hidden))
+        key = self._split_heads(self.key(hidden))
+        value = self._split_heads(self.value(hidden))
+        mixed = attend(query, key, value, mask_B11L, dropout=dropout, layout=layout)
+        return mixed.flatten(2)
+
+    def _project_jointly(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values by one product, and its bias."""
+        linears = (self.query, self.key, self.value)
+        weight = torch.cat([linear.weight for linear in linears])
+        bias = torch.cat([linear.bias for linear in linears])
+        # Detached, because the kernel sums the bias's gradient with those of q, k and v.
+        return F.linear(hidden, weight, bias.detach()), bias
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """Rearrange (B, L, C) to (B, heads, L, head dim)."""
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Intermediate(nn.Module):
@@ -35,74 +87,57 @@ class Intermediate(nn.Module):
         return F.gelu(self.dense(hidden))
 
 
+class BranchOutput(nn.Module):
+    """The end of a post-norm residual branch: linear, dropout, sum with the residual, norm."""
+
+    def __init__(self, inner: int, width: int, eps: float, dropout: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inner, width)
+        self.LayerNorm = nn.LayerNorm(width, eps)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, branch: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(branch)) + residual)
+
+
 class TextLayer(nn.Module):
-    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only`, for a last layer
-    whose first token is pooled, it computes only each caption's first token after its attention."""
+    """A layer of RoBERTa or BERT. With `first_only`, for a last layer whose first token is pooled,
+    it computes only each caption's first token after its attention."""
 
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
         width = config.hidden_size
         inner = config.intermediate_size
-        self.num_heads = config.num_heads
+        eps = config.layer_norm_eps
         self.first_only = first_only
-
-        def end(wide: int) -> nn.ModuleDict:
-            norm = nn.LayerNorm(width, config.layer_norm_eps)
-            return nn.ModuleDict(
-                {"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": Dropout(dropout)}
-            )
-
-        mixing: dict[str, nn.Module] = {
-            name: nn.Linear(width, width) for name in ("query", "key", "value")
+        attention = {
+            "self": SelfAttention(width, config.num_heads, dropout),
+            "output": BranchOutput(width, width, eps, dropout),
         }
-        mixing["dropout"] = nn.Dropout(dropout)
-        own: Any = nn.ModuleDict(mixing)
-        own.kernel = "torch"
-        self.attention: Any = nn.ModuleDict({"self": own, "output": end(width)})
+        self.attention: Any = nn.ModuleDict(attention)
         self.intermediate = Intermediate(width, inner)
-        self.output: Any = end(inner)
+        self.output = BranchOutput(inner, width, eps, dropout)
 
     def forward(
-        self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None
+        self,
+        hidden: Tensor,
+        mask_B11L: Tensor | None = None,
+        layout: PackedLayout | None = None,
     ) -> Tensor:
-        """Map (batch, tokens, C), or (1, tokens, C) if packed, to the same shape; with `first_only`
-          to (batch, 1, C) or
-        (1, captions, C)."""
-        mixed = self.attend(hidden, mask_B11L, layout)
+        """Map (B, L, C), or (1, T, C) if packed, to the same shape; with `first_only` to (B, 1, C)
+        or (1, B, C)."""
+        mixed = self.attention.self(hidden, mask_B11L, layout)
+        # Only first tokens are pooled, so that the rest of the layer needs no others.
         if self.first_only and layout is None:
             mixed = mixed[:, :1]
             hidden = hidden[:, :1]
         elif self.first_only and layout is not None:
-            first = layout.packing.bounds[: layout.packing.num_captions]
-            mixed = mixed.index_select(1, first)
-            hidden = hidden.index_select(1, first)
-        hidden = _end_branch(self.attention.output, mixed, hidden)
-        return _end_branch(self.output, self.intermediate(hidden), hidden)
-
-    def attend(
-        self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None
-    ) -> Tensor:
-        """Return attention of the same shape, by the kernel `attention.self.kernel`."""
-        own = self.attention.self
-        width = hidden.shape[-1]
-        linears = (own.query, own.key, own.value)
-        dropout = own.dropout.p if self.training else 0.0
-        longest = hidden.shape[1] if layout is None else layout.packing.max_tokens
-        if own.kernel == "triton" and supports_captions(width // self.num_heads, longest):
-            weight, bias = (
-                torch.cat([getattr(each, name) for each in linears]) for name in ("weight", "bias")
-            )
-            qkv = F.linear(hidden, weight, bias.detach())
-            return attend_in_one_kernel(qkv, bias, mask_B11L, layout, self.num_heads, dropout)
-        heads = (
-            each(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in linears
-        )
-        query, key, value = heads
-        return attend(query, key, value, mask_B11L, dropout=dropout, layout=layout).flatten(2)
-
-
-def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
-    return end.LayerNorm(end.dropout(end.dense(branch)) + hidden)
+            packing = layout.packing
+            first_tokens = packing.cu_seqlens[: packing.num_captions]
+            mixed = mixed.index_select(1, first_tokens)
+            hidden = hidden.index_select(1, first_tokens)
+        hidden = self.attention.output(mixed, hidden)
+        return self.output(self.intermediate(hidden), hidden)
 
 
 class TextTower(nn.Module):
@@ -123,100 +158,119 @@ class TextTower(nn.Module):
         self.pooling = config.pooling
         self.first_position = config.first_position
         self.checkpoint = checkpoint
-        self.roberta = _encoder(config, dropout)
+        self.roberta = _build_encoder(config, dropout)
 
     def blocks(self) -> list[TextLayer]:
         """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
 
+    def use_kernels(self, attention: str, mlp: str) -> None:
+        """Set the kernels of all layers (`kernels.py`)."""
+        for layer in self.blocks():
+            layer.attention.self.kernel = attention
+            layer.intermediate.kernel = mlp
+
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
     ) -> Tensor:
-        """Return one vector per caption, (batch, hidden_size) in the parameters' dtype.
+        """Return one vector per caption, (B, C) in the parameters' dtype.
 
         Args:
-            input_ids: (batch, tokens) int64, padded on the right; (tokens,) if packed.
-            attention_mask: (batch, tokens), 1 at real tokens; None if captions are packed or
-              unpadded.
+            input_ids: (B, L) int64, padded on the right; (T,) if packed.
+            attention_mask: (B, L), 1 at real tokens; None if captions are packed or unpadded.
             packing: positions of packed captions.
         """
-        mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
+        # Positions and indices are equal in all layers, so they are computed once.
         layout = None
-        parts = self.roberta.embeddings
         if packing is not None:
-            layout = lay_out(packing, len(input_ids), self.first_position)
+            layout = compute_layout(packing, len(input_ids), self.first_position)
             input_ids = input_ids[None]
+        hidden = self.embed(input_ids, layout)
+        # The same for all heads and queries.
+        mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
+        for layer in self.blocks():
+            if self.checkpoint and self.training:
+                hidden = checkpoint(layer, hidden, mask_B11L, layout, use_reentrant=False)
+            else:
+                hidden = layer(hidden, mask_B11L, layout)
+        if self.pooling == "cls_pooler":
+            # The last layer returned first tokens only: (B, 1, C), or (1, B, C) if packed.
+            return self.roberta.pooler(hidden[:, 0] if layout is None else hidden[0])
+        if layout is None:
+            return mean_over_tokens(hidden, attention_mask)
+        return mean_over_packed(hidden[0], layout)
+
+    def embed(self, input_ids: Tensor, layout: PackedLayout | None) -> Tensor:
+        """Return the first layer's input, (B, L, C) or (1, T, C): words, types and positions."""
+        embeddings = self.roberta.embeddings
+        if layout is not None:
             positions = layout.position_ids
         else:
-            columns = (
-                torch.arange(input_ids.shape[1], device=input_ids.device) + self.first_position
-            )
-            last = parts.position_embeddings.num_embeddings - 1  # only padding exceeds it
-            positions = columns.clamp(max=last).expand_as(input_ids)
-        tokens = parts.word_embeddings(input_ids) + parts.token_type_embeddings(
-            torch.zeros_like(input_ids)
-        )
-        hidden = parts.dropout(parts.LayerNorm(tokens + parts.position_embeddings(positions)))
-        for layer in self.blocks():
-            run = (
-                partial(checkpoint, layer, use_reentrant=False)
-                if self.checkpoint and self.training
-                else layer
-            )
-            hidden = run(hidden, mask_B11L, layout)
-        if self.pooling == "cls_pooler":
-            return self.roberta.pooler(hidden[:, 0] if layout is None else hidden[0])
-        return (
-            mean_over_tokens(hidden, attention_mask)
-            if layout is None
-            else mean_over_packed(hidden[0], layout)
-        )
+            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+            # Only padding exceeds the last position.
+            last_position = embeddings.position_embeddings.num_embeddings - 1
+            positions = (columns + self.first_position).clamp(max=last_position)
+            positions = positions.expand_as(input_ids)
+        # All tokens are of type 0.
+        types = embeddings.token_type_embeddings(torch.zeros_like(input_ids))
+        hidden = embeddings.word_embeddings(input_ids) + types
+        # Sums are in `transformers`' order, so that roundings are the same.
+        hidden = hidden + embeddings.position_embeddings(positions)
+        return embeddings.dropout(embeddings.LayerNorm(hidden))
 
 
 def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Return (batch, channels): the mean over tokens with mask 1 (all without a mask), summed in
-    fp32."""
+    """Return (B, C): the mean over tokens with mask 1 (all without a mask), summed in fp32."""
     if mask_BL is None:
         return hidden_BLC.mean(dim=1)
     weights_BL1 = mask_BL[:, :, None].float()
-    total = (hidden_BLC.float() * weights_BL1).sum(dim=1)
-    return (total / weights_BL1.sum(dim=1).clamp(min=1.0)).to(hidden_BLC.dtype)
+    total_BC = (hidden_BLC.float() * weights_BL1).sum(dim=1)
+    # A caption without real tokens gets zeros.
+    return (total_BC / weights_BL1.sum(dim=1).clamp(min=1.0)).to(hidden_BLC.dtype)
 
 
-def mean_over_packed(hidden_TC: Tensor, layout: Layout) -> Tensor:
-    """Return (captions, channels): the mean over each packed caption's tokens, summed in fp32."""
-    bounds, num_captions, _ = layout.packing
-    sums_SC = hidden_TC.new_zeros(len(bounds) - 1, hidden_TC.shape[1], dtype=torch.float32)
+def mean_over_packed(hidden_TC: Tensor, layout: PackedLayout) -> Tensor:
+    """Return (B, C): the mean over each packed caption's tokens, summed in fp32."""
+    cu_seqlens, num_captions, _ = layout.packing
+    sums_SC = hidden_TC.new_zeros(len(cu_seqlens) - 1, hidden_TC.shape[1], dtype=torch.float32)
+    # On CUDA, tokens are added in any order.
     sums_SC = sums_SC.index_add(0, layout.caption, hidden_TC.float())
-    lengths_B1 = bounds.diff()[:num_captions, None].clamp(min=1)
+    lengths_B1 = cu_seqlens.diff()[:num_captions, None].clamp(min=1)
     return (sums_SC[:num_captions] / lengths_B1).to(hidden_TC.dtype)
 
 
-def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
+def _build_encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     """Build RoBERTa or BERT, initialized like `transformers`."""
     width = config.hidden_size
-    padding = config.pad_token_id
+    num_types = 2 if config.architecture == "bert" else 1
+    # RoBERTa counts positions from the padding id, whose embedding stays zero; BERT from 0.
+    padding_position = config.pad_token_id or None
+    # The order of modules is that of a checkpoint's keys.
     embeddings = {
-        "word_embeddings": nn.Embedding(config.vocab_size, width, padding),
-        "token_type_embeddings": nn.Embedding(2 if config.architecture == "bert" else 1, width),
+        "word_embeddings": nn.Embedding(config.vocab_size, width, config.pad_token_id),
+        "token_type_embeddings": nn.Embedding(num_types, width),
         "LayerNorm": nn.LayerNorm(width, config.layer_norm_eps),
         "dropout": Dropout(dropout),
-        "position_embeddings": nn.Embedding(config.max_positions, width, padding or None),
+        "position_embeddings": nn.Embedding(config.max_positions, width, padding_position),
     }
-    ends = [False] * (config.num_layers - 1) + [config.ends_with_first_token]
-    layers = nn.ModuleList(TextLayer(config, dropout, first_only) for first_only in ends)
-    parts: Any = {
-        "embeddings": nn.ModuleDict(embeddings),
-        "encoder": nn.ModuleDict({"layer": layers}),
-    }
+    last = config.num_layers - 1
+    layers = nn.ModuleList(
+        TextLayer(config, dropout, number == last and config.ends_with_first_token)
+        for number in range(config.num_layers)
+    )
+    encoder = nn.ModuleDict(
+        {
+            "embeddings": nn.ModuleDict(embeddings),
+            "encoder": nn.ModuleDict({"layer": layers}),
+        }
+    )
     if config.pooling == "cls_pooler":
-        parts["pooler"] = nn.Sequential(
-            OrderedDict(dense=nn.Linear(width, width), activation=nn.Tanh())
-        )
-    encoder = nn.ModuleDict(parts)
+        pooler = OrderedDict(dense=nn.Linear(width, width), activation=nn.Tanh())
+        encoder["pooler"] = nn.Sequential(pooler)
     for module in encoder.modules():
+        # Normal weights, zero biases, and zeros for padding.
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=INIT_STD)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding) and module.padding_idx is not None:

@@ -22,11 +22,12 @@ import torch
 def set_aside(torchaudio_folder: Path) -> list[Path]:
     """Rename torchaudio's compiled library and return the new paths. Raises OSError if that
     fails."""
-    found = sorted((torchaudio_folder / "lib").glob("_torchaudio*.so"))
-    return [path.replace(f"{path}.needs_cuda") for path in found]
+    libraries = sorted((torchaudio_folder / "lib").glob("_torchaudio*.so"))
+    return [library.replace(f"{library}.needs_cuda") for library in libraries]
 
 
 if torch.version.cuda is None:
+    # torchaudio imports this module for its flags, and doesn't need more of it.
     stand_in: Any = types.ModuleType(
         "torchaudio._extension", "Stand-in: torchaudio without its compiled libraries."
     )

@@ -6,14 +6,17 @@ from __future__ import annotations
 # Triton parses the kernels' annotations, so they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 ROOT_HALF_PI = tl.constexpr(math.sqrt(0.5 / math.pi))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels, for tests on CPUs. It has no inline assembly, and
+multiplies bf16 bits as integers, so that products need fp32 copies; they are equally exact."""
 MINUS_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 
 
@@ -29,24 +32,33 @@ class Launch(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """Return Triton's keyword arguments."""
-        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers:
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+def attention_flops(num_products: int, qkv: Sequence[int], num_keys: int) -> int:
+    """Return the FLOPs of attention's products, each queries times keys times channels: a third of
+    `qkv`'s elements times the keys."""
+    return num_products * 2 * math.prod(qkv) // 3 * num_keys
 
 
 @triton.jit
-def dot(a, b, WIDEN: tl.constexpr):
+def dot(a, b):
     """Return the matrix product, accumulated in fp32."""
-    if WIDEN:
+    # "ieee": without TF32 for fp32 tensors.
+    if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
-def exp2(x, WIDEN: tl.constexpr):
+def exp2(x):
     """Return 2^x to 2 ulp. Results below fp32's normal range are 0; `tl.exp2` spends two scalings
     on them."""
-    if WIDEN:
+    if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -54,9 +66,9 @@ def exp2(x, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, WIDEN: tl.constexpr):
+def reciprocal(x):
     """Return 1 / x to 1 ulp, for normal numbers."""
-    if WIDEN:
+    if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -64,7 +76,7 @@ def reciprocal(x, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def gelu_factors(x, WIDEN: tl.constexpr):
+def gelu_factors(x):
     """Return GELU(x) / x, which is the standard normal distribution function, and GELU's
     derivative.
 
@@ -72,17 +84,13 @@ def gelu_factors(x, WIDEN: tl.constexpr):
     8e-8. CUDA's erf would add a third to the instructions of the MLP kernels' loops, which are
     instruction-bound.
     """
-    density = exp2(x * x * MINUS_HALF_LOG2_E, WIDEN)  # times √2π
-    t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(x), WIDEN)
-    series = 0.127414796 + t * (
-        -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
-    )
+    # exp(-x²/2): the normal density times √2π.
+    density = exp2(x * x * MINUS_HALF_LOG2_E)
+    t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(x))
+    # Half of the formula's coefficients, by Horner's rule, as the tail is (1 - erf(|x|/√2)) / 2.
+    series = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+    series = 0.127414796 + t * (-0.142248368 + t * series)
     tail = t * series * density
-    below = tl.where(x < 0, tail, 1.0 - tail)
-    return below, below + x * density * ROOT_HALF_PI
-
-
-def must_widen(device: torch.device) -> bool:
-    """Return whether `dot` needs fp32 copies: Triton's interpreter, on CPUs, multiplies bf16 bits
-    as integers. Products are equally exact."""
-    return device.type == "cpu"
+    cdf = tl.where(x < 0, tail, 1.0 - tail)
+    # d(x · cdf(x)) / dx = cdf(x) + x · density(x)
+    return cdf, cdf + x * density * ROOT_HALF_PI

@@ -20,7 +20,7 @@ from clap_ds.config.schema import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.compile import what_to_compile
+from clap_ds.engine.compile import resolve_compile_mode
 from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.flop_count.analytic import TextLengths, forward_flops
 from clap_ds.run_records.environment import MemoryLimit, memory_limits
@@ -124,7 +124,7 @@ def least_activations(run: RunSettings, device: torch.device) -> int:
     at_start = in_largest = 0
     for tower in blocks.keys() - set(clap.train.freeze):
         width = 8 + 2 * mlp_ratios[tower]
-        if device.type == "cuda" or what_to_compile(clap.compile, device) != "off":
+        if device.type == "cuda" or resolve_compile_mode(clap.compile, device) != "off":
             width = 6 if tower == "audio" else 6 + mlp_ratios[tower]
         kept_width = 1 if tower in clap.model.activation_checkpointing else width
         at_start += kept_width * sum(blocks[tower])

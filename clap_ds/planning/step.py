@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clap_ds.config.batch_sizes import MICRO_BATCH
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.engine.compile import what_to_compile
+from clap_ds.engine.compile import resolve_compile_mode
 from clap_ds.engine.deepspeed_compat import without_process_group
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import ADAMS, build_model
@@ -97,7 +97,7 @@ def trace_step(
     cached = run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     run, model = _simplified(run, micro_batch, CUDA if cuda else torch.device("cpu"))
-    compiled = what_to_compile(run.clap.compile, CUDA) != "off"
+    compiled = resolve_compile_mode(run.clap.compile, CUDA) != "off"
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         model.to_empty(device="cpu")
     with fakes, fake_rank(world_size):
@@ -148,7 +148,7 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     end and both towers."""
     run, model = _simplified(run, micro_batch, CUDA)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
-    model.train().to(dtype).to_empty(device="cpu")  # of untouched memory
+    model.train().to(dtype).to_empty(device="cpu")  # of preserve_rng_and_bn memory
     audio, *text = next(_batches(run)).model_inputs()
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
     if audio.ndim == 2:

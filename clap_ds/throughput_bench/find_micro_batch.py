@@ -10,7 +10,7 @@ import torch
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import raise_on_all_ranks, rank, reduce_on_rank0
 from clap_ds.distributed.watchdog import activity
-from clap_ds.engine.compile import run_eager, untouched
+from clap_ds.engine.compile import preserve_rng_and_bn, run_eager
 from clap_ds.engine.engine import ClapEngine
 
 MULTIPLE = 8
@@ -82,5 +82,5 @@ def _run_towers(engine: ClapEngine, context_length: int, size: int) -> None:
     _next_clips = torch.zeros_like(clips)
     last_token = model.config.text.vocab_size - 1
     ids = torch.full((size, context_length), last_token, device=device)
-    with untouched(model, device):
+    with preserve_rng_and_bn(model, device):
         run_eager(engine.deepspeed, Batch(clips, ids, torch.ones_like(ids)))

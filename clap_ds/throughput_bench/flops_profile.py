@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.schema import ModelSettings
-from clap_ds.cpu_kernels.patch_model import reverted
+from clap_ds.cpu_kernels.patch_model import unpatched
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather_tensor, rank
@@ -27,7 +27,6 @@ from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.deepspeed_compat import autocast_if_enabled
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
-from clap_ds.engine.kernel_fallback import groups_of
 from clap_ds.flop_count.analytic import (
     TextLengths,
     backward_flops,
@@ -38,7 +37,7 @@ from clap_ds.flop_count.analytic import (
 from clap_ds.flop_count.counters import count_by_deepspeed, counted_ffts
 from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.kernels import torch_kernels
+from clap_ds.model.kernels import without_triton
 
 REPORT = "flops_profile.txt"
 # Of all ranks, from which the mean length of packed captions is computed.
@@ -182,17 +181,6 @@ def _profile(engine: ClapEngine, sample: Batch, profiler: dict[str, Any], path: 
 @contextmanager
 def _torch_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
-    # `reverted` removes the CPU's kernels; those of Triton are chosen by module.
-    with reverted(model), torch.compiler.set_stance("force_eager"):
-        replaced = []
-        for part, kernel in torch_kernels(device)._asdict().items():
-            for _, modules, *_ in groups_of(model, part):
-                for module in modules:
-                    if module.kernel == "triton":
-                        module.kernel = kernel
-                        replaced.append(module)
-        try:
-            yield
-        finally:
-            for module in replaced:
-                module.kernel = "triton"
+    eager = torch.compiler.set_stance("force_eager")
+    with unpatched(model), without_triton(model, device), eager:
+        yield

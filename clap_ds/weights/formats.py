@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clap_ds.config.model import CONTEXT_LENGTH, ClapConfig, parse_sizes
 from clap_ds.config.transformers_config import read_clap
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import torch_kernels
@@ -96,7 +96,7 @@ class Checkpoint:
         """Build the model for inference, with the fastest kernels that need no compilation."""
         model = self.build(**torch_kernels(device)._asdict()).to(device, dtype).eval()
         if device.type == "cpu":
-            convert(model)
+            patch_model(model)
         return model
 
     @property

@@ -12,29 +12,26 @@ ROUNDING = 2**-9
 
 def numbers(*shape: int, seed: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
     """Draw normal bf16 numbers."""
-    return (
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale + mean
-    ).bfloat16()
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (noise * scale + mean).bfloat16()
 
 
 def results(
     function: Callable[..., Any], inputs: Sequence[Tensor], *upstream: Tensor
 ) -> list[Tensor]:
     """Return outputs with upstream gradients, and the inputs' gradients, in fp32."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     outputs = function(*leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs[: len(upstream)]
-    gradients = torch.autograd.grad(
-        outputs, leaves, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)]
-    )
-    return [each.detach().float() for each in (*outputs, *gradients)]
+    upstream = tuple(gradient.to(outputs[0].dtype) for gradient in upstream)
+    gradients = torch.autograd.grad(outputs, leaves, upstream)
+    return [tensor.detach().float() for tensor in (*outputs, *gradients)]
 
 
-def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def assert_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Assert bitwise equality in fp32."""
-    assert all(
-        torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True)
-    )
+    for tensor, exact in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.float(), exact.float())
 
 
 def assert_within_roundings(
@@ -47,9 +44,9 @@ def assert_within_roundings(
 
     If sums are in fp32, only the operands of one or two products and the result are rounded.
     """
-    exact = results(reference, [x.float() for x in inputs], *upstream)
-    ours = results(function, inputs, *upstream)
-    for number, (wanted, mine) in enumerate(zip(exact, ours, strict=True)):
-        error = mine - wanted
-        assert error.abs().max() <= 5 * ROUNDING * wanted.abs().max(), number
-        assert error.norm() <= 2.5 * ROUNDING * wanted.norm(), number
+    expected = results(reference, [tensor.float() for tensor in inputs], *upstream)
+    tensors = results(function, inputs, *upstream)
+    for number, (tensor, exact) in enumerate(zip(tensors, expected, strict=True)):
+        error = tensor - exact
+        assert error.abs().max() <= 5 * ROUNDING * exact.abs().max(), number
+        assert error.norm() <= 2.5 * ROUNDING * exact.norm(), number

@@ -44,11 +44,11 @@ def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def problem() -> str:
     """Return why there is no library; empty if there is one."""
-    found = jit_build._load.__wrapped__()
-    return found if isinstance(found, str) else ""
+    library = jit_build._load.__wrapped__()
+    return library if isinstance(library, str) else ""
 
 
-def test_compiled_once_while_others_wait_and_again_for_other_sources(
+def test_library_is_compiled_once_for_each_version_of_sources(
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -57,7 +57,8 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources(
     use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
     calls = tmp_path / "compiler.calls"
     with ThreadPoolExecutor(4) as pool:
-        assert [each.result() for each in [pool.submit(problem) for _ in range(4)]] == [""] * 4
+        futures = [pool.submit(problem) for _ in range(4)]
+    assert [future.result() for future in futures] == [""] * 4
     assert "compiling" in capsys.readouterr().err
     assert not problem()
     assert not capsys.readouterr().err
@@ -72,7 +73,7 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources(
 
 
 @pytest.mark.parametrize("name", jit_build.IMPLEMENTATIONS)
-def test_the_kernels_compile_whether_or_not_they_can_run_here(
+def test_kernels_of_every_implementation_compile(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Once per machine, because the result is stored in the runs' cache."""
@@ -81,11 +82,11 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(
     targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
-    made = jit_build._build(flags).read_bytes()
+    library = jit_build._build(flags).read_bytes()
     modules = "".join(path.read_text() for path in jit_build.SOURCES.parent.glob("*.py"))
     names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
     assert len(names) == 13
-    assert not [name for name in names if f"\0{name}\0".encode() not in made]
+    assert not [name for name in names if f"\0{name}\0".encode() not in library]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(
         (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
     ],
 )
-def test_why_there_is_no_library(
+def test_missing_library_has_reason(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     script: str, environment: dict[str, str], expected: str,
 ) -> None:  # fmt: skip

@@ -1,6 +1,8 @@
 """Test the native linear layers against torch's."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +16,19 @@ from tests.kernels import each_implementation
 pytestmark = each_implementation
 
 SHAPES = [
-    *((1, 32, 32), (33, 96, 64)),  # fewer rows than a block, one more than one
-    *((1601, 96, 288), (100, 64, 3072)),  # threads share the rows, or the columns
-    *((300, 3072, 768), (77, 1568, 64)),  # sums in several slices of different lengths
+    # Fewer rows than a block, one more than one.
+    (1, 32, 32),
+    (33, 96, 64),
+    # Threads share the rows, or the columns.
+    (1601, 96, 288),
+    (100, 64, 3072),
+    # Sums in several slices of different lengths.
+    (77, 1568, 64),
 ]
 """Rows, inputs and outputs."""
 
 
-def by_torch(
+def torch_linears(
     x: Tensor, *parameters: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     layers = zip(parameters[::2], parameters[1::2], strict=True)
@@ -29,43 +36,45 @@ def by_torch(
     return (y if residual is None else y + residual), x * 1.0
 
 
-def mlp_by_torch(
-    x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor
+def torch_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return by_torch(F.gelu(F.linear(x, weight1, bias1)), *others[:2], residual=(*others, None)[2])[
-        0
-    ], x * 1.0
+    active = F.gelu(F.linear(x, weight1, bias1))
+    return torch_linears(active, weight2, bias2, residual=residual)[0], x * 1.0
 
 
-def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
-    """Return an input and two layers' weights and biases, all 64 wide."""
-    layers = [
-        [numbers(64, 64, seed=seed, scale=scale), numbers(64, seed=seed + 1)] for seed in (1, 3)
-    ]
-    return [numbers(rows, 64, seed=0), *layers[0], *layers[1]]
+def with_residual(linears: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the residual as the fourth argument."""
+    return lambda x, weight, bias, residual=None: linears(x, weight, bias, residual=residual)
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
+def test_linear_and_mlp_are_exact_to_roundings(
+    rows: int, inputs: int, outputs: int, with_sum: bool
+) -> None:
     """With a residual; and without one, with the passed input's gradient."""
-    x = numbers(rows, inputs, seed=0)
-    weight = numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
-    first = [x, weight, numbers(outputs, seed=2)]
-    added = [numbers(rows, outputs, seed=3)] * residual
-    pair = [
-        lambda x, w, b, *r, f=f: f(x, w, b, residual=(*r, None)[0])
-        for f in (native_linears, by_torch)
-    ]
-    passed = [numbers(rows, inputs, seed=7)] * (not residual)
-    assert_within_roundings(*pair, [*first, *added], numbers(rows, outputs, seed=4), *passed)
-    second = [numbers(inputs, outputs, seed=3, scale=outputs**-0.5), numbers(inputs, seed=4)]
-    added = [numbers(rows, inputs, seed=5)] * residual
-    upstream = numbers(rows, inputs, seed=6), *passed
-    assert_within_roundings(native_mlp, mlp_by_torch, [*first, *second, *added], *upstream)
+    weight1 = numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
+    linear = [numbers(rows, inputs, seed=0), weight1, numbers(outputs, seed=2)]
+    weight2 = numbers(inputs, outputs, seed=3, scale=outputs**-0.5)
+    mlp = [*linear, weight2, numbers(inputs, seed=4)]
+    upstream = []
+    if with_sum:
+        linear.append(numbers(rows, outputs, seed=3))
+        mlp.append(numbers(rows, inputs, seed=5))
+    else:
+        upstream.append(numbers(rows, inputs, seed=7))
+    pair = with_residual(native_linears), with_residual(torch_linears)
+    assert_within_roundings(*pair, linear, numbers(rows, outputs, seed=4), *upstream)
+    assert_within_roundings(native_mlp, torch_mlp, mlp, numbers(rows, inputs, seed=6), *upstream)
 
 
-def test_gelu_and_its_slope_everywhere() -> None:
+def test_gelu_and_its_slope_of_every_bf16_number() -> None:
     """With identity weights, every bf16 number up to 100, and some far larger ones."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= 100)]
@@ -84,25 +93,33 @@ def test_gelu_and_its_slope_everywhere() -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
-def test_frozen_inputs_in_any_combination(kind: str) -> None:
-    """The others' gradients are unchanged; hooks receive them, and a second backward pass
-    accumulates."""
-    tensors = five()[: 3 if kind == "linear" else 5]
-    ours, reference = (native_mlp, mlp_by_torch) if kind == "mlp" else (native_linears, by_torch)
+def test_frozen_inputs_leave_other_gradients_unchanged(kind: str) -> None:
+    """Hooks receive gradients, and a second backward pass accumulates."""
+    tensors = [numbers(40, 64, seed=0)]
+    for seed in (1, 3):
+        tensors += [numbers(64, 64, seed=seed, scale=0.1), numbers(64, seed=seed + 1)]
+    native, reference = (
+        (native_mlp, torch_mlp) if kind == "mlp" else (native_linears, torch_linears)
+    )
+    if kind == "linear":
+        tensors = tensors[:3]
     upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
-    _, *wanted = results(reference, [x.float() for x in tensors], upstream)
-    for trained in [*itertools.product((False, True), repeat=len(tensors))][1:]:
+    _, *expected = results(reference, [tensor.float() for tensor in tensors], upstream)
+    combinations = itertools.product((False, True), repeat=len(tensors))
+    for is_trained in [*combinations][1:]:
         leaves = [
-            x.clone().requires_grad_(needed) for x, needed in zip(tensors, trained, strict=True)
+            tensor.clone().requires_grad_(needed)
+            for tensor, needed in zip(tensors, is_trained, strict=True)
         ]
-        learning = [leaf for leaf in leaves if leaf.requires_grad]
-        seen: list[Tensor] = []
-        for leaf in learning:
-            leaf.register_post_accumulate_grad_hook(seen.append)
-        output = ours(*leaves)[0]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        hooked: list[Tensor] = []
+        for leaf in trained:
+            leaf.register_post_accumulate_grad_hook(hooked.append)
+        output = native(*leaves)[0]
         output.backward(upstream, retain_graph=True)
-        assert sorted(map(id, seen)) == sorted(map(id, learning))
+        assert sorted(map(id, hooked)) == sorted(map(id, trained))
         output.backward(upstream)
-        for leaf, exact in zip(leaves, wanted, strict=True):
+        for leaf, exact in zip(leaves, expected, strict=True):
             assert (leaf.grad is not None) == leaf.requires_grad
-            assert leaf.grad is None or (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()
+            if leaf.grad is not None:
+                assert (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()

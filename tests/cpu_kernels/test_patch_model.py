@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import load_preset
 from clap_ds.cpu_kernels import patch_model
-from clap_ds.cpu_kernels.jit_build import executable
-from clap_ds.cpu_kernels.patch_model import NATIVE, report, reverted
+from clap_ds.cpu_kernels.jit_build import supported_implementations
+from clap_ds.cpu_kernels.patch_model import NATIVE, report, unpatched
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
@@ -36,9 +36,10 @@ def as_used(model: nn.Module) -> nn.Module:
         for name, parameter in model.named_parameters():
             torch.manual_seed(len(name))
             noise = torch.randn(parameter.shape)
-            parameter.copy_(
-                noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + noise / 4
-            )
+            if parameter.ndim > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise / 4)
     return model.train()
 
 
@@ -55,17 +56,13 @@ def text_tower(pooling: str = "mean") -> Any:
 
 
 def native(model: nn.Module) -> Any:
-    patch_model.convert(model.to(BF16))
+    patch_model.patch_model(model.to(BF16))
     return model
 
 
 def mels() -> tuple[Tensor]:
-    audio = DEMO.audio
-    return (
-        torch.randn(3, audio.num_frames, audio.mel_bins, generator=torch.Generator().manual_seed(0))
-        * 10
-        - 20,
-    )
+    noise = torch.randn(3, *DEMO.audio.feature_shape, generator=torch.Generator().manual_seed(0))
+    return (noise * 10 - 20,)
 
 
 def captions(form: str = "padded") -> tuple[Any, ...]:
@@ -87,16 +84,11 @@ def results(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     output = model(*inputs)
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     (output.float() * probe).sum().backward()
-    found = {
-        name: parameter.grad.float()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return found | {"output": output.detach().float()}
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    tensors = {"output": output.detach().float()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[name] = parameter.grad.float()
+    return tensors
 
 
 def kinds(model: nn.Module) -> dict[str, int]:
@@ -109,15 +101,16 @@ def assert_within_roundings(build: Callable[[], nn.Module], inputs: tuple[Any, .
     """Compare a tower in bf16 with torch's operations in fp32. Some gradients are small differences
     of large sums, and have 23 roundings of their size as error, with torch's operations as with
     ours. Most have 3 to 5."""
-    exact = results(build(), inputs)
-    ours = results(native(build()), inputs)
-    assert ours.keys() == exact.keys()
-    for name, wanted in exact.items():
-        if not name.endswith("key.bias"):  # its gradient is 0 up to rounding
-            assert float((ours[name] - wanted).norm()) <= 48 * ROUNDING * float(wanted.norm()), name
+    expected = results(build(), inputs)
+    tensors = results(native(build()), inputs)
+    assert tensors.keys() == expected.keys()
+    for name, exact in expected.items():
+        # The gradient of the keys' bias is 0 up to rounding.
+        if not name.endswith("key.bias"):
+            assert (tensors[name] - exact).norm() <= 48 * ROUNDING * exact.norm(), name
 
 
-def test_audio_tower() -> None:
+def test_native_audio_tower_is_exact_to_roundings() -> None:
     assert_within_roundings(audio_tower, mels())
     assert kinds(native(audio_tower())) == {
         "NativePatchEmbed": 1,
@@ -128,72 +121,72 @@ def test_audio_tower() -> None:
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 @pytest.mark.parametrize("form", ["full", "padded", "packed"])
-def test_text_tower(form: str, pooling: str) -> None:
+def test_native_text_tower_is_exact_to_roundings(form: str, pooling: str) -> None:
     assert_within_roundings(functools.partial(text_tower, pooling), captions(form))
     assert kinds(native(text_tower(pooling))) == {"NativeTextLayer": 2}
 
 
-def test_front_end_is_the_same_and_has_gradients() -> None:
-    plain, ours = (LogMel(DEMO.audio) for _ in range(2))
-    patch_model.convert(ours)
+def test_native_front_end_equals_plain_one_and_has_gradients() -> None:
+    plain, patched = (LogMel(DEMO.audio) for _ in range(2))
+    patch_model.patch_model(patched)
     waveforms = clips(3, DEMO.audio.num_samples, 0)
-    assert not torch.equal(ours(waveforms), plain(waveforms)), "no kernel has run"
-    torch.testing.assert_close(ours(waveforms), plain(waveforms), rtol=1e-4, atol=1e-3)
-    assert torch.equal(ours(waveforms.requires_grad_()), plain(waveforms))
-    assert torch.equal(ours.double()(waveforms), plain.double()(waveforms))
+    assert not torch.equal(patched(waveforms), plain(waveforms)), "no kernel has run"
+    torch.testing.assert_close(patched(waveforms), plain(waveforms), rtol=1e-4, atol=1e-3)
+    assert torch.equal(patched(waveforms.requires_grad_()), plain(waveforms))
+    assert torch.equal(patched.double()(waveforms), plain.double()(waveforms))
 
 
-def test_parameters_hooks_and_copies_stay() -> None:
+def test_patched_model_keeps_parameters_hooks_and_copies() -> None:
     """Hooks on blocks and layers run once per forward pass, whether added before or after the
     conversion."""
     model = ClapModel(DEMO, text_dropout=0.0, attention="matmul")
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    seen: list[str] = []
-    note = lambda module, inputs, output: seen.append(type(module).__name__)  # noqa: E731
-    for layer in model.text.roberta.encoder.layer:
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    hooked: list[str] = []
+    note = lambda module, inputs, output: hooked.append(type(module).__name__)  # noqa: E731
+    for layer in model.text.blocks():
         layer.register_forward_hook(note)
-    patch_model.convert(model)
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    patch_model.patch_model(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     blocks = model.audio.blocks()
     for block in blocks:
         block.register_forward_hook(note)
     model.to(BF16)
-    for each in (model, copy.deepcopy(model)):
-        seen.clear()
-        each(clips(4, DEMO.audio.num_samples, 0), *captions())
-        assert seen == ["NativeSwinBlock"] * len(blocks) + ["NativeTextLayer"] * 2
+    for copied in (model, copy.deepcopy(model)):
+        hooked.clear()
+        copied(clips(4, DEMO.audio.num_samples, 0), *captions())
+        assert hooked == ["NativeSwinBlock"] * len(blocks) + ["NativeTextLayer"] * 2
 
 
-def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
-    for build, inputs in ((audio_tower, mels()), (text_tower, captions())):
-        ours = native(build())
-        plain = build().to(BF16)
-        with torch.no_grad():
-            output = ours(*inputs)
-            assert not torch.equal(output, plain(*inputs))
-            with reverted(ours):
-                assert torch.equal(ours(*inputs), plain(*inputs))
-                assert not kinds(ours)
-            assert torch.equal(ours(*inputs), output)
-            ours.compile(backend="eager")
-            assert torch.equal(ours(*inputs), plain(*inputs))
-        converted = build()
-        patch_model.convert(converted)
-        assert_same(results(converted, inputs), results(build(), inputs))
+@pytest.mark.parametrize(
+    ("build", "inputs"), [(audio_tower, mels()), (text_tower, captions())], ids=["audio", "text"]
+)
+def test_unpatched_compiled_and_fp32_models_run_torch_operations(
+    build: Callable[[], nn.Module], inputs: tuple[Any, ...]
+) -> None:
+    patched = native(build())
+    plain = build().to(BF16)
+    with torch.no_grad():
+        output = patched(*inputs)
+        assert not torch.equal(output, plain(*inputs))
+        with unpatched(patched):
+            assert torch.equal(patched(*inputs), plain(*inputs))
+            assert not kinds(patched)
+        assert torch.equal(patched(*inputs), output)
+        patched.compile(backend="eager")
+        assert torch.equal(patched(*inputs), plain(*inputs))
+    fp32 = build()
+    patch_model.patch_model(fp32)
+    torch.testing.assert_close(results(fp32, inputs), results(build(), inputs), rtol=0, atol=0)
 
 
-def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels selected by name, unsupported sizes, and everything if kernels can't run or are
     disabled."""
     assert "NativeSwinBlock" not in kinds(native(audio_tower("sdpa")))
-    micro = {
-        "NativeLogMel": 1,
-        "NativePatchEmbed": 1,
-        "NativeSwinBlock": 1,
-        "NativePatchMerging": 1,
-    }
-    assert kinds(native(ClapModel(load_preset("micro"), attention="matmul"))) == micro
-    assert report("auto") == f"native ({executable()[0]})"
+    supported = ("NativeLogMel", "NativePatchEmbed", "NativeSwinBlock", "NativePatchMerging")
+    micro = native(ClapModel(load_preset("micro"), attention="matmul"))
+    assert kinds(micro) == dict.fromkeys(supported, 1)
+    assert report("auto") == f"native ({supported_implementations()[0]})"
     assert report("off") == 'torch: clap.cpu_kernels is "off"'
     monkeypatch.setattr(patch_model, "unavailable", lambda: "no compiler found")
     assert report("auto") == "torch: no compiler found"

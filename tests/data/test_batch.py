@@ -53,8 +53,8 @@ def test_pieces_are_packed_together() -> None:
     assert waveforms.shape == (3, 8)
     assert no_mask is None
     assert row[: batch.num_tokens].tolist() == [0, 5, 2, 0, 2, 0, 6, 7, 2]
-    assert packing.bounds[:4].tolist() == [0, 3, 5, 9]
-    assert len(row) == packing.bounds[-1] == 16
+    assert packing.cu_seqlens[:4].tolist() == [0, 3, 5, 9]
+    assert len(row) == packing.cu_seqlens[-1] == 16
     assert torch.equal(batch.input_ids, ids)
     assert join(pieces, CPU).model_inputs()[1].shape == (3, 4)
     assert join(pieces[1:], CPU).model_inputs()[2] is None  # full captions

@@ -19,7 +19,7 @@ from clap_ds.data.clip import captions_of, choose_clip, read_fused, read_mel
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
-from clap_ds.model.patch_embed import longer_rows
+from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.weights.key_mapping import feature_extractor
 from tests.data.tars import wav, write_tar
 from tests.evaluation.conftest import npy
@@ -150,7 +150,7 @@ def test_fusion_equals_the_extractor_of_transformers(num_samples: int) -> None:
     found = fused(samples, AUDIO)
     expected = torch.tensor(np.asarray(expected)).float()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)  # dB, from fp32's FFT
-    assert bool(longer_rows(found[None])) == (num_samples >= 48_480)
+    assert bool(is_longer_than_clip(found[None])) == (num_samples >= 48_480)
 
 
 def test_evaluation_and_training_fuse_shards(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -172,7 +172,7 @@ def test_evaluation_and_training_fuse_shards(tmp_path: Path, tokenizer_dir: str)
             (piece,) = next(pieces)
         assert (piece.audio.dtype, tuple(piece.audio.shape)) == (dtype, (4, 4, 101, 16))
         audio = join([piece], torch.device("cpu")).audio
-        assert longer_rows(audio).tolist() == [False, True] * 2
+        assert is_longer_than_clip(audio).tolist() == [False, True] * 2
         torch.testing.assert_close(
             audio[0], rows[0], rtol=0, atol=2**-5
         )  # half of float16's step up to 128 dB

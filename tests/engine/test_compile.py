@@ -50,54 +50,55 @@ def forget() -> None:
 def statistics() -> tuple[int, int]:
     """Return the number of compiled graphs and of recompilations for other shapes. Fails on an
     unwanted graph break."""
-    assert all("graph_break()" in each for each in counters["graph_break"])
-    anew = [not str(metrics.compile_id).endswith("/0") for metrics in get_compilation_metrics()]
-    return counters["stats"]["unique_graphs"], sum(anew)
+    assert all("graph_break()" in reason for reason in counters["graph_break"])
+    # The second part of an id counts a function's compilations.
+    ids = [str(metrics.compile_id) for metrics in get_compilation_metrics()]
+    num_again = len([compile_id for compile_id in ids if not compile_id.endswith("/0")])
+    return counters["stats"]["unique_graphs"], num_again
 
 
-def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
-    """Return weight names, and weights after four steps."""
+def train(compile_mode: str, packed: bool) -> dict[str, Tensor]:
+    """Return the state after four steps."""
     forget()
     run = settings("fp32", 1)
     engine = engine_of(run, micro())
-    stored = list(itertools.islice(batches_of(run), 4))
+    batches = list(itertools.islice(batches_of(run), 4))
     if packed:
-        for number, each in enumerate(stored):
-            each.packed = pack(
-                [(each.input_ids, each.attention_mask)], multiple=(8, 64)[number % 2]
-            )
-    if what != "off":
+        # Rows of two lengths.
+        for stored, multiple in zip(batches, (8, 64, 8, 64), strict=True):
+            stored.packed = pack([(stored.input_ids, stored.attention_mask)], multiple=multiple)
+    if compile_mode != "off":
         backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
-        compile_towers(engine.deepspeed, stored[0], what, cached=False, backend=backend)
-    batches = iter(stored)
+        compile_towers(engine.deepspeed, batches[0], compile_mode, cached=False, backend=backend)
+    remaining = iter(batches)
     for _ in range(4):
-        engine.step(batches)
-    state = engine.model.state_dict()
-    return list(state), [state[name].cpu().clone() for name, _ in engine.model.named_parameters()]
+        engine.step(remaining)
+    return {name: tensor.cpu().clone() for name, tensor in engine.model.state_dict().items()}
 
 
-def compared(packed: bool) -> tuple[float, tuple[int, int]]:
-    """Return the largest difference of a compiled model's weights from a plain one's, and
+def compare(packed: bool) -> tuple[float, tuple[int, int]]:
+    """Return the largest difference of a compiled model's state from a plain one's, and
     `statistics`."""
-    (names, plain), (compiled_names, ours) = trained("off", packed), trained("towers", packed)
-    assert compiled_names == names
-    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)), statistics()
+    plain = train("off", packed)
+    compiled = train("towers", packed)
+    assert list(compiled) == list(plain)
+    difference = max(float((compiled[name] - plain[name]).abs().max()) for name in plain)
+    return difference, statistics()
 
 
 @pytest.mark.end_to_end
-def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPool) -> None:
+def test_two_ranks_compile_no_more_than_one_and_train_alike(two_ranks: RankPool) -> None:
     """Expect four graphs, also for rows of another length; torch's reducer with its small buckets
     adds none."""
-    for difference, found in two_ranks.run(compared, True):
-        assert difference < 1e-5  # four fp32 steps that change a weight by at most 1e-3
-        assert found == (4, 0)
+    for difference, graphs in two_ranks.run(compare, True):
+        # Four fp32 steps that change a weight by at most 1e-3.
+        assert difference < 1e-5
+        assert graphs == (4, 0)
 
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(
-    checkpoint: bool,
-) -> None:
+def test_late_stages_have_gradients_before_early_stages_go_backward(checkpoint: bool) -> None:
     events = list[str]()
     config = load_preset("micro").audio.model_copy(
         update={"depths": [1, 2, 1, 1], "num_heads": [2, 4, 8, 16]}
@@ -109,7 +110,7 @@ def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(
         called._boxed_call = True  # type: ignore[attr-defined]
         return called
 
-    found = list[list[Tensor]]()
+    gradients = list[list[Tensor]]()
     for splits in (False, True):
         forget()
         torch.manual_seed(0)
@@ -119,15 +120,14 @@ def test_late_stages_have_their_gradients_before_the_early_ones_go_backward(
         for name, parameter in tower.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
         tower(torch.randn(3, *config.feature_shape)).square().sum().backward()
-        found.append([parameter.grad for parameter in tower.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        gradients.append([parameter.grad for parameter in tower.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
     whole, late, early = " ".join(events).split("backward")[1:]
     names = {name for name, _ in tower.named_parameters()}
     assert {*whole.split()} == names
-    assert {*late.split()} == {
-        name for name in names if name.startswith(("stages.2", "stages.3", "norm"))
-    }
-    assert {*early.split()} == names - {*late.split()}
+    late_names = {name for name in names if name.startswith(("stages.2", "stages.3", "norm"))}
+    assert {*late.split()} == late_names
+    assert {*early.split()} == names - late_names
 
 
 def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
@@ -146,7 +146,7 @@ def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
     return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
 
 
-def _trained_after_a_failure(
+def _train_after_failure(
     failing: str,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
     """Return losses of three steps of a stochastic model on log-mel features, its state after them,
@@ -157,32 +157,35 @@ def _trained_after_a_failure(
     model.audio.batch_norm.momentum = 0.1
     engine = engine_of(run, model)
     batches = list(itertools.islice(batches_of(run), 3))
-    for each in batches:
-        each.audio = model.mel(each.audio)
+    for stored in batches:
+        stored.audio = model.mel(stored.audio)
     torch.manual_seed(dist.get_rank())
-    found = Summary(compiled={})
+    summary = Summary(compiled={})
     if failing:
-        found = compile_towers(
-            engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing)
+        backend = counting([], failing)
+        summary = compile_towers(
+            engine.deepspeed, batches[0], "towers", cached=False, backend=backend
         )
-    losses = [float(engine.step(iter([each]))) for each in batches]
-    return losses, engine.model.state_dict(), found["compiled"]
+    losses = [float(engine.step(iter([stored]))) for stored in batches]
+    return losses, engine.model.state_dict(), summary["compiled"]
 
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("failing", ["forward", "backward"])
-def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(
+def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(
     two_ranks: RankPool, failing: str
 ) -> None:
-    plain, results = (two_ranks.run(_trained_after_a_failure, each) for each in ("", failing))
-    why = "rank 1: no such instruction"
-    for (losses, state, found), (plain_losses, plain_state, _) in zip(results, plain, strict=True):
-        assert found == {"audio": why, "text": why}
+    plain, results = (two_ranks.run(_train_after_failure, direction) for direction in ("", failing))
+    problem = "rank 1: no such instruction"
+    for (losses, state, compiled), (plain_losses, plain_state, _) in zip(
+        results, plain, strict=True
+    ):
+        assert compiled == {"audio": problem, "text": problem}
         assert losses == plain_losses
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
 
 
-def test_too_little_memory_is_found_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_ends_run_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     model = micro()
     calls = list[str]()
 
@@ -196,18 +199,18 @@ def test_too_little_memory_is_found_before_compiling(monkeypatch: pytest.MonkeyP
     assert not calls
 
 
-def _takes_the_group() -> bool:
+def _uses_world_group() -> bool:
     engine = engine_of(settings("fp32", 1), micro())
     return engine.deepspeed.data_parallel_group is dist.group.WORLD
 
 
 @pytest.mark.end_to_end
-def test_deepspeed_creates_no_group_of_its_own(two_ranks: RankPool) -> None:
+def test_deepspeed_uses_group_of_all_ranks(two_ranks: RankPool) -> None:
     """A copy of the group of all ranks would be another NCCL communicator with its own buffers."""
-    assert two_ranks.run(_takes_the_group) == [True, True]
+    assert two_ranks.run(_uses_world_group) == [True, True]
 
 
-def test_no_gradient_is_a_concatenation_of_sums() -> None:
+def test_gradients_are_no_concatenations_of_sums() -> None:
     """Such a sum, as of a parameter that is split in the forward pass, may get wrong values from
     Inductor's mix-order reduction (pytorch #193061)."""
     forget()
@@ -225,23 +228,21 @@ def test_no_gradient_is_a_concatenation_of_sums() -> None:
     sums = {node for node in nodes if node.target == torch.ops.aten.sum.dim_IntList}
     assert len(graphs) == 2
     assert len(sums) > 20
-    assert not [
-        node
-        for node in nodes
-        if node.target == torch.ops.aten.cat.default and sums & {*node.all_input_nodes}
-    ]
+    concatenations = [node for node in nodes if node.target == torch.ops.aten.cat.default]
+    assert not [node for node in concatenations if sums & {*node.all_input_nodes}]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", ["one_gpu", "two_gpus"])
-def test_compiled_models_train_the_same_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
-    for difference, _ in request.getfixturevalue(gpus).run(compared, False):
-        assert difference < 1e-3  # TF32 or another order of sums
+def test_compiled_models_train_alike_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
+    for difference, _ in request.getfixturevalue(gpus).run(compare, False):
+        # TF32 or another order of sums.
+        assert difference < 1e-3
 
 
-def test_checkpointed_blocks_give_the_same_gradients_and_keep_less() -> None:
-    kept = list[int]()
-    found = list[list[Tensor]]()
+def test_activation_checkpointing_gives_equal_gradients_and_stores_less() -> None:
+    stored_bytes = {}
+    gradients = {}
     for towers in ((), ("audio",), ("text",), ("audio", "text")):
         sizes = list[int]()
         model = micro(activation_checkpointing=towers)
@@ -249,7 +250,8 @@ def test_checkpointed_blocks_give_the_same_gradients_and_keep_less() -> None:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             audio, text, scale = model(*batch().model_inputs())
         (scale * (audio[:, 0] * 2 + text[:, 1])).sum().backward()
-        kept.append(sum(sizes))
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(found[3], found[0], rtol=1e-3, atol=1e-5)
-    assert kept[3] < min(kept[1:3]) < max(kept[1:3]) < kept[0]
+        stored_bytes[towers] = sum(sizes)
+        gradients[towers] = [p.grad for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(gradients["audio", "text"], gradients[()], rtol=1e-3, atol=1e-5)
+    one_tower = stored_bytes[("audio",)], stored_bytes[("text",)]
+    assert stored_bytes["audio", "text"] < min(one_tower) < max(one_tower) < stored_bytes[()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from clap_ds.checkpoint.restore import engine_state, fp32_state
 from clap_ds.config.model import INT16_SCALE
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
@@ -76,7 +76,7 @@ def model_of(run: RunSettings) -> ClapModel:
     torch.manual_seed(3)
     model = ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False)
     if DEVICE.type == "cpu":
-        convert(model)  # like the engine, so both sides use the same kernels
+        patch_model(model)  # like the engine, so both sides use the same kernels
     return model
 
 

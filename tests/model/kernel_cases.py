@@ -8,75 +8,85 @@ The interpreter must be selected before Triton is imported, so these cases need 
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clap_ds.model.shifted_windows import shifted_window_mask
 from clap_ds.model.swin import WindowAttention
-from clap_ds.model.text import Intermediate
 from clap_ds.model.window_attention import attend_windows
 
-Case = tuple[int, int, int, int]
 Compute = Callable[..., Tensor]
 
-# grid, heads, head dim, shift: like the stages of tiny (24) and base (32) but smaller; one window;
-# an odd number of windows
-CASES: list[Case] = [
-    (16, 4, 24, 0),
-    (16, 4, 24, 4),
-    (16, 2, 32, 4),
-    (8, 2, 32, 0),
-    (24, 1, 24, 4),
-    (16, 1, 8, 3),
-]
-# tokens, channels: the narrow stages of tiny and base, with full and partial blocks of tokens; then
-# widths that aren't fused
-MLP_CASES: list[tuple[int, int]] = [(128, 96), (200, 48), (130, 128), (132, 36), (60, 192)]
-# real tokens of captions of 24 rows, channels of a head: padded, one without real tokens
+
+class Case(NamedTuple):
+    """Window attention of one size; windows have 8×8 tokens."""
+
+    grid: int
+    heads: int
+    dim: int
+    shift: int
+
+
+# Heads of tiny (24 channels), shifted; one window and heads of base (32); an odd number of windows,
+# another shift and heads narrower than a block.
+CASES = [Case(16, 4, 24, 4), Case(8, 2, 32, 0), Case(24, 1, 8, 3)]
+# Tokens and channels: partial blocks of tokens, full ones, and a width that isn't fused.
+MLP_CASES = [(200, 48), (128, 96), (132, 36)]
+# Real tokens of captions of 24 rows (one has none), and channels of a head.
 CAPTION_CASES: list[tuple[tuple[int, ...], int]] = [((24, 3, 17, 0, 1), 32), ((24, 24), 64)]
+ROWS = 24
 HEADS = 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.003}
 """Relative to the largest value: a few roundings of the dtype, in other places than the eager
 form's."""
 
 
+def draw_tensors(
+    seed: int, shapes: Sequence[Sequence[int]], scales: Sequence[float] = ()
+) -> list[Tensor]:
+    """Draw normal bf16 tensors, by convention the inputs and the output's gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = scales or [1.0] * len(shapes)
+    return [
+        torch.randn(*shape, generator=generator).bfloat16() * scale
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+
+
 def mask_of(case: Case, device: torch.device) -> Tensor | None:
-    grid, _, _, shift = case
-    return shifted_window_mask(grid, 8, shift).to(device) if shift else None
+    return shifted_window_mask(case.grid, 8, case.shift).to(device) if case.shift else None
 
 
 def eager(case: Case) -> Compute:
-    """Return attention as plain operations on q, k, v and the bias."""
+    """Return attention as plain operations on q, k, v and the bias, window by window."""
 
-    def attend(*qkv_and_bias: Tensor) -> Tensor:
-        *qkv, bias_ANN = qkv_and_bias
-        mask, (grid, heads, _, shift) = mask_of(case, bias_ANN.device), case
-        place = (
-            torch.arange(grid**2, device=bias_ANN.device)
-            .view(grid, grid)
-            .roll((-shift, -shift), (0, 1))
-        )
-        output = torch.zeros_like(qkv[0]).flatten(1, 2)
-        for number, (row, column) in enumerate(itertools.product(range(0, grid, 8), repeat=2)):
-            tokens = place[row : row + 8, column : column + 8].flatten()  # of one window
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias_ANN: Tensor) -> Tensor:
+        mask = mask_of(case, bias_ANN.device)
+        index = torch.arange(case.grid**2, device=bias_ANN.device).view(case.grid, case.grid)
+        shifted_index = index.roll((-case.shift, -case.shift), (0, 1))
+        output = torch.zeros_like(query).flatten(1, 2)
+        corners = itertools.product(range(0, case.grid, 8), repeat=2)
+        for number, (row, column) in enumerate(corners):
+            tokens = shifted_index[row : row + 8, column : column + 8].flatten()
             q, k, v = (
-                each.flatten(1, 2)[:, tokens].unflatten(2, (heads, -1)).transpose(1, 2)
-                for each in qkv
+                tensor.flatten(1, 2)[:, tokens].unflatten(2, (case.heads, -1)).transpose(1, 2)
+                for tensor in (query, key, value)
             )
-            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
-            scores = scores if mask is None else scores + mask[number].to(scores.dtype)
-            output = output.index_copy(
-                1, tokens, (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
-            )
-        return output.unflatten(1, (grid, grid))
+            scores = q @ k.transpose(-1, -2) * case.dim**-0.5 + bias_ANN
+            if mask is not None:
+                scores = scores + mask[number].to(scores.dtype)
+            mixed = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2)
+            output = output.index_copy(1, tokens, mixed)
+        return output.unflatten(1, (case.grid, case.grid))
 
     return attend
 
@@ -86,61 +96,17 @@ def by(kernel: str, case: Case) -> Compute:
 
     def attend(*qkv_and_bias: Tensor) -> Tensor:
         *qkv, bias = qkv_and_bias
-        return attend_windows(
-            torch.cat(qkv, dim=3), bias, mask_of(case, bias.device), 8, case[3], kernel
-        )
+        mask = mask_of(case, bias.device)
+        return attend_windows(torch.cat(qkv, dim=3), bias, mask, 8, case.shift, kernel)
 
     return attend
 
 
 def draw(case: Case, clips: int = 3, spread: float = 1.0) -> list[Tensor]:
-    """Draw q, k, v, bias and the output's gradient in bf16."""
-    grid, heads, dim, shift = case
-    generator = torch.Generator().manual_seed(grid * 100 + dim + shift)
-    shapes = [(clips, grid, grid, heads * dim)] * 3 + [
-        (heads, 64, 64),
-        (clips, grid, grid, heads * dim),
-    ]
-    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    return [each * spread for each in tensors[:3]] + tensors[3:]
-
-
-def calling(module: torch.nn.Module, *others: object) -> Compute:
-    """Return a module as a function of tokens and its parameters, in their order."""
-
-    def compute(tokens: Tensor, *parameters: Tensor) -> Tensor:
-        named = dict(zip(dict(module.named_parameters()), parameters, strict=True))
-        return functional_call(module, named, (tokens, *others))
-
-    return compute
-
-
-def draw_module(module: torch.nn.Module, *shape: int) -> list[Tensor]:
-    """Draw tokens of this shape, a module's parameters and the output's gradient in bf16."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    shapes = [shape, *(each.shape for each in module.parameters()), shape]
-    drawn = [torch.randn(each, generator=generator).bfloat16() for each in shapes]
-    return [each * each.shape[1] ** -0.5 if each.ndim == 2 else each for each in drawn]
-
-
-def module_cases() -> Iterator[
-    tuple[torch.nn.Module, torch.nn.Module, Sequence[object], list[Tensor]]
-]:
-    """Yield modules with Triton kernels and with torch's, more arguments, and what is drawn."""
-    for case in CASES[1:3]:
-        grid, heads, dim, shift = case
-        ours, exact = (WindowAttention(heads * dim, 8, heads) for _ in range(2))
-        ours.kernel = "triton"
-        yield (
-            ours,
-            exact,
-            (mask_of(case, torch.device("cpu")), shift),
-            draw_module(exact, 2, grid, grid, heads * dim),
-        )
-    halves = Intermediate(24, 96), Intermediate(24, 96)
-    halves[0].kernel = "triton"
-    mlp, plain = (torch.nn.Sequential(each, torch.nn.Linear(96, 24)) for each in halves)
-    yield mlp, plain, (), draw_module(plain, 3, 25, 24)
+    """Draw q, k, v, bias and the output's gradient."""
+    tokens = (clips, case.grid, case.grid, case.heads * case.dim)
+    shapes = [tokens, tokens, tokens, (case.heads, 64, 64), tokens]
+    return draw_tensors(sum(case), shapes, [spread, spread, spread, 1.0, 1.0])
 
 
 def eager_mlp(
@@ -150,92 +116,70 @@ def eager_mlp(
     return F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)
 
 
-def draw_mlp(tokens: int, dim: int) -> list[Tensor]:
-    """Draw tokens (2, T / 2, C), parameters and the output's gradient in bf16; hidden values extend
-    to GELU's tails."""
-    generator = torch.Generator().manual_seed(tokens + dim)
-    shapes = [
-        (2, tokens // 2, dim),
-        (4 * dim, dim),
-        (4 * dim,),
-        (dim, 4 * dim),
-        (dim,),
-        (2, tokens // 2, dim),
-    ]
-    spread = [1.0, 1.5 * dim**-0.5, 1.0, (4 * dim) ** -0.5, 1.0, 1.0]
-    return [
-        torch.randn(shape, generator=generator).bfloat16() * s
-        for shape, s in zip(shapes, spread, strict=True)
-    ]
+def draw_mlp(num_tokens: int, dim: int) -> list[Tensor]:
+    """Draw tokens (2, T / 2, C), parameters and the output's gradient; hidden values extend to
+    GELU's tails."""
+    tokens = (2, num_tokens // 2, dim)
+    shapes = [tokens, (4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,), tokens]
+    scales = [1.0, 1.5 * dim**-0.5, 1.0, (4 * dim) ** -0.5, 1.0, 1.0]
+    return draw_tensors(dim, shapes, scales)
 
 
 def eager_captions(
-    *inputs: Tensor, lengths: Sequence[int], dropped: Sequence[Tensor] | None = None
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    lengths: Sequence[int],
+    masks: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention of captions of 24 rows from tokens, weights and biases of q, k and v by
-    plain operations."""
-    tokens, *parameters = inputs
-    qkv = F.linear(tokens, *parameters)
-    found = []
-    for number, length in enumerate(lengths):
-        q, k, v = (
-            qkv[24 * number : 24 * (number + 1)].unflatten(1, (3, HEADS, -1)).permute(1, 2, 0, 3)
-        )
-        k = k[:, : max(length, 1)]
-        v = v[:, : max(length, 1)]
-        weights = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(dim=-1)
-        weights = (
-            weights
-            if dropped is None
-            else weights * dropped[number].to(weights)[..., : max(length, 1)]
-        )
-        found.append((weights @ v).transpose(0, 1).flatten(1))
-    return torch.cat(found)
+    """Compute attention of captions from tokens, and weights and biases of q, k and v, by plain
+    operations. `masks` are factors on the attention weights."""
+    mixed = []
+    for number, rows in enumerate(F.linear(tokens, weight, bias).split(ROWS)):
+        q, k, v = rows.unflatten(1, (3, HEADS, -1)).permute(1, 2, 0, 3)
+        num_keys = max(lengths[number], 1)
+        scores = q @ k[:, :num_keys].transpose(1, 2) * q.shape[-1] ** -0.5
+        weights = scores.softmax(dim=-1)
+        if masks is not None:
+            weights = weights * masks[number].to(weights)[..., :num_keys]
+        mixed.append((weights @ v[:, :num_keys]).transpose(0, 1).flatten(1))
+    return torch.cat(mixed)
 
 
-def captions_by_triton(*inputs: Tensor, lengths: Sequence[int], dropout: float = 0.0) -> Tensor:
-    """Compute it by the kernel; the bias that the product adds gets its gradient from the
-    kernel."""
+def triton_captions(
+    tokens: Tensor, weight: Tensor, bias: Tensor, *, lengths: Sequence[int], dropout: float = 0.0
+) -> Tensor:
+    """Compute `eager_captions` by the kernel, which also computes the gradient of the bias that the
+    product adds."""
     from clap_ds.model.text_attention_triton import triton_text_attention
 
-    tokens, weight, bias = inputs
-    bounds = 24 * torch.arange(len(lengths) + 1, dtype=torch.int32, device=tokens.device)
-    sizes = torch.tensor(lengths, dtype=torch.int32, device=tokens.device)
+    device = tokens.device
+    cu_seqlens = ROWS * torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    num_keys = torch.tensor(lengths, dtype=torch.int32, device=device)
     torch.manual_seed(5)
-    return triton_text_attention(
-        F.linear(tokens, weight, bias.detach()), bias, bounds, sizes, HEADS, 24, dropout
-    )
+    qkv = F.linear(tokens, weight, bias.detach())
+    return triton_text_attention(qkv, bias, cu_seqlens, num_keys, HEADS, ROWS, dropout)
 
 
 def draw_captions(lengths: Sequence[int], dim: int) -> list[Tensor]:
-    """Draw tokens (T, 40), the product's parameters and the output's gradient in bf16."""
-    generator = torch.Generator().manual_seed(dim)
-    shapes = [
-        (24 * len(lengths), 40),
-        (3 * HEADS * dim, 40),
-        (3 * HEADS * dim,),
-        (24 * len(lengths), HEADS * dim),
-    ]
-    spread = [1.0, 0.15, 0.5, 1.0]
-    return [
-        torch.randn(shape, generator=generator).bfloat16() * s
-        for shape, s in zip(shapes, spread, strict=True)
-    ]
+    """Draw tokens (T, 40), the product's parameters and the output's gradient."""
+    num_rows = ROWS * len(lengths)
+    width = HEADS * dim
+    shapes = [(num_rows, 40), (3 * width, 40), (3 * width,), (num_rows, width)]
+    return draw_tensors(dim, shapes, [1.0, 0.15, 0.5, 1.0])
 
 
-def kept_by_dropout(lengths: Sequence[int], dropout: float) -> list[Tensor]:
-    """Return (heads, 24, 24) by caption: the scaled mask that the kernel draws, seen by equal
-    weights and a unit matrix."""
-    qkv = torch.zeros(24 * len(lengths), 3, HEADS, 32)
-    qkv[:, 2] = torch.eye(24, 32).repeat(len(lengths), 1)[:, None]
-    weight = torch.eye(3 * HEADS * 32)
-    bias = torch.zeros(3 * HEADS * 32)
-    seen = captions_by_triton(
-        qkv.flatten(1), weight, bias, lengths=[24] * len(lengths), dropout=dropout
-    )
-    return list(
-        24 * seen.unflatten(1, (HEADS, 32)).unflatten(0, (-1, 24)).transpose(1, 2)[..., :24]
-    )
+def drawn_masks(num_captions: int, dropout: float) -> Tensor:
+    """Return the factors of the kernel's dropout, (captions, heads, rows, keys): what it returns
+    for equal weights 1 / 24 and one-hot values."""
+    qkv = torch.zeros(num_captions, ROWS, 3, HEADS, 32)
+    qkv[:, :, 2] = torch.eye(ROWS, 32)[:, None]
+    width = 3 * HEADS * 32
+    parameters = torch.eye(width), torch.zeros(width)
+    lengths = [ROWS] * num_captions
+    weights = triton_captions(qkv.view(-1, width), *parameters, lengths=lengths, dropout=dropout)
+    return ROWS * weights.view(num_captions, ROWS, HEADS, 32)[..., :ROWS].transpose(1, 2)
 
 
 def results(
@@ -243,17 +187,16 @@ def results(
 ) -> list[Tensor]:
     """Return output and gradients in fp64; the last input is the output's gradient."""
     *leaves, probe = (tensor.detach().clone().to(device, dtype) for tensor in inputs)
-    output = compute(*(each.requires_grad_() for each in leaves))
+    output = compute(*(leaf.requires_grad_() for leaf in leaves))
     assert output.dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else dtype)
-    found = output, *torch.autograd.grad(output, leaves, probe.to(output.dtype))
-    return [each.detach().double().cpu() for each in found]
+    gradients = torch.autograd.grad(output, leaves, probe.to(output.dtype))
+    return [tensor.detach().double().cpu() for tensor in (output, *gradients)]
 
 
-def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+def errors(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     """Return the largest difference of each tensor relative to its largest value."""
-    return [
-        float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True)
-    ]
+    pairs = zip(tensors, expected, strict=True)
+    return [float((tensor - exact).abs().max() / exact.abs().max()) for tensor, exact in pairs]
 
 
 def largest_error(
@@ -261,83 +204,94 @@ def largest_error(
 ) -> float:
     """Return the largest relative error of output and gradients, compared with the eager form in
     fp64."""
-    return max(
-        errors(results(compute, inputs, dtype, device), results(exact, inputs, torch.float64))
-    )
+    expected = results(exact, inputs, torch.float64)
+    return max(errors(results(compute, inputs, dtype, device), expected))
+
+
+class Comparison(NamedTuple):
+    """A computation with Triton's kernels, its eager form, and inputs for both."""
+
+    name: str
+    compute: Compute
+    exact: Compute
+    inputs: list[Tensor]
+
+
+def calling(module: nn.Module, *arguments: object) -> Compute:
+    """Return a module as a function of tokens and its parameters, in their order."""
+    names = list(dict(module.named_parameters()))
+
+    def compute(tokens: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        return functional_call(module, named, (tokens, *arguments))
+
+    return compute
+
+
+def window_comparison(case: Case) -> Comparison:
+    """Compare modules, so that the kernel's gradient of the qkv projection's bias is included."""
+    width = case.heads * case.dim
+    module, exact = (WindowAttention(width, 8, case.heads) for _ in range(2))
+    module.kernel = "triton"
+    arguments = mask_of(case, torch.device("cpu")), case.shift
+    tokens = (2, case.grid, case.grid, width)
+    shapes = [tokens, *(parameter.shape for parameter in exact.parameters()), tokens]
+    scales = [shape[1] ** -0.5 if len(shape) == 2 else 1.0 for shape in shapes]
+    inputs = draw_tensors(sum(case), shapes, scales)
+    return Comparison(str(case), calling(module, *arguments), calling(exact, *arguments), inputs)
+
+
+def kernel_comparisons() -> list[Comparison]:
+    """Return a comparison of each kernel at each size."""
+    from clap_ds.model.mlp_triton import triton_mlp
+
+    comparisons = [window_comparison(case) for case in CASES]
+    for size in MLP_CASES:
+        comparisons.append(Comparison(f"MLP {size}", triton_mlp, eager_mlp, draw_mlp(*size)))
+    for lengths, dim in CAPTION_CASES:
+        compute = partial(triton_captions, lengths=lengths)
+        exact = partial(eager_captions, lengths=lengths)
+        inputs = draw_captions(lengths, dim)
+        comparisons.append(Comparison(f"captions {lengths}, {dim}", compute, exact, inputs))
+    return comparisons
 
 
 def main() -> None:
-    """Print a line per case: window attention in fp32, two cases also in bf16; modules in both;
-    MLPs in both and under autocast, and compiled for any number of tokens; captions in both, and
-    with dropout."""
+    """Print a line per comparison and dtype, and for MLPs under autocast, an MLP compiled for any
+    number of tokens, and dropout."""
     from clap_ds.model.mlp_triton import triton_mlp
 
-    trials = [(case, torch.float32) for case in CASES] + [
-        (case, torch.bfloat16) for case in CASES[1:3]
-    ]
-    found = [
-        (case, dtype, largest_error(by("triton", case), eager(case), draw(case), dtype))
-        for case, dtype in trials
-    ]
-    for (ours, exact, others, drawn), dtype in itertools.product(
-        module_cases(), (torch.float32, torch.bfloat16)
-    ):
-        error = largest_error(calling(ours, *others), calling(exact, *others), drawn, dtype)
-        found.append((type(ours), dtype, error))
-    for mlp in MLP_CASES:
+    def report(name: str, dtype: torch.dtype, error: float) -> None:
+        print("ok" if error < TOLERANCE[dtype] else "FAILED", name, dtype, error, flush=True)
+
+    for name, compute, exact, inputs in kernel_comparisons():
         for dtype in (torch.float32, torch.bfloat16):
-            found.append((mlp, dtype, largest_error(triton_mlp, eager_mlp, draw_mlp(*mlp), dtype)))
+            report(name, dtype, largest_error(compute, exact, inputs, dtype))
+
+    for size in MLP_CASES[1:]:
         with torch.autocast("cpu", torch.bfloat16):
-            casted = results(triton_mlp, draw_mlp(*mlp), torch.float32)
-        found.append(
-            (
-                mlp,
-                torch.bfloat16,
-                max(errors(casted, results(eager_mlp, draw_mlp(*mlp), torch.float64))),
-            )
-        )
+            outputs = results(triton_mlp, draw_mlp(*size), torch.float32)
+        expected = results(eager_mlp, draw_mlp(*size), torch.float64)
+        report(f"autocast {size}", torch.bfloat16, max(errors(outputs, expected)))
+
     compiled = torch.compile(triton_mlp, backend="aot_eager", fullgraph=True, dynamic=True)
-    for mlp in ((132, 36), (90, 36)):
-        found.append(
-            (mlp, torch.float32, largest_error(compiled, eager_mlp, draw_mlp(*mlp), torch.float32))
-        )
-    for lengths, dim in CAPTION_CASES:
-        for dtype in (torch.float32, torch.bfloat16):
-            ours, theirs = (
-                partial(each, lengths=lengths) for each in (captions_by_triton, eager_captions)
-            )
-            found.append(
-                (
-                    (lengths, dim),
-                    dtype,
-                    largest_error(ours, theirs, draw_captions(lengths, dim), dtype),
-                )
-            )
-    lengths = CAPTION_CASES[0][0]
-    share = 0.3
-    kept = kept_by_dropout(lengths, share)
-    ours = partial(captions_by_triton, lengths=lengths, dropout=share)
-    theirs = partial(eager_captions, lengths=lengths, dropped=kept)
-    found.append(
-        (
-            share,
-            torch.float32,
-            largest_error(ours, theirs, draw_captions(lengths, 32), torch.float32),
-        )
-    )
-    drawn = torch.cat([each.flatten() for each in kept])
-    off = abs(float((drawn == 0).double().mean()) - share) / (
-        5 * (share * (1 - share) / len(drawn)) ** 0.5
-    )
-    found.append(
-        (
-            share,
-            torch.float32,
-            0.0 if off < 1 and drawn.max().sub(1 / (1 - share)).abs() < 1e-5 else 1.0,
-        )
-    )
-    for case, dtype, error in found:
-        print("ok" if error < TOLERANCE[dtype] else "FAILED", case, dtype, error)
+    for size in ((132, 36), (90, 36)):
+        error = largest_error(compiled, eager_mlp, draw_mlp(*size), torch.float32)
+        report(f"compiled {size}", torch.float32, error)
+
+    p = 0.3
+    lengths, dim = CAPTION_CASES[0]
+    masks = drawn_masks(len(lengths), p)
+    compute = partial(triton_captions, lengths=lengths, dropout=p)
+    exact = partial(eager_captions, lengths=lengths, masks=list(masks))
+    error = largest_error(compute, exact, draw_captions(lengths, dim), torch.float32)
+    report("dropout", torch.float32, error)
+    # Five standard deviations of the number of zeros.
+    limit = 5 * (p * (1 - p) / masks.numel()) ** 0.5
+    fraction = float((masks == 0).double().mean())
+    report("dropped fraction", torch.float32, 0.0 if abs(fraction - p) < limit else 1.0)
+    scale = masks[masks > 0]
+    report("scale", torch.float32, float((scale - 1 / (1 - p)).abs().max()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from triton.compiler import ASTSource
 from benchmarks.common import show, table
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model import gelu_triton, mlp_triton, text_attention_triton, window_attention_triton
-from clap_ds.model.mlp_triton import supports
 from clap_ds.model.triton_common import Launch
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -30,90 +29,65 @@ COLUMNS = (
     "kernel {kernel} | heads or channels {size} | sm {architecture} | warps {warps} | registers {registers}"
     " | spilled, bytes {spilled} | shared, KB {shared_kb:.1f} | warps by registers {resident}"
 )
+SIZES = ("GRID", "HEADS", "DIM", "FIRST", "SECOND", "HIDDEN", "SHIFT", "COLUMNS")
+OTHER_TYPES = {
+    **dict.fromkeys(("scale", "inverse_keep"), "fp32"),
+    **dict.fromkeys(("d_bias_ptr", "d_biases_ptr", "sums_ptr"), "*fp32"),
+    **dict.fromkeys(("cu_seqlens_ptr", "num_keys_ptr"), "*i32"),
+    "seeds_ptr": "*u32",
+}
+"""Types of arguments that aren't pointers to bf16 or int32 numbers."""
 
 
-def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
-    """Yield a model's kernels as module, way, constants and launch: attention of its first and last
-    stage, between which only grid and number of heads differ, attention of captions of 77 tokens,
-    every MLP that has a kernel, and GELU."""
-    constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK, "WIDEN": False}
-    yield gelu_triton, "backward", constants, gelu_triton.BACKWARD
-    for way, launch in (
-        ("forward", window_attention_triton.FORWARD),
-        ("backward", window_attention_triton.BACKWARD),
-    ):
-        for stage, shift in ((0, 0), (0, 4), (-1, 0)):
-            grid = audio.stage_grids[stage]
-            heads = audio.num_heads[stage]
-            dim = audio.stage_dims[stage]
-            tensors = (
-                torch.empty(1, grid, grid, 3 * dim, device="meta"),
-                torch.empty(heads, 64, 64, device="meta"),
-            )
-            yield (
-                window_attention_triton,
-                way,
-                window_attention_triton._constants(*tensors, 8, shift),
-                launch,
-            )
-        constants = text_attention_triton._arguments(
-            torch.empty(1, 3 * 768, device="meta"), 12, 77, 0.1
-        )[1]
-        launch = getattr(text_attention_triton, way.upper())
-        yield text_attention_triton, way, constants, launch
-    for dim in filter(lambda dim: supports(dim, audio.mlp_ratio * dim), audio.stage_dims):
-        tensors = (
-            torch.empty(1, dim, device="meta"),
-            torch.empty(audio.mlp_ratio * dim, dim, device="meta"),
-        )
-        blocks = mlp_triton.FORWARD_BLOCK, mlp_triton.BACKWARD_BLOCK
-        for way, block, launch in zip(
-            ("forward", "backward"), blocks, (mlp_triton.FORWARD, mlp_triton.BACKWARD), strict=True
-        ):
-            yield mlp_triton, way, mlp_triton._constants(*tensors, block), launch
-
-
-def compile_for(
-    module: str, way: str, constants: dict[str, Any], launch: Launch, architecture: int
-) -> tuple[int, int, int]:
-    """Compile a kernel for an architecture, 90 as sm_90a. Return a thread's registers and spilled
-    bytes, and a program's bytes of shared memory."""
-    kernel = getattr(sys.modules[module], f"_{way}_kernel")
-    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-    types = {
-        "scale": "fp32",
-        "inverse_keep": "fp32",
-        "d_bias_ptr": "*fp32",
-        "d_biases_ptr": "*fp32",
-    }
-    types |= {"bounds_ptr": "*i32", "lengths_ptr": "*i32", "seeds_ptr": "*u32", "sums_ptr": "*fp32"}
-    signature = {
-        name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names
-    }
-    multiples = [name for name in names if name.endswith("_ptr") or name == "num_units"]
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
-    source = ASTSource(
-        kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned
-    )
-    compiled: Any = triton.compile(
-        source, target=GPUTarget("cuda", architecture, 32), options=launch.options()
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(each.split(":") for each in said.split() if each.startswith(("REG:", "STACK:")))
-    return int(found["REG"]), int(found["STACK"]), compiled.metadata.shared
-
-
-class Resources(NamedTuple):
-    """What a kernel takes on one architecture."""
+class Kernel(NamedTuple):
+    """A kernel of a module, `_forward_kernel` or `_backward_kernel`, as a model launches it."""
 
     module: str
     way: str
     constants: dict[str, Any]
     launch: Launch
+
+    @property
+    def name(self) -> str:
+        return self.module.rpartition(".")[2].removesuffix("_triton")
+
+
+def kernels_of(audio: AudioConfig) -> Iterator[Kernel]:
+    """Yield a model's kernels: attention of its first and last stage, between which only grid and
+    number of heads differ, attention of captions of 77 tokens, every MLP that has a kernel, and
+    GELU."""
+    constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK}
+    yield Kernel(gelu_triton.__name__, "backward", constants, gelu_triton.BACKWARD)
+
+    for way in ("forward", "backward"):
+        module: Any = window_attention_triton
+        launch = getattr(module, way.upper())
+        for stage, shift in ((0, 0), (0, 4), (-1, 0)):
+            grid = audio.stage_grids[stage]
+            qkv = torch.empty(1, grid, grid, 3 * audio.stage_dims[stage], device="meta")
+            bias = torch.empty(audio.num_heads[stage], 64, 64, device="meta")
+            yield Kernel(module.__name__, way, module._constants(qkv, bias, 8, shift), launch)
+
+        module = text_attention_triton
+        qkv = torch.empty(1, 3 * 768, device="meta")
+        _, constants = module._arguments(qkv, 12, 77, 0.1)
+        yield Kernel(module.__name__, way, constants, getattr(module, way.upper()))
+
+        module = mlp_triton
+        block = getattr(module, f"{way.upper()}_BLOCK")
+        for dim in audio.stage_dims:
+            hidden = audio.mlp_ratio * dim
+            if mlp_triton.supports(dim, hidden):
+                tokens, weight = (torch.empty(n, dim, device="meta") for n in (1, hidden))
+                constants = module._constants(tokens, weight, block)
+                yield Kernel(module.__name__, way, constants, getattr(module, way.upper()))
+
+
+class Resources(NamedTuple):
+    """The resources of a kernel on one architecture: a thread's registers and spilled bytes, and a
+    program's bytes of shared memory."""
+
+    kernel: Kernel
     architecture: int
     registers: int
     spilled: int
@@ -122,17 +96,48 @@ class Resources(NamedTuple):
     def row(self) -> dict[str, Any]:
         """Return a row of the table. A multiprocessor has 65,536 registers, given out by 8 per
         thread."""
-        programs = 65536 // (-(-self.registers // 8) * 8 * 32 * self.launch.num_warps)
-        sizes = {"GRID", "HEADS", "DIM", "FIRST", "REST", "HIDDEN", "SHIFT", "COLUMNS"}
-        size = ", ".join(
-            f"{name.lower()} {value}" for name, value in self.constants.items() if name in sizes
-        )
-        name = self.module.rpartition(".")[2].removesuffix("_triton").replace("_", " ")
+        warps = self.kernel.launch.num_warps
+        programs = 65536 // (-(-self.registers // 8) * 8 * 32 * warps)
+        constants = self.kernel.constants.items()
+        sizes = [f"{name.lower()} {value}" for name, value in constants if name in SIZES]
         return {
-            "kernel": f"{name}, {self.way}", "size": size, "architecture": self.architecture,
-            "warps": self.launch.num_warps, "registers": self.registers, "spilled": self.spilled,
-            "shared_kb": self.shared / 1024, "resident": programs * self.launch.num_warps,
-        }  # fmt: skip
+            "kernel": f"{self.kernel.name.replace('_', ' ')}, {self.kernel.way}",
+            "size": ", ".join(sizes),
+            "architecture": self.architecture,
+            "warps": warps,
+            "registers": self.registers,
+            "spilled": self.spilled,
+            "shared_kb": self.shared / 1024,
+            "resident": programs * warps,
+        }
+
+
+def compile_for(kernel: Kernel, architecture: int) -> Resources:
+    """Compile a kernel for an architecture, 90 as sm_90a."""
+    function = getattr(sys.modules[kernel.module], f"_{kernel.way}_kernel")
+    signature = dict.fromkeys(kernel.constants, "constexpr")
+    aligned = {}
+    for parameter in function.params:
+        name = parameter.name
+        if parameter.is_constexpr:
+            continue
+        is_pointer = name.endswith("_ptr")
+        signature[name] = OTHER_TYPES.get(name, "*bf16" if is_pointer else "i32")
+        if is_pointer or name == "num_units":
+            aligned[(function.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    compiled: Any = triton.compile(
+        ASTSource(function, signature, kernel.constants, aligned),
+        target=GPUTarget("cuda", architecture, 32),
+        options=kernel.launch.options(),
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(word.split(":") for word in output.split() if word.startswith(("REG:", "STACK:")))
+    registers, spilled = int(usage["REG"]), int(usage["STACK"])
+    return Resources(kernel, architecture, registers, spilled, compiled.metadata.shared)
 
 
 def compile_all() -> list[Resources]:
@@ -141,22 +146,17 @@ def compile_all() -> list[Resources]:
         list(kernels_of(load_preset(f"htsat_{name}_roberta_base").audio))
         for name in ("tiny", "base")
     )
-    jobs = [
-        *((*each, 90) for each in tiny),
-        *((*each, number) for number in ARCHITECTURES for each in base),
-    ]
-    jobs = [(module.__name__, *rest) for module, *rest in jobs]
+    kernels = tiny + base * len(ARCHITECTURES)
+    architectures = [90] * len(tiny)
+    for architecture in ARCHITECTURES:
+        architectures += [architecture] * len(base)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(compile_for, *zip(*jobs, strict=True))
-        return [Resources(*job, *each) for job, each in zip(jobs, found, strict=True)]
+        return list(pool.map(compile_for, kernels, architectures))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile every Triton kernel ahead of time")
     parser.add_argument("--output", type=Path)
-    rows = [each.row() for each in compile_all()]
-    show(
-        parser.parse_args().output,
-        f"Triton {triton.__version__}, bf16.\n\n{table(COLUMNS, rows)}",
-        rows,
-    )
+    rows = [resources.row() for resources in compile_all()]
+    text = f"Triton {triton.__version__}, bf16.\n\n{table(COLUMNS, rows)}"
+    show(parser.parse_args().output, text, rows)

@@ -1,29 +1,37 @@
-"""Check which kernels a model is built with."""
+"""Check the selection of a model's kernels. `test_flops_profile.py` tests `without_triton`."""
 
 import pytest
 import torch
 
 from clap_ds.config.schema import ModelSettings
 from clap_ds.model import kernels
-from clap_ds.model.kernels import Kernels, kernels_for
+from clap_ds.model.kernels import Kernels, select_kernels
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 
 
-def test_kernels_are_those_asked_for_or_the_devices_fastest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kernels, "has_triton_package", lambda: True)
-    assert kernels_for(ModelSettings(), CPU) == ("matmul", "torch", "torch")
-    assert kernels_for(ModelSettings(), CUDA) == ("triton", "triton", "triton")
-    assert kernels_for(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", "triton", "triton")
-    for part in Kernels._fields:
-        asked = ModelSettings(**{f"{part}_impl": "triton"})
-        assert getattr(kernels_for(asked, CUDA), part) == "triton"
-        with pytest.raises(ValueError, match=rf"clap\.model\.{part}_impl: 'triton' needs a GPU"):
-            kernels_for(asked, CPU)
-    monkeypatch.setattr(kernels, "has_triton_package", lambda: False)
-    assert kernels_for(ModelSettings(), CUDA) == ("sdpa", "torch", "torch")
-    with pytest.raises(ValueError, match="triton package"):
-        kernels_for(asked, CUDA)
+@pytest.fixture(params=[True, False])
+def has_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(kernels, "has_triton_package", lambda: request.param)
+    return request.param
+
+
+def test_auto_selects_fastest_kernels_of_device(has_triton: bool) -> None:
+    fastest = ("triton", "triton", "triton") if has_triton else ("sdpa", "torch", "torch")
+    assert select_kernels(ModelSettings(), CPU) == ("matmul", "torch", "torch")
+    assert select_kernels(ModelSettings(), CUDA) == fastest
+    assert select_kernels(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", *fastest[1:])
+
+
+@pytest.mark.parametrize("part", Kernels._fields)
+def test_triton_without_gpu_or_package_is_rejected(has_triton: bool, part: str) -> None:
+    settings = ModelSettings(**{f"{part}_impl": "triton"})
+    message = rf"clap\.model\.{part}_impl: 'triton' needs a GPU and the triton package"
+    with pytest.raises(ValueError, match=message):
+        select_kernels(settings, CPU)
+    if has_triton:
+        assert getattr(select_kernels(settings, CUDA), part) == "triton"
+    else:
+        with pytest.raises(ValueError, match=message):
+            select_kernels(settings, CUDA)

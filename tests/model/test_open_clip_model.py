@@ -19,7 +19,8 @@ from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.config.model import load_preset
 from clap_ds.config.open_clip_config import REQUIREMENT, VERSION
 from clap_ds.config.schema import ModelSettings
-from clap_ds.config.settings import load_run
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.model.clap import new_model
 from clap_ds.throughput_bench.flops_profile import measure_flops
@@ -38,27 +39,17 @@ def open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", fake_open_clip.CONFIGS)
-def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(
-    name: str, tmp_path: Path
-) -> None:
+def test_model_embeds_batches_and_loads_checkpoints_of_open_clip(name: str, tmp_path: Path) -> None:
     config = load_preset(f"open_clip:{name}")
-    assert (
-        config.open_clip,
-        config.joint_dim,
-        config.audio.clip_shape,
-        config.text.max_tokens,
-    ) == (
-        name,
-        8,
-        (16000,),
-        16,
-    )
+    assert (config.open_clip, config.joint_dim) == (name, 8)
+    assert (config.audio.clip_shape, config.text.max_tokens) == ((16000,), 16)
     model = new_model(config, learns_bias=True, activation_checkpointing=["audio"], drop_path=0.1)
     assert model.audio.is_checkpointed
-    frozen = {key for key, each in model.named_parameters() if not each.requires_grad}
-    assert frozen == {"audio.filters", "audio.unused.weight", "audio.unused.bias"} | (
-        {"audio.norm.weight", "audio.norm.bias"} if name == "fake-naflex" else set()
-    )
+    unused = {"audio.filters", "audio.unused.weight", "audio.unused.bias"}
+    if name == "fake-naflex":
+        unused |= {"audio.norm.weight", "audio.norm.bias"}
+    parameters = model.named_parameters()
+    assert {key for key, parameter in parameters if not parameter.requires_grad} == unused
     waveforms = torch.randint(-9000, 9000, (3, 16000), dtype=torch.int16)
     tokenizer = load_tokenizer(config.text.hub_name, vocab_size=0)
     ids, mask = tokenize(["a dog", "rain on a roof", "hum"], tokenizer, 5)
@@ -70,37 +61,32 @@ def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(
     assert (scale.item(), bias.item()) == (pytest.approx(10), -10)
     with pytest.raises(ValueError, match="takes waveforms"):
         model.encode_audio(torch.zeros(3, 101, 64))
-    theirs = {
-        f"module.{key}": each.squeeze() if "logit" in key else each
-        for key, each in model.state_dict().items()
-    }
-    torch.save({"epoch": 1, "state_dict": theirs}, tmp_path / "epoch_1.pt")
-    load_weights(tmp_path / "epoch_1.pt", config).load_into(
-        again := new_model(config, learns_bias=True)
-    )
-    assert all(
-        torch.equal(each, again.state_dict()[key]) for key, each in model.state_dict().items()
-    )
+    state = model.state_dict()
+    scalars = {key: tensor.squeeze() for key, tensor in state.items() if "logit" in key}
+    checkpoint = {f"module.{key}": tensor for key, tensor in (state | scalars).items()}
+    torch.save({"epoch": 1, "state_dict": checkpoint}, tmp_path / "epoch_1.pt")
+    loaded = new_model(config, learns_bias=True)
+    load_weights(tmp_path / "epoch_1.pt", config).load_into(loaded)
+    assert all(torch.equal(state[key], tensor) for key, tensor in loaded.state_dict().items())
 
 
-def test_names_that_open_clip_lacks_and_settings_that_do_not_fit(
-    write_run: Callable[..., Path],
-) -> None:
-    for name, said in (
-        ("fake-htsta", "did you mean 'fake-htsat'"),
-        ("ViT", "no audio–text model 'ViT'"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            load_preset(f"open_clip:{name}")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("fake-htsta", "did you mean 'fake-htsat'"), ("ViT", "no audio–text model 'ViT'")],
+)
+def test_unknown_name_is_rejected(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_preset(f"open_clip:{name}")
+
+
+def test_unsupported_settings_are_rejected(write_run: Callable[..., Path]) -> None:
     path = write_run(clap={"model": {"preset": "open_clip:fake-htsat"}, "text_packing": True})
-    with pytest.raises(
-        UserError,
-        match=r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16",
-    ):
+    message = r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16"
+    with pytest.raises(UserError, match=message):
         load_run(path)
 
 
-def test_the_needed_version_is_the_same_in_message_docs_and_extra(
+def test_old_version_is_rejected_with_the_one_in_docs_and_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No package index has the version, so it is installed by its address."""
@@ -113,11 +99,10 @@ def test_the_needed_version_is_the_same_in_message_docs_and_extra(
     (released / "open_clip" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(released))
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    with pytest.raises(
-        ValueError, match=rf"needs .*{VERSION} or later, found 3\.3\.0: .*git\+https"
-    ) as refusal:
+    message = rf"needs .*{VERSION} or later, found 3\.3\.0: .*git\+https"
+    with pytest.raises(ValueError, match=message) as error:
         load_preset("open_clip:CLAP-HTSAT-tiny")
-    assert f"pip install '{REQUIREMENT}'" in str(refusal.value)
+    assert f"pip install '{REQUIREMENT}'" in str(error.value)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["open_clip"] == [REQUIREMENT]
     for page in ("quick_start.md", "migration.md"):
@@ -135,10 +120,10 @@ class Evil(transformers.PreTrainedTokenizerFast): ...
 
 
 @pytest.mark.parametrize("options", ["", ", trust_remote_code=True"])
-def test_code_of_a_tokenizer_is_not_run_even_after_yes(
+def test_code_of_tokenizer_is_not_run_even_after_yes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
 ) -> None:
-    folder = tmp_path / "theirs"
+    folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "evil.py").write_text(EVIL.replace("__file__", repr(str(folder / "evil.py"))))
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
@@ -166,76 +151,67 @@ def test_code_of_a_tokenizer_is_not_run_even_after_yes(
         {"audio_cfg": NAFLEX | {"hop_size": 0}},
     ],
 )
-def test_sizes_of_others_that_make_no_sense_are_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_impossible_sizes_are_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
     sizes = {"embed_dim": 8, "audio_cfg": NAFLEX, "text_cfg": {}} | changes
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes}))
     with pytest.raises(ValueError, match="open_clip:local-dir"):
         load_preset(f"open_clip:local-dir:{tmp_path}")
 
 
-def test_a_pipe_as_configuration_is_a_message(tmp_path: Path) -> None:
+def test_pipe_as_configuration_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "open_clip_config.json")
     with pytest.raises(ValueError, match="regular file"):
         load_preset(f"open_clip:local-dir:{tmp_path}")
 
 
-def test_a_missing_open_clip_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_open_clip_is_rejected_with_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ValueError, match=r"pip install 'clap-ds\[open_clip\]'"):
         load_tokenizer("open_clip:CLAP-HTSAT-tiny", vocab_size=9)
 
 
-def _train(site: str, folder: Path) -> tuple[list[float], list[float], bool, dict[str, float]]:
-    """Return the losses of two further steps, of the same after resuming, whether the checkpoint's
-    model embeds as the engine's, and FLOPs."""
+def _setup(site: str, accumulation: str) -> tuple[RunSettings, ClapEngine]:
     sys.path.insert(0, site)
-    run = settings(model={"preset": "open_clip:fake-htsat"})
+    model = {"preset": "open_clip:fake-htsat"}
+    run = settings(model=model, train={"accumulation": accumulation})
+    return run, engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
+
+
+def _train_and_resume(site: str, folder: Path) -> None:
+    run, engine = _setup(site, "plain")
+    _, resumed = _setup(site, "plain")
     batches = micro_batches(run, 0, 1, 3)
-    engine, again = (
-        engine_of(run, build_model(run.clap.model, run.clap.loss, CPU)) for _ in range(2)
-    )
     with Checkpointer(folder) as checkpoints:
         engine.step(iter(batches[:1]))
         (saved,) = checkpoints.save(engine, TrainState(1, 3))
         assert saved.path, saved.problem
-        checkpoints.load(saved.path, again)
-    weights = load_weights(saved.path)
+        checkpoints.load(saved.path, resumed)
     inputs = batches[0].model_inputs()
-    same = all(map(torch.equal, weights.build().eval()(*inputs), again.model.eval()(*inputs)))
-    again.model.train()
-    continued, resumed = (
-        [float(each.step(iter([batch]))) for batch in batches[1:]] for each in (engine, again)
-    )
-    return (
-        continued,
-        resumed,
-        same,
-        measure_flops(again, iter(batches), ModelSettings(), {}, folder),
-    )  # type: ignore[arg-type]
+    embeddings = load_weights(saved.path).build().eval()(*inputs)
+    assert all(map(torch.equal, embeddings, resumed.model.eval()(*inputs)))
+    resumed.model.train()
+    losses = [float(engine.step(iter([batch]))) for batch in batches[1:]]
+    assert losses == [float(resumed.step(iter([batch]))) for batch in batches[1:]]
+    assert losses[0] != losses[1]
 
 
-def _recomputed_flops(site: str, folder: Path) -> dict[str, float]:
-    sys.path.insert(0, site)
-    run = settings(model={"preset": "open_clip:fake-htsat"}, train={"accumulation": "gradcache"})
-    engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
-    return measure_flops(engine, iter(micro_batches(run, 0, 1, 1)), ModelSettings(), {}, folder)  # type: ignore[arg-type]
+def test_model_trains_and_resumes(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(_train_and_resume, str(tmp_path / "site"), tmp_path / "checkpoints")
 
 
-def test_cached_accumulation_recomputes_a_forward_pass(one_rank: RankPool, tmp_path: Path) -> None:
-    (flops,) = one_rank.run(_recomputed_flops, str(tmp_path / "site"), tmp_path)
-    assert flops["recomputed_gflops"] == flops["model_gflops"] == pytest.approx(2 * 16 * 8 / 1e9)
+def _count_flops(site: str, folder: Path, accumulation: str) -> dict[str, float]:
+    run, engine = _setup(site, accumulation)
+    batches = iter(micro_batches(run, 0, 1, 1))
+    return measure_flops(engine, batches, ModelSettings(), {}, folder)  # type: ignore[arg-type]
 
 
-def test_it_trains_resumes_and_counts_flops(one_rank: RankPool, tmp_path: Path) -> None:
-    ((continued, resumed, same, flops),) = one_rank.run(
-        _train, str(tmp_path / "site"), tmp_path / "checkpoints"
-    )
-    assert continued == resumed
-    assert continued[0] != continued[1]
-    assert same
+def test_flops_are_counted(one_rank: RankPool, tmp_path: Path) -> None:
+    forward = pytest.approx(2 * 16 * 8 / 1e9)
+    (flops,) = one_rank.run(_count_flops, str(tmp_path / "site"), tmp_path, "plain")
     assert flops["published_gflops"] is None
-    assert (
-        flops["training_gflops"] == 3 * flops["model_gflops"] == pytest.approx(3 * 2 * 16 * 8 / 1e9)
-    )
+    assert flops["model_gflops"] == forward
+    assert flops["training_gflops"] == 3 * flops["model_gflops"]
+    (flops,) = one_rank.run(_count_flops, str(tmp_path / "site"), tmp_path, "gradcache")
+    assert flops["recomputed_gflops"] == flops["model_gflops"] == forward

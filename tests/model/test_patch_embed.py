@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.patch_embed import StoredTokens
+from clap_ds.model.patch_embed import SaveForBackward
 from clap_ds.planning.inductor import fused_kernels
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import to_names, transformers_names
@@ -21,28 +21,27 @@ FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion
 IS_LONGER = torch.tensor([True, False, True, True, False])
 
 
+@pytest.fixture
 def reference() -> HfClap:
-    theirs = HfClap(audio={**MICRO_AUDIO, "enable_fusion": True}, text=MICRO_TEXT, joint_dim=32)
-    randomise(theirs.named(), 3)
-    for name, buffer in theirs.named_buffers():
-        if "_att" in name and name.endswith(
-            ("mean", "var")
-        ):  # statistics of tokens, not of decibels
+    model = HfClap(audio={**MICRO_AUDIO, "enable_fusion": True}, text=MICRO_TEXT, joint_dim=32)
+    randomise(model.named(), 3)
+    for name, buffer in model.named_buffers():
+        # Statistics of tokens, not of decibels.
+        if "_att" in name and name.endswith(("mean", "var")):
             buffer.uniform_(0.5, 1.5)
-    for module in theirs.modules():
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return theirs
+    return model
 
 
-def ours(theirs: HfClap, config: ClapConfig = FUSED) -> ClapModel:
-    state = {name: tensor.detach().clone() for name, tensor in theirs.named().items()}
+def converted(reference: HfClap, config: ClapConfig = FUSED) -> ClapModel:
+    """Return this project's model with the reference's weights."""
+    state = {name: tensor.detach().clone() for name, tensor in reference.named().items()}
     if not config.audio.fusion:
-        state = {
-            name: tensor
-            for name, tensor in state.items()
-            if "fusion_model" not in name and "mel_conv" not in name
-        }
+        for name in [*state]:
+            if "fusion_model" in name or "mel_conv" in name:
+                del state[name]
     return renamed_checkpoint(config, state, transformers_names, "HF").build(
         drop_path=0.0, spec_augment=False
     )
@@ -50,96 +49,88 @@ def ours(theirs: HfClap, config: ClapConfig = FUSED) -> ClapModel:
 
 def features(is_longer: Tensor = IS_LONGER) -> Tensor:
     """Return (B, 4, frames, bins) in dB; the four channels only differ for longer files."""
-    made = -30 + 20 * torch.randn(
-        len(is_longer), *FUSED.audio.clip_shape, generator=torch.Generator().manual_seed(0)
-    )
-    return made.where(is_longer[:, None, None, None], made[:, :1])
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(len(is_longer), *FUSED.audio.clip_shape, generator=generator)
+    log_mel = -30 + 20 * noise
+    return log_mel.where(is_longer[:, None, None, None], log_mel[:, :1])
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_equals_transformers_in_values_gradients_and_statistics(training: bool) -> None:
-    theirs = reference()
+def test_values_gradients_and_statistics_equal_transformers(
+    reference: HfClap, training: bool
+) -> None:
+    clap = reference.clap
     inputs = features()
-    model = ours(theirs).train(training)
-    theirs.clap.audio_model.train(training)
-    found = model.encode_audio(inputs)
-    pooled = theirs.clap.get_audio_features(
-        input_features=inputs, is_longer=IS_LONGER[:, None]
-    ).pooler_output
-    torch.testing.assert_close(
-        found, F.normalize(pooled, dim=-1), rtol=0, atol=1e-6
-    )  # 8 roundings of 1
-    probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, F.normalize(pooled, dim=-1)):
+    model = converted(reference).train(training)
+    clap.audio_model.train(training)
+    embeddings = model.encode_audio(inputs)
+    pooled = clap.get_audio_features(input_features=inputs, is_longer=IS_LONGER[:, None])
+    expected_embeddings = F.normalize(pooled.pooler_output, dim=-1)
+    # 8 roundings of 1.
+    torch.testing.assert_close(embeddings, expected_embeddings, rtol=0, atol=1e-6)
+    probe = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(1))
+    for output in (embeddings, expected_embeddings):
         (output * probe).sum().backward()
-    gradients = {
-        name: each.grad for name, each in model.named_parameters() if each.grad is not None
-    }
-    expected = {
-        name: each.grad for name, each in theirs.clap.named_parameters() if each.grad is not None
-    }
-    own = to_names(gradients, transformers_names)
-    assert own.keys() == expected.keys()
+    gradients = to_names(gradients_of(model), transformers_names)
+    expected = gradients_of(clap)
+    assert gradients.keys() == expected.keys()
     # Gradients of biases before a norm, or of keys, are only rounding errors, of sums as large as
     # others' gradients.
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     rounding = torch.finfo(torch.float32).eps * largest
     for name, gradient in expected.items():
-        torch.testing.assert_close(
-            own[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 16 * rounding
-        )
-    buffers = dict(theirs.clap.named_buffers())
+        tolerance = 1e-5 * float(gradient.abs().max()) + 16 * rounding
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=tolerance)
+    buffers = dict(clap.named_buffers())
     statistics = to_names(dict(model.named_buffers()), transformers_names)
     for name, value in statistics.items():
         if "running" in name or "num_batches" in name:
             torch.testing.assert_close(value, buffers[name], rtol=1e-6, atol=1e-6)
 
 
-def test_clips_and_files_no_longer_are_what_a_model_without_fusion_hears() -> None:
-    theirs = reference()
-    fused, plain = (ours(theirs, config).eval() for config in (FUSED, MICRO))
-    alike = features(torch.zeros(3, dtype=torch.bool))
-    torch.testing.assert_close(
-        fused.encode_audio(alike), plain.encode_audio(alike[:, 0]), rtol=0, atol=1e-6
-    )
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    parameters = model.named_parameters()
+    return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+
+
+def test_short_files_embed_like_in_model_without_fusion(reference: HfClap) -> None:
+    fused, plain = (converted(reference, config).eval() for config in (FUSED, MICRO))
+    short = features(torch.zeros(3, dtype=torch.bool))
+    expected = plain.encode_audio(short[:, 0])
+    torch.testing.assert_close(fused.encode_audio(short), expected, rtol=0, atol=1e-6)
     waveforms = clips(2, FUSED.audio.num_samples, seed=0)
     assert torch.equal(fused.encode_audio(waveforms), fused.encode_audio(fused.mel(waveforms)))
-    assert not torch.allclose(
-        fused.mel(waveforms), plain.mel(waveforms), atol=1
-    )  # HTK's filters, not Slaney's
+    # HTK's filters, not Slaney's.
+    assert not torch.allclose(fused.mel(waveforms), plain.mel(waveforms), atol=1)
     longer = features()
-    mixed = fused.encode_audio(longer) - plain.encode_audio(longer[:, 0])
-    assert torch.equal(mixed.abs().amax(dim=1) > 1e-3, IS_LONGER)
+    difference = fused.encode_audio(longer) - plain.encode_audio(longer[:, 0])
+    assert torch.equal(difference.abs().amax(dim=1) > 1e-3, IS_LONGER)
     with pytest.raises(ValueError, match=r"expected \(batch, 4, 101 frames, 16 mel bins\)"):
         fused.encode_audio(longer[:, :3])
 
 
 @pytest.mark.parametrize("num_longer", [0, 1])
-def test_every_weight_learns_from_a_batch_of_short_clips(num_longer: int) -> None:
+def test_every_weight_learns_from_short_clips(reference: HfClap, num_longer: int) -> None:
     """Torch's batch norm rejects such a batch: one clip's mean over places is a single value."""
-    model = ours(reference()).train()
-    norms = (
-        model.audio.patch_embed.fusion_model.global_att[2],
-        model.audio.patch_embed.fusion_model.local_att[1],
-    )
-    before = [norm.running_var.clone() for norm in norms]
+    model = converted(reference).train()
+    embed = model.audio.patch_embed
+    over_means = embed.fusion_model.global_att[2].running_var
+    over_places = embed.fusion_model.local_att[1].running_var
+    old_over_means, old_over_places = over_means.clone(), over_places.clone()
     output = model.encode_audio(features(torch.arange(3) < num_longer))
-    (
-        output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    ).sum().backward()
-    lacking = [
-        name
-        for name, each in model.audio.named_parameters()
-        if each.grad is None or not each.grad.isfinite().all()
-    ]
-    assert (lacking, bool(output.isfinite().all())) == ([], True)
-    assert float(model.audio.patch_embed.mel_conv2d.weight.grad.abs().max()) > 1e-4
-    assert [
-        torch.equal(norm.running_var, was) for norm, was in zip(norms, before, strict=True)
-    ] == [True, False]
+    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    (output * probe).sum().backward()
+    assert output.isfinite().all()
+    for name, parameter in model.audio.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+    assert embed.mel_conv2d.weight.grad.abs().max() > 1e-4
+    # A single value has no variance.
+    assert torch.equal(over_means, old_over_means)
+    assert not torch.equal(over_places, old_over_places)
 
 
-def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
+def test_saved_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
     """Compile two layer norms with a residual connection, as they begin the tower."""
     rows = 65_536
     width = 96
@@ -153,20 +144,15 @@ def test_stored_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
     compiled = torch.compile(layers, backend="aot_eager_decomp_partition")
     values = torch.randn(64, width, dtype=torch.bfloat16)
     gradients = []
-    for store in (torch.clone, StoredTokens.apply):
-        gradients.append(
-            torch.autograd.grad(
-                compiled(values, store).float().square().sum(), (weight, scale, bias)
-            )
-        )
+    for store in (torch.clone, SaveForBackward.apply):
+        loss = compiled(values, store).float().square().sum()
+        gradients.append(torch.autograd.grad(loss, (weight, scale, bias)))
     for plain, stored in zip(*gradients, strict=True):
         assert torch.equal(plain, stored)
-    kernels = fused_kernels(
-        layers, torch.empty(rows, width, dtype=torch.bfloat16), StoredTokens.apply
-    )
-    backward = sum(num_bytes for is_backward, num_bytes in kernels if is_backward) / (
-        rows * width * 2
-    )
+    tokens = torch.empty(rows, width, dtype=torch.bfloat16)
+    kernels = fused_kernels(layers, tokens, SaveForBackward.apply)
+    num_bytes = sum(num_bytes for is_backward, num_bytes in kernels if is_backward)
+    backward = num_bytes / tokens.nbytes
     # Two norms each read their input and gradients (3 and 2 in all) and write a gradient. Older
     # schedulers fuse less.
     assert backward < 9 or torch.__version__ < "2.13"

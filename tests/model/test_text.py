@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.config.model import TextConfig, load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.model.packed import pack
 from clap_ds.model.text import TextTower
 from tests.model.reference_clap import MICRO_TEXT
@@ -15,35 +15,32 @@ import transformers  # isort: skip
 MICRO = load_preset("micro").text
 
 
-def tower(config: TextConfig = MICRO, **options) -> TextTower:
-    torch.manual_seed(0)
-    return TextTower(config, **{"dropout": 0.0, **options})
-
-
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 @pytest.mark.parametrize("kind", ["Roberta", "Bert"])
-def test_each_architecture_is_that_of_transformers_padded_and_packed(
-    kind: str, pooling: str
-) -> None:
+def test_padded_and_packed_captions_equal_transformers(kind: str, pooling: str) -> None:
     """Compare with transformers' attention, pooling and gradients in fp64; the tower sums means in
     fp32."""
     sizes: dict[str, Any] = {**MICRO_TEXT, "layer_norm_eps": 1e-5, "attn_implementation": "eager"}
-    if kind == "Roberta":  # like DistilRoBERTa
+    if kind == "Roberta":
+        # Like DistilRoBERTa.
         sizes |= {"type_vocab_size": 1, "num_hidden_layers": 6}
-    theirs = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
-    for name, parameter in theirs.named_parameters():
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    reference = getattr(transformers, f"{kind}Model")(config)
+    for name, parameter in reference.named_parameters():
         torch.manual_seed(len(name))
         torch.nn.init.normal_(parameter, std=0.3)
-    own = {"architecture": kind.lower(), "num_layers": theirs.config.num_hidden_layers}
-    config = MICRO.model_copy(update={**own, "pooling": pooling})
-    ours = tower(config).double()
-    theirs = theirs.double().eval()
-    ours.roberta.load_state_dict(theirs.state_dict(), strict=pooling == "cls_pooler")
+    changes = {
+        "architecture": kind.lower(),
+        "num_layers": config.num_hidden_layers,
+        "pooling": pooling,
+    }
+    ours = TextTower(MICRO.model_copy(update=changes), dropout=0.0).double()
+    reference = reference.double().eval()
+    ours.roberta.load_state_dict(reference.state_dict(), strict=pooling == "cls_pooler")
     mask = (torch.arange(24) < torch.tensor([24, 3, 17, 2])[:, None]).long()
-    ids = torch.randint(5, MICRO.vocab_size, (4, 24)).where(
-        mask.bool(), torch.tensor(theirs.config.pad_token_id)
-    )
-    output = theirs(input_ids=ids, attention_mask=mask)
+    ids = torch.randint(5, MICRO.vocab_size, (4, 24))
+    ids = ids.where(mask.bool(), torch.tensor(config.pad_token_id))
+    output = reference(input_ids=ids, attention_mask=mask)
     means = (output.last_hidden_state * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
     expected = output.pooler_output if pooling == "cls_pooler" else means
     probe = torch.randn(expected.shape, dtype=torch.float64)
@@ -56,8 +53,8 @@ def test_each_architecture_is_that_of_transformers_padded_and_packed(
         pooled = ours(*inputs)
         torch.testing.assert_close(pooled, expected, rtol=rounding, atol=rounding)
         (pooled * probe).sum().backward()
-        for name, found in ours.roberta.named_parameters():
-            wanted = theirs.get_parameter(name).grad
+        for name, parameter in ours.roberta.named_parameters():
+            gradient = reference.get_parameter(name).grad
             torch.testing.assert_close(
-                found.grad, wanted, rtol=10 * rounding, atol=10 * rounding, msg=name
+                parameter.grad, gradient, rtol=10 * rounding, atol=10 * rounding, msg=name
             )

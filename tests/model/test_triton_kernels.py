@@ -6,7 +6,6 @@ Compiled as the stages of tiny and base launch them, they must use few enough re
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -20,51 +19,38 @@ from clap_ds.model.mlp_triton import triton_mlp
 from clap_ds.model.swin import Mlp
 from tests.model import kernel_cases
 from tests.model.kernel_cases import (
-    CAPTION_CASES,
-    CASES,
-    MLP_CASES,
     TOLERANCE,
-    captions_by_triton,
-    draw_captions,
+    Comparison,
     draw_mlp,
-    eager_captions,
     eager_mlp,
+    kernel_comparisons,
     largest_error,
 )
 from tests.model.kernel_resources import compile_all
 
+MANY_TOKENS = Comparison("MLP of many blocks", triton_mlp, eager_mlp, draw_mlp(40960, 96))
+
 
 @pytest.mark.end_to_end
-def test_the_kernels_agree_with_the_eager_forms_under_the_interpreter() -> None:
+def test_kernels_under_interpreter_equal_eager_forms() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, kernel_cases.__file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) > len(CASES) + len(MLP_CASES) + len(CAPTION_CASES)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert len(lines) > 2 * len(kernel_comparisons())
     assert [line for line in lines if not line.startswith("ok")] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*MLP_CASES, (40960, 96)], ids=str)
+@pytest.mark.parametrize("comparison", [*kernel_comparisons(), MANY_TOKENS], ids=lambda it: it.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(
-    dtype: torch.dtype, case: tuple[int, int]
-) -> None:
-    assert largest_error(triton_mlp, eager_mlp, draw_mlp(*case), dtype, "cuda") < TOLERANCE[dtype]
+def test_kernels_on_gpu_equal_eager_forms(dtype: torch.dtype, comparison: Comparison) -> None:
+    _, compute, exact, inputs = comparison
+    assert largest_error(compute, exact, inputs, dtype, "cuda") < TOLERANCE[dtype]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CAPTION_CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attention_of_captions_agrees_with_the_eager_form_on_a_gpu(
-    dtype: torch.dtype, case: tuple[tuple[int, ...], int]
-) -> None:
-    ours, theirs = (partial(each, lengths=case[0]) for each in (captions_by_triton, eager_captions))
-    assert largest_error(ours, theirs, draw_captions(*case), dtype, "cuda") < TOLERANCE[dtype]
-
-
-def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
+def test_traced_mlp_is_one_operation_each_way_with_every_product() -> None:
     mlp = Mlp(96, 4).bfloat16()
     totals = {}
     for kernel in ("torch", "triton"):
@@ -74,14 +60,13 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
             output = mlp(tokens)
             output.sum().backward()
             assert output.shape == tokens.shape
-            assert all(
-                each.grad is not None and each.grad.shape == each.shape for each in mlp.parameters()
-            )
+            for parameter in mlp.parameters():
+                assert parameter.grad is not None
+                assert parameter.grad.shape == parameter.shape
         mlp.zero_grad(set_to_none=True)
         totals[kernel] = counter.get_total_flops()
-    assert {str(name) for name in counter.get_flop_counts()["Global"]} == {
-        "clap_ds.mlp", "clap_ds.mlp_backward", "aten.mm",
-    }  # fmt: skip
+    operations = {str(name) for name in counter.get_flop_counts()["Global"]}
+    assert operations == {"clap_ds.mlp", "clap_ds.mlp_backward", "aten.mm"}
     # Six products, and the first layer's again in the backward pass.
     product = 2 * 128 * 96 * 384
     assert totals == {"torch": 6 * product, "triton": 7 * product}
@@ -90,21 +75,21 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
 LARGEST_SHARED = 99 * 2**10
 """Bytes of shared memory that every architecture gives a program: sm_86, sm_89 and sm_120 have the
 least."""
+MOST_REGISTERS = {
+    ("window_attention", "forward"): 80,
+    ("window_attention", "backward"): 168,
+    ("gelu", "backward"): 80,
+}
+"""For 28 warps of window attention forward, 12 backward and 24 of GELU, of a multiprocessor's 65,536
+registers."""
 
 
 @pytest.mark.end_to_end
-def test_kernels_of_every_stage_and_architecture() -> None:
-    """They don't spill much, a multiprocessor's 65,536 registers suffice for 28 warps of window
-    attention forward, 12 backward and 24 of GELU, and shared memory suffices everywhere."""
-    most = {
-        ("window_attention", "forward"): 80,
-        ("window_attention", "backward"): 168,
-        ("gelu", "backward"): 80,
-    }
-    for each in compile_all():
-        name = each.module.rpartition(".")[2].removesuffix("_triton")
-        assert each.spilled <= (
-            64 if name == "window_attention" or each.architecture in (90, 100) else 450
-        ), each
-        assert each.registers <= most.get((name, each.way), each.launch.max_registers or 255), each
-        assert each.shared <= LARGEST_SHARED, each
+def test_kernels_of_every_stage_and_architecture_fit_registers_and_shared_memory() -> None:
+    for resources in compile_all():
+        kernel, architecture, registers, spilled, shared = resources
+        has_few_spills = kernel.name == "window_attention" or architecture in (90, 100)
+        assert spilled <= (64 if has_few_spills else 450), resources
+        limit = kernel.launch.max_registers or 255
+        assert registers <= MOST_REGISTERS.get((kernel.name, kernel.way), limit), resources
+        assert shared <= LARGEST_SHARED, resources

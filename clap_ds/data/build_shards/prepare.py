@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.arguments import add_preset
 from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.clip import CLIP_FORMATS, FEATURES, choose_clip
@@ -83,7 +83,7 @@ class Preparation:
         self.described = (kind, front_end_of(audio))
         self._log_mel = LogMel(audio) if kind == "mel" else None
         if self._log_mel:
-            convert(self._log_mel)
+            patch_model(self._log_mel)
 
     def clip(self, content: bytes, extension: str = "") -> EncodedClip:
         """Convert an audio file. Raises BrokenItemError."""
