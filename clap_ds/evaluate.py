@@ -41,46 +41,36 @@ from clap_ds.utils.files import show_results
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
+# Clips per rank without a configuration.
 BATCH_SIZE = 32
+# Broken clips that the report names.
 NUM_BROKEN_SHOWN = 5
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command's options."""
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")
     raw = "evaluate the raw weights of a run with clap.train.ema_decay, not their moving average"
     add("--no_ema", action="store_true", help=raw)
-    add(
-        "--retrieval",
-        nargs="+",
-        metavar="SHARDS",
-        help="evaluate retrieval on tars of clips with captions",
+    retrieval = "evaluate retrieval on tars of clips with captions"
+    add("--retrieval", nargs="+", metavar="SHARDS", help=retrieval)
+    zero_shot = "classify clips of tars that have a class in their json"
+    add("--zero_shot", nargs="+", metavar="SHARDS", help=zero_shot)
+    captions = (
+        "read captions from this txt or json field, or the first of several"
+        " (default: txt;caption;text)"
     )
-    add(
-        "--zero_shot",
-        nargs="+",
-        metavar="SHARDS",
-        help="classify clips of tars that have a class in their json",
-    )
-    more = "read captions from this txt or json field, or the first of several (default: txt;caption;text)"
-    add("--caption_key", metavar="NAME", help=more)
+    add("--caption_key", metavar="NAME", help=captions)
     add("--class_key", metavar="FIELD", help="read the class from this json field (default: kind)")
-    add(
-        "--template",
-        action="append",
-        metavar="TEXT",
-        help="add a caption with {} for the class; repeatable",
-    )
+    template = "add a caption with {} for the class; repeatable"
+    add("--template", action="append", metavar="TEXT", help=template)
     size = f"set clips per rank (default: the configuration's, or {BATCH_SIZE})"
     add("--batch_size", type=whole_number(), metavar="N", help=size)
-    add(
-        "--num_workers",
-        type=whole_number(0),
-        metavar="N",
-        help="set decoding processes per rank (default: 0)",
-    )
+    workers = "set decoding processes per rank (default: 0)"
+    add("--num_workers", type=whole_number(0), metavar="N", help=workers)
     add_json(parser)
     add_config(parser, required=False)
     add_rank_options(parser)
@@ -88,13 +78,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
+    """Validate options, then load torch and evaluate."""
     arguments = parse_arguments(argv)
-    if arguments.set and not arguments.config:
+    run = None
+    if arguments.config:
+        run = load_run(arguments.config, assignments=arguments.set)
+    elif arguments.set:
         raise UserError("--set changes a configuration: give --config, too")
-    run = load_run(arguments.config, assignments=arguments.set) if arguments.config else None
     settings = evaluation_settings(arguments, run)
+    # An evaluation may take hours before it writes the file.
     options.check_output(arguments.json, "--json")
-    choose_accelerator()  # imports torch
+    # This imports torch.
+    choose_accelerator()
     evaluate_checkpoint(settings, arguments, run, ranks)
 
 
@@ -102,42 +97,49 @@ def evaluation_settings(
     arguments: argparse.Namespace, run: RunSettings | None
 ) -> EvaluationSettings:
     """Merge command-line options into the configuration's `clap.evaluation`, if any."""
-
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-    zero_shot = {
-        "shards": arguments.zero_shot,
-        "class_key": arguments.class_key,
-        "templates": arguments.template,
-    }
-    content["zero_shot"] = {**(content.get("zero_shot") or {}), **_given(zero_shot)} or None
-    changes = {
-        "tokenizer": arguments.tokenizer,
-        "batch_size": arguments.batch_size,
-        "num_workers": arguments.num_workers,
-    }
-    retrieval = {"shards": arguments.retrieval, "caption_key": arguments.caption_key}
-    content["retrieval"] = {**(content.get("retrieval") or {}), **_given(retrieval)} or None
-    content |= _given(changes)
-    content["tokenizer"] = content.get("tokenizer") or getattr(
-        run and run.clap.data, "tokenizer", None
+
+    def change(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        """Change the fields whose options are set."""
+        return section | {name: value for name, value in changes.items() if value is not None}
+
+    content = change(
+        content,
+        tokenizer=arguments.tokenizer,
+        batch_size=arguments.batch_size,
+        num_workers=arguments.num_workers,
     )
-    if not (content["retrieval"] or content["zero_shot"]):
-        where = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
+    # An option for a task adds it to the configuration's.
+    retrieval = change(
+        content.get("retrieval") or {},
+        shards=arguments.retrieval,
+        caption_key=arguments.caption_key,
+    )
+    zero_shot = change(
+        content.get("zero_shot") or {},
+        shards=arguments.zero_shot,
+        class_key=arguments.class_key,
+        templates=arguments.template,
+    )
+    if not retrieval and not zero_shot:
+        source = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
         raise UserError(
-            f"nothing to evaluate ({where}): give --retrieval SHARDS, --zero_shot SHARDS or both"
+            f"nothing to evaluate ({source}): give --retrieval SHARDS, --zero_shot SHARDS or both"
         )
+    # By default training's, or else the checkpoint's.
+    tokenizer = content.get("tokenizer")
+    if tokenizer is None and run is not None:
+        tokenizer = getattr(run.clap.data, "tokenizer", None)
+    content |= {
+        "retrieval": retrieval or None,
+        "zero_shot": zero_shot or None,
+        "tokenizer": tokenizer,
+    }
     try:
         return EvaluationSettings.model_validate(content)
     except ValidationError as error:
-        raise UserError(
-            "\n".join(
-                f"clap.evaluation.{explain(each, EvaluationSettings)}" for each in error.errors()
-            )
-        ) from None
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+        problems = [explain(problem, EvaluationSettings) for problem in error.errors()]
+        raise UserError("\n".join(f"clap.evaluation.{problem}" for problem in problems)) from None
 
 
 def evaluate_checkpoint(
@@ -148,68 +150,71 @@ def evaluate_checkpoint(
 ) -> None:
     """Load and evaluate a checkpoint, print a table and write JSON. Collective; a user error on any
     rank is raised on all."""
-    # Importing torch takes seconds: validate first.
+    # Importing torch takes seconds: options are validated before.
     import torch
 
     from clap_ds.checkpoint.load_weights import load_weights
     from clap_ds.distributed.collectives import raise_on_all_ranks
-    from clap_ds.engine.loss import LOSSES
+    from clap_ds.engine.engine import NonFiniteError
     from clap_ds.evaluation.evaluator import Evaluator
     from clap_ds.run_records.environment import device_name
 
-    allow_mixed_code = run is not None and run.clap.debug.allow_mixed_code
+    # The options and the checkpoint decide what the configuration, if any, doesn't.
+    expected_model = None
+    context_length = None
+    precision = "fp32"
+    micro_batch = BATCH_SIZE
+    allow_mixed_code = False
+    if run is not None:
+        expected_model = run.clap.preset()
+        # By default the checkpoint's.
+        if "context_length" in run.clap.model_fields_set:
+            context_length = run.clap.context_length
+        if run.precision in DTYPES:
+            precision = run.precision
+        micro_batch = run.deepspeed.get(batch_sizes.MICRO_BATCH) or BATCH_SIZE
+        allow_mixed_code = run.clap.debug.allow_mixed_code
+    if arguments.preset:
+        expected_model = load_preset(arguments.preset)
+    precision = arguments.precision or precision
+
     device = initialize(ranks, allow_mixed_code=allow_mixed_code)
-    expected = (
-        load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
-    )
     with raise_on_all_ranks():
         checkpoint = load_weights(
-            arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema
+            arguments.checkpoint, expected_model, best=arguments.best, raw=arguments.no_ema
         )
         tokenizer_name = settings.tokenizer or checkpoint.tokenizer_name
-    if checkpoint.loss_kind not in LOSSES:
-        lacks = (
-            f"trained with the loss {checkpoint.loss_kind!r}; this version has {', '.join(LOSSES)}"
-        )
-        raise CollectiveUserError(f"{arguments.checkpoint}: {lacks}")
-    said = (
-        run.clap.context_length if run and "context_length" in run.clap.model_fields_set else None
-    )
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
         tokenizer_name=tokenizer_name,
-        context_length=said or checkpoint.longest_caption,
-        micro_batch=settings.batch_size
-        or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH))
-        or BATCH_SIZE,
+        context_length=context_length or checkpoint.longest_caption,
+        micro_batch=settings.batch_size or micro_batch,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
-    )
-    precision = arguments.precision or (
-        run.precision if run and run.precision in DTYPES else "fp32"
     )
     model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
     try:
         evaluation = evaluator.evaluate(model)
-    except ValueError as error:  # the same on all ranks
+    except (ValueError, NonFiniteError) as error:
+        # All ranks raise the same.
         raise CollectiveUserError(str(error)) from None
-    if ranks.is_main_process:
-        where = {
-            "checkpoint": checkpoint.path,
-            "model": checkpoint.config.name,
-            "world_size": ranks.world_size,
-        }
-        where |= {
-            "device_name": device_name(device),
-            "precision": precision,
-            "context_length": evaluator.context_length,
-        }
-        title = "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format_map(
-            where
-        )
-        report = render(evaluation, f"{checkpoint.shown}: {title}")
-        show_results(report, {**where, **evaluation.to_dict()}, arguments.json)
+    if not ranks.is_main_process:
+        return
+    conditions = {
+        "checkpoint": checkpoint.path,
+        "model": checkpoint.config.name,
+        "world_size": ranks.world_size,
+        "device_name": device_name(device),
+        "precision": precision,
+        "context_length": evaluator.context_length,
+    }
+    title = (
+        f"{checkpoint.config.name} on {ranks.world_size} × {conditions['device_name']},"
+        f" {precision}, {evaluator.context_length} text tokens"
+    )
+    report = render(evaluation, f"{checkpoint.shown}: {title}")
+    show_results(report, {**conditions, **evaluation.to_dict()}, arguments.json)
 
 
 def render(evaluation: Evaluation, title: str) -> str:
@@ -217,19 +222,20 @@ def render(evaluation: Evaluation, title: str) -> str:
     counts."""
     rows = []
     for task, result in evaluation.tasks.items():
-        rows.append(
-            [
-                f"{task} ({', '.join(f'{count:,} {what}' for what, count in result.counts.items())})",
-                "",
-                "",
-                "",
-            ]
-        )
+        counts = ", ".join(f"{count:,} {noun}" for noun, count in result.counts.items())
+        rows.append([f"{task} ({counts})", "", "", ""])
         for name, measure in result.measures.items():
-            factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, "%")
-            value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
+            # Other metrics are fractions.
+            if name == LOSS:
+                numbers = [f"{number:.4f}" for number in astuple(measure)]
+                unit = ""
+            else:
+                numbers = [f"{100 * number:.2f}" for number in astuple(measure)]
+                unit = "%"
+            value, chance, low, high = numbers
             rows.append([name, value + unit, f"[{low}, {high}]", chance + unit])
-    report = f"{printable(title)}\n\n{markdown_table(['metric', 'value', '95% interval', 'chance'], rows)}"
+    header = ["metric", "value", "95% interval", "chance"]
+    report = f"{printable(title)}\n\n{markdown_table(header, rows)}"
     if broken := evaluation.broken:
         examples = printable("; ".join(map(str, broken[:NUM_BROKEN_SHOWN])))
         report += f"\nskipped {len(broken)} broken clips, first: {examples}"

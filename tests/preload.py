@@ -17,7 +17,7 @@ import clap_ds.inference.model
 import clap_ds.run
 import clap_ds.throughput_bench.flops_profile
 import clap_ds.throughput_bench.report
-import clap_ds.training.log  # noqa: F401
+import clap_ds.training.loop  # noqa: F401
 
 dict(deepspeed.ops.__compatible_ops__)  # calls a compiler
 gc.collect()

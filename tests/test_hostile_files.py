@@ -20,7 +20,7 @@ from clap_ds import shards
 from clap_ds.analysis import extrapolate, plot_scaling, report, scaling
 from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
-from clap_ds.checkpoint.checkpoint_files import clear_leftovers, newest_good
+from clap_ds.checkpoint.checkpoint_files import clear_leftovers, latest_valid
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.remote import RemoteFolder, try_target
 from clap_ds.config.model import load_preset
@@ -85,7 +85,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "initial.safetensors": lambda path: describe_contents([str(path)]),
     "shard.tar": lambda path: list(list_items(str(path), print)),
     "tokenizer/tokenizer.json": lambda path: load_tokenizer(str(path.parent), vocab_size=512),
-    "step-00000001/manifest.json": lambda path: newest_good(path.parents[1]),
+    "step-00000001/manifest.json": lambda path: latest_valid(path.parents[1]),
     "vectors.parquet": read_table,
     "clap.pt": load_weights,
     "hf/config.json": lambda path: load_weights(path.parent),
@@ -97,7 +97,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "sounds/a.json": build_from,
     "sounds/a.wav": build_from,
     "step-00000001/weights.safetensors": lambda path: (
-        newest_good(path.parents[1]),
+        latest_valid(path.parents[1]),
         load_weights(path.parent),
     ),
     "step-00000001/state.safetensors": lambda path: RemoteFolder(

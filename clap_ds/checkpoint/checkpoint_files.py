@@ -1,14 +1,11 @@
-"""On-disk checkpoint format: folders `step-<number>` whose manifest holds every file's hash, to
-detect damage.
+"""Write, verify and find checkpoints on disk: folders `step-<number>` with a manifest.
 
-Checkpoints are written under a hidden name and then renamed, and renamed before they are deleted.
-So a kill leaves each one whole or absent. Files are verified before loading. Imports neither torch
-nor DeepSpeed.
+The manifest holds every file's hash, to detect damage. Checkpoints are written under a hidden name
+and then renamed, and renamed before they are deleted, so a kill leaves each one whole or absent.
+Files are verified before they are loaded.
 
-Store nested dictionaries, lists, numbers, text and tensors in a safetensors file, which can't
-contain code.
-
-The structure is JSON in the file's metadata.
+`state.safetensors` stores nested dictionaries, lists, numbers, text and tensors. Its structure is
+JSON in the file's metadata, so that it can't contain code.
 """
 
 import errno
@@ -47,29 +44,34 @@ from clap_ds.weights.key_mapping import State
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+# The raw weights, if `WEIGHTS` holds their moving average.
 RAW = "raw.safetensors"
-"""The raw weights, if `WEIGHTS` holds their moving average."""
+# What training resumes from: model, optimizer, scheduler and random number generators.
 STATE = "state.safetensors"
+# A `TrainState`.
+PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
 FORMAT = 2
+# Allowed file names. Manifests are untrusted: no paths outside the checkpoint, and no URLs.
 FILE_NAME = re.compile(
     rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII
 )
-"""Allowed file names. Manifests are untrusted: no paths outside the checkpoint, and no URLs."""
+# `free_name` makes these.
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
 def warn(message: str) -> None:
+    """Print a warning to stderr."""
     print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
 
 
 class DamagedError(ValueError):
-    """Raised for a checkpoint that is damaged or missing."""
+    """A checkpoint is damaged or missing."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Hold the size in bytes and the BLAKE2b-128 of a file."""
+    """Size of a file in bytes, and its BLAKE2b-128."""
 
     bytes: Count
     hash: str
@@ -77,13 +79,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describe a checkpoint's contents and what it can be loaded into.
+    """Contents of a checkpoint, and what it can be loaded into.
 
     Attributes:
         serial: time of saving in ms since 1970, increasing within a folder.
-        engine: what a resuming run must match (`clap_ds.checkpoint.restore.describe`).
+        engine: what a resuming run must match (`clap_ds.checkpoint.restore.describe_engine`).
         tokenizer: Hub name of the captions' tokenizer, or `TOKENIZER` for the folder in the
-          checkpoint.
+            checkpoint.
         metrics: evaluation metrics at this step if any.
         run: id of the run that saved it, constant across restarts.
         settings: the run's resolved JSON.
@@ -103,70 +105,65 @@ class Manifest:
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**content, "hash": _hash(content)}, indent=1)
+        return json.dumps({**content, "hash": _hash_json(content)}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str | bytes, where: object) -> Self:
-        """Parse `to_json`'s text, ignoring unknown fields. Raises DamagedError, naming `where`."""
+    def from_json(cls, text: str | bytes, source: object) -> Self:
+        """Parse `to_json`'s text, ignoring unknown fields. Raises DamagedError, naming the
+        source."""
         try:
             content = parse_json(text)
+            # Another format may have other fields, so it is reported before a wrong hash.
             if content["format"] != FORMAT:
                 raise ValueError(
                     f"its format is {content['format']}, but this version reads {FORMAT}"
                 )
-            if content.pop("hash") != _hash(content):
+            if content.pop("hash") != _hash_json(content):
                 raise ValueError("it has changed since it was written")
-            found = TypeAdapter(cls).validate_python(content)
-            if outside := [name for name in found.files if not FILE_NAME.fullmatch(name)]:
-                raise ValueError(f"it lists {outside[0]!r}, which isn't a checkpoint file")
-            return found
+            manifest = TypeAdapter(cls).validate_python(content)
+            for name in manifest.files:
+                if not FILE_NAME.fullmatch(name):
+                    raise ValueError(f"it lists {name!r}, which isn't a checkpoint file")
+            return manifest
         except (ValueError, LookupError, AttributeError, TypeError) as error:
-            raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
-
-    def tokenizer_in(self, folder: Path) -> str | None:
-        return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
+            raise DamagedError(f"{source}: its {MANIFEST} can't be read: {error}") from error
 
     @classmethod
     def read(cls, folder: Path) -> Self:
+        """Read a checkpoint's manifest. Raises DamagedError."""
         try:
             text = read_bytes(folder / MANIFEST)
         except OSError as error:
             raise DamagedError(f"{folder}: no checkpoint: {MANIFEST}: {error.strerror}") from error
         return cls.from_json(text, folder)
 
+    def tokenizer_in(self, folder: Path) -> str | None:
+        """Return the tokenizer's Hub name, or its path in the checkpoint's folder."""
+        return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
+
+
+def _hash_json(content: dict[str, Any]) -> str:
+    # Parsed JSON may have another order.
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _hash_file(file: Any) -> str:
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
 
 def write_file(path: Path, content: bytes) -> FileRecord:
     """Write a new file, creating its folder if necessary."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
-    return record_of(path)
+    return sync_file(path)
 
 
-def record_of(path: Path) -> FileRecord:
+def sync_file(path: Path) -> FileRecord:
     """Flush a new file to disk and return its record."""
     with open_regular(path) as file:
+        # A crash of the host must not leave a renamed folder with empty files.
         os.fsync(file.fileno())
-        return FileRecord(os.fstat(file.fileno()).st_size, _hash_of(file))
-
-
-def _hash(content: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _hash_of(file: Any) -> str:
-    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def free_name(step: int, taken: Collection[str]) -> str:
-    names = (f"step-{step:08d}" + f"-{number}" * (number > 1) for number in itertools.count(1))
-    return next(name for name in names if name not in taken)
-
-
-def begin(folder: Path, step: int) -> AbstractContextManager[Path]:
-    """Return a context with a hidden folder for a checkpoint and its manifest, which is renamed on
-    success."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return drafted(folder / free_name(step, os.listdir(folder)))
+        return FileRecord(os.fstat(file.fileno()).st_size, _hash_file(file))
 
 
 def verify(folder: Path) -> Manifest:
@@ -175,15 +172,36 @@ def verify(folder: Path) -> Manifest:
     for name, record in manifest.files.items():
         try:
             with open_regular(folder / name) as file:
-                if os.fstat(file.fileno()).st_size != record.bytes or _hash_of(file) != record.hash:
+                size = os.fstat(file.fileno()).st_size
+                # A different size saves reading gigabytes.
+                if size != record.bytes or _hash_file(file) != record.hash:
                     raise DamagedError(f"{folder}: {name} has changed since it was written")
         except OSError as error:
             raise DamagedError(f"{folder}: {name}: {error.strerror}") from error
     return manifest
 
 
+def free_name(step: int, taken: Collection[str]) -> str:
+    """Return the name of a new checkpoint; a step that is saved again gets a suffix."""
+    name = f"step-{step:08d}"
+    if name not in taken:
+        return name
+    for number in itertools.count(2):
+        if f"{name}-{number}" not in taken:
+            break
+    return f"{name}-{number}"
+
+
+def atomic_dir(folder: Path, step: int) -> AbstractContextManager[Path]:
+    """Return a context with a hidden folder for a checkpoint and its manifest. On success it is
+    renamed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return drafted(folder / free_name(step, os.listdir(folder)))
+
+
 def remove(folder: Path) -> None:
     """Delete a checkpoint atomically. Raises OSError."""
+    # Renamed, it is no checkpoint even if the deletion is interrupted.
     try:
         shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
     except RecursionError:
@@ -193,19 +211,23 @@ def remove(folder: Path) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Delete a killed process's partly written or deleted checkpoints."""
     for path in folder.glob(".step-*.*"):
-        with suppress(RecursionError):  # others may have nested folders deeply
+        # Other users of the folder may have nested folders deeply.
+        with suppress(RecursionError):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def move_aside(folder: Path, *, but: str) -> Path | None:
-    """Move a folder's contents except the file `but` to a new sibling folder and return it; None if
-    there were none."""
-    paths = [path for path in folder.iterdir() if path.name != but]
-    aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
+def archive(folder: Path, *, keep: str) -> Path | None:
+    """Move a folder's contents except the file `keep` to a new sibling folder and return it; None
+    if there were none."""
+    paths = [path for path in folder.iterdir() if path.name != keep]
+    if not paths:
+        return None
+    # UTC with microseconds: no other folder has the name.
+    new_folder = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
+    new_folder.mkdir()
     for path in paths:
-        aside.mkdir(exist_ok=True)
-        path.rename(aside / path.name)
-    return aside if paths else None
+        path.rename(new_folder / path.name)
+    return new_folder
 
 
 def newest_first(
@@ -216,106 +238,127 @@ def newest_first(
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
-            with suppress(FileNotFoundError):
-                manifests[name] = read(name)
+            manifests[name] = read(name)
+        except FileNotFoundError:
+            # Deleted since it was listed, or still being uploaded.
+            continue
         except (DamagedError, RefusedFileError) as error:
             damaged[name] = str(error)
+    # Serials end at `MOST`, so that equal ones are ordered by step.
     return dict(
         sorted(manifests.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True)
     )
 
 
 def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-    """Return `newest_first` of a folder."""
+    """Return the manifests of a folder's checkpoints by name, newest first, and add the reasons for
+    unreadable ones to `damaged`."""
+    # Sorted, since the order of a directory depends on the file system.
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return newest_first(
-        names, lambda name: Manifest.read(folder / name), {} if damaged is None else damaged
-    )
+    damaged = {} if damaged is None else damaged
+    return newest_first(names, lambda name: Manifest.read(folder / name), damaged)
 
 
-def newest_good(
+def latest_valid(
     folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False
 ) -> Path | None:
-    """Return a folder's newest undamaged checkpoint, or the best by the newest one's `best_metric`;
-    None if there is none. Warn of skipped ones, and add the reasons to `damaged` by name."""
+    """Return a folder's newest undamaged checkpoint, or None.
+
+    Damaged ones are skipped with a warning, and the reasons added to `damaged` by name. With
+    `best`, the newest manifest's `best_metric` orders checkpoints.
+    """
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
-    metrics = [manifest.best_metric or "" for manifest in manifests.values()]
-    for name in best_first(manifests, *metrics[:1]) if best else manifests:
+    candidates = list(manifests)
+    if best and manifests:
+        # Earlier starts of the run may have had another `best_metric`.
+        newest = manifests[candidates[0]]
+        candidates = best_first(manifests, newest.best_metric or "")
+    for name in candidates:
         try:
             verify(folder / name)
         except DamagedError as error:
             damaged[name] = str(error)
         else:
-            warn_of(damaged)
+            warn_of_damaged(damaged)
             return folder / name
     return None
 
 
-def warn_of(damaged: dict[str, str]) -> None:
+def warn_of_damaged(damaged: dict[str, str]) -> None:
     for reason in damaged.values():
         warn(f"skipped: {reason}")
 
 
 def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """Return `path` if it is a checkpoint, else `newest_good` of it. Raises DamagedError if damaged
-    or none."""
+    """Return `path` if it is a checkpoint, else the folder's newest or best valid one. Raises
+    DamagedError if damaged or none."""
     if (path / MANIFEST).exists() and not best:
         verify(path)
         return path
     damaged: dict[str, str] = {}
-    if (found := newest_good(path, damaged, best=best)) is None:
+    checkpoint = latest_valid(path, damaged, best=best)
+    if checkpoint is None:
         evaluated = " with its run's best_metric metric" if best else ""
-        reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
+        reasons = "; ".join(damaged.values())
+        if not reasons:
+            reasons = f"expected {MANIFEST}, or folders step-… with one"
         raise DamagedError(f"{path}: no good checkpoint found{evaluated}: {reasons}")
-    return found
+    return checkpoint
 
 
-def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Return the names to delete (`manifests`: newest first): all but the last and the best."""
-    kept = {
-        *[*manifests][: rule.keep_last],
-        *best_first(manifests, rule.best_metric or "")[: rule.keep_best],
-    }
-    return [name for name in reversed(manifests) if name not in kept]
+def to_delete(manifests: dict[str, Manifest], settings: CheckpointSettings) -> list[str]:
+    """Return the names to delete, oldest first: all but the last and the best. `manifests`: by
+    name, newest first."""
+    last = [*manifests][: settings.keep_last]
+    best = best_first(manifests, settings.best_metric or "")[: settings.keep_best]
+    return [name for name in reversed(manifests) if name not in last + best]
 
 
-def best_first(manifests: dict[str, Manifest], metric: str = "") -> list[str]:
+def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
     """Return the names of checkpoints that have this metric, best first (stable)."""
-    names = [name for name, each in manifests.items() if metric in each.metrics]
+    names = [name for name, manifest in manifests.items() if metric in manifest.metrics]
     return sorted(names, key=lambda name: -score(metric, manifests[name].metrics[metric]))
 
 
+# The metadata's field with the structure.
 KEY = "clap_ds.state"
 
 
 def save_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> FileRecord:
     """Write a new safetensors file and flush it to disk. Raises OSError."""
     write_tensors(path, tensors, metadata)
-    return record_of(path)
+    return sync_file(path)
 
 
 def to_state_file(state: Any) -> tuple[State, dict[str, str]]:
-    """Return the file's tensors and metadata."""
+    """Return the tensors and metadata of a state's file."""
     tensors: State = {}
-    return tensors, {KEY: json.dumps(_described(state, tensors, set()))}
+    return tensors, {KEY: json.dumps(_encode_state(state, tensors, set()))}
 
 
-def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
+def _encode_state(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
     """Convert a value to JSON types, moving its tensors to the CPU and into `tensors`."""
+
+    def encode(part: Any) -> Any:
+        return _encode_state(part, tensors, storages)
+
     if isinstance(value, Tensor):
+        # safetensors takes only contiguous tensors.
         tensor = value.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        if storage in storages:  # safetensors rejects tensors that share memory
+        # safetensors rejects tensors that share memory.
+        if storage in storages:
             tensor = tensor.clone()
         storages.add(storage)
-        tensors[name := str(len(tensors))] = tensor
+        name = str(len(tensors))
+        tensors[name] = tensor
         return {"tensor": name}
     if isinstance(value, dict):
-        items = [[_described(part, tensors, storages) for part in item] for item in value.items()]
-        return {"dict": items}
+        # Keys may be numbers, which JSON objects would turn into text.
+        return {"dict": [[encode(key), encode(part)] for key, part in value.items()]}
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_described(part, tensors, storages) for part in value]}
+        return {type(value).__name__: [encode(part) for part in value]}
     return value
 
 
@@ -323,9 +366,9 @@ def read_state_file(path: Path) -> Any:
     """Read the state given to `to_state_file`. Raises ValueError for an invalid file."""
     try:
         with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
-            return _restored(
-                parse_json((file.metadata() or {})[KEY], allow_nan=True), file.get_tensor
-            )
+            structure = (file.metadata() or {})[KEY]
+            # A state may hold NaN, such as an undefined statistic.
+            return _decode_state(parse_json(structure, allow_nan=True), file.get_tensor)
     except (
         OSError,
         LookupError,
@@ -337,12 +380,18 @@ def read_state_file(path: Path) -> Any:
         raise ValueError(f"{path}: can't be read as a state: {error}") from error
 
 
-def _restored(described: Any, tensor_of: Any) -> Any:
-    if not isinstance(described, dict):
-        return described
-    ((kind, content),) = described.items()
+def _decode_state(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+
+    def decode(part: Any) -> Any:
+        return _decode_state(part, get_tensor)
+
+    # All other values are dictionaries with one field: the type.
+    ((kind, content),) = value.items()
     if kind == "tensor":
-        return tensor_of(content)
+        return get_tensor(content)
     if kind == "dict":
-        return {_restored(key, tensor_of): _restored(value, tensor_of) for key, value in content}
-    return {"list": list, "tuple": tuple}[kind](_restored(part, tensor_of) for part in content)
+        return {decode(key): decode(part) for key, part in content}
+    sequence: Any = {"list": list, "tuple": tuple}[kind]
+    return sequence(decode(part) for part in content)

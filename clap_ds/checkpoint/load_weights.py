@@ -28,7 +28,9 @@ from clap_ds.weights.hub import check_recorded, load_by_name
 from clap_ds.weights.open_clip_weights import WEIGHTS as OPEN_CLIP_WEIGHTS
 from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
+# Suffixes of files of weights.
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+# What is downloaded of a model on the Hub.
 _OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
 
 
@@ -38,10 +40,11 @@ def load_weights(
     """Load the weights at a path.
 
     Args:
-        path: a checkpoint of this project, or a folder of them (the newest good one); a file of
-            `clap_ds.weights.formats.to_safetensors`; a folder for `transformers.ClapModel`, or its
-              Hub id (cache
-            first); a file of LAION-CLAP, open_clip (or a folder for its `local-dir:`) or HTSAT.
+        path: one of
+            - a checkpoint of this project, or a folder of them (the newest valid one);
+            - a file of `clap_ds.weights.formats.to_safetensors`;
+            - a folder for `transformers.ClapModel`, or its Hub id (cache first);
+            - a file of LAION-CLAP, open_clip (or a folder for its `local-dir:`) or HTSAT.
         config: expected sizes (default: the weights' own).
         best: take a folder's best by `best_metric` instead of the newest.
         raw: take a `clap.train.ema_decay` checkpoint's raw weights.
@@ -49,102 +52,132 @@ def load_weights(
     Raises:
         ValueError: missing, unsupported or damaged file, another model, or non-finite weights.
     """
-    path, found = _read(Path(path), config, best=best, raw=raw)
-    if wrong := [name for name, tensor in found.state.items() if not tensor.isfinite().all()]:
-        where = f"{len(wrong)} of {len(found.state)} tensors ({some(wrong)})"
-        raise ValueError(f"{path}: NaN or infinity in {where}: use an earlier checkpoint")
-    if config is not None:
-        check_same_model(
-            path, found.config, config
-        )  # tensors alone would fit other numbers of attention heads
-        is_trusted = found.trusts_tokenizer or found.tokenizer in (None, config.text.hub_name)
-        found = replace(found, config=config, trusts_tokenizer=is_trusted)
-    elif found.config.open_clip:
-        check_recorded(found.config.name, path, "--preset")
-    return replace(found, path=str(path))
+    path, weights = _read(Path(path), config, best=best, raw=raw)
+    state = weights.state
+    if bad_tensors := [name for name in state if not state[name].isfinite().all()]:
+        tensors = f"{len(bad_tensors)} of {len(state)} tensors ({some(bad_tensors)})"
+        raise ValueError(f"{path}: NaN or infinity in {tensors}: use an earlier checkpoint")
+    if config is None:
+        if weights.config.open_clip:
+            # The file names a model that open_clip would build.
+            check_recorded(weights.config.name, path, "--preset")
+        return replace(weights, path=str(path))
+    # Tensors alone would fit other numbers of attention heads.
+    check_same_model(path, weights.config, config)
+    is_trusted = weights.trusts_tokenizer or weights.tokenizer in (None, config.text.hub_name)
+    return replace(weights, path=str(path), config=config, trusts_tokenizer=is_trusted)
 
 
 def _read(
     path: Path, config: ClapConfig | None, *, best: bool, raw: bool
 ) -> tuple[Path, Checkpoint]:
+    """Read weights, and return them with the path of the checkpoint in a folder of several."""
     if path.is_file() and path.suffix in _FILES:
-        state, metadata = (
-            read_safetensors(path) if path.suffix == ".safetensors" else (read_pickled(path), {})
-        )
-        if METADATA_KEY in metadata:
-            return path, _with_manifest(path, from_safetensors(path, state, metadata))
-        return path, from_state_dict(path, state, config)
+        return path, _read_file(path, config)
     if (path / "config.json").exists():
         return path, load_transformers(path)
     if (path / OPEN_CLIP_WEIGHTS).exists():
-        _, found = _read(path / OPEN_CLIP_WEIGHTS, config, best=best, raw=raw)
-        if (path / "tokenizer_config.json").exists():
-            found = replace(found, tokenizer=str(path), trusts_tokenizer=True)
-        sizes = path / "open_clip_config.json"
-        if sizes.exists():
-            found = replace(
-                found,
-                context_length=flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length"),
-            )
-        return path, found
+        return path, _read_open_clip_folder(path, config)
     if path.is_dir():
         path = find_checkpoint(path, best=best)
-        file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
-        return path, _read(file, config, best=best, raw=raw)[1]
-    if not path.exists() and len(path.parts) == 2 and path.suffix not in _FILES:
+        # Without a moving average, the only weights are raw.
+        has_raw = (path / RAW).exists()
+        name = RAW if raw and has_raw else WEIGHTS
+        return path, _read_file(path / name, config)
+    if path.exists():
+        raise ValueError(f"{path}: expected a folder or a file ({', '.join(_FILES)})")
+    # A Hub id is ORGANIZATION/NAME.
+    if len(path.parts) == 2 and path.suffix not in _FILES:
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
-    what = "expected" if path.exists() else "no such file or folder; expected"
-    raise ValueError(f"{path}: {what} a folder or a file ({', '.join(_FILES)})")
+    raise ValueError(
+        f"{path}: no such file or folder; expected a folder or a file ({', '.join(_FILES)})"
+    )
+
+
+def _read_file(path: Path, config: ClapConfig | None) -> Checkpoint:
+    if path.suffix != ".safetensors":
+        return from_state_dict(path, read_pickled(path), config)
+    state, metadata = read_safetensors(path)
+    # Other programs' files.
+    if METADATA_KEY not in metadata:
+        return from_state_dict(path, state, config)
+    return _add_manifest(path, from_safetensors(path, state, metadata))
+
+
+def _read_open_clip_folder(folder: Path, config: ClapConfig | None) -> Checkpoint:
+    """Read a folder that open_clip loads as `local-dir:`."""
+    weights = _read_file(folder / OPEN_CLIP_WEIGHTS, config)
+    if (folder / "tokenizer_config.json").exists():
+        # The user has named the folder.
+        weights = replace(weights, tokenizer=str(folder), trusts_tokenizer=True)
+    sizes = folder / "open_clip_config.json"
+    if sizes.exists():
+        context_length = flatten(read_object(sizes)).get("model_cfg.text_cfg.context_length")
+        weights = replace(weights, context_length=context_length)
+    return weights
 
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
+    # Weights of local files don't need the Hub's client.
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
         str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL
     )
-    found = load_transformers(folder)
-    return replace(found, config=found.config.model_copy(update={"name": path.name}))
+    weights = load_transformers(folder)
+    # The cache's folder is named by a commit.
+    return replace(weights, config=weights.config.model_copy(update={"name": path.name}))
 
 
-def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
-    """Add the information of the manifest next to a file of weights."""
+def _add_manifest(path: Path, weights: Checkpoint) -> Checkpoint:
+    """Add the information of the manifest next to a file of weights, if there is one."""
     folder = path.parent
     if not (folder / MANIFEST).exists():
-        return found
+        return weights
     manifest = Manifest.read(folder)
+    reached = f"step {manifest.step:,}"
+    # Metrics are of the averaged weights.
+    score = manifest.metrics.get(manifest.best_metric or "")
+    if score is not None and path.name != RAW:
+        reached += f", {manifest.best_metric} {score:.4g}"
+    if RAW in manifest.files and path.name == WEIGHTS:
+        reached += ", moving average of the weights"
+    # Settings are untrusted: fields of wrong types count as unknown.
     loss_kind = find_field(manifest.settings, "clap.loss.kind")
-    tokens = find_field(manifest.settings, "clap.context_length")
-    value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
-    reached = f"step {manifest.step:,}" + (
-        "" if value is None else f", {manifest.best_metric} {value:.4g}"
-    )
-    reached += ", moving average of the weights" * (RAW in manifest.files and path.name == WEIGHTS)
+    if not isinstance(loss_kind, str):
+        loss_kind = weights.loss_kind
+    context_length = find_field(manifest.settings, "clap.context_length")
+    if context_length is None:
+        context_length = weights.context_length
     return replace(
-        found,
+        weights,
         tokenizer=manifest.tokenizer_in(folder),
         trusts_tokenizer=manifest.tokenizer == TOKENIZER,
-        context_length=found.context_length if tokens is None else tokens,
-        loss_kind=loss_kind if isinstance(loss_kind, str) else found.loss_kind,
+        context_length=context_length,
+        loss_kind=loss_kind,
         reached=reached,
     )
 
 
-def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
+def check_same_model(source: object, recorded: ClapConfig, current: ClapConfig) -> None:
     """Raise ValueError with the sizes that differ."""
-    aside: Any = {
-        "name": True,
-        "text": {"hub_name", "layer_norm_eps"},
-    }  # these don't affect whether weights fit
-    if found := differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside)):
+    # These don't affect whether weights fit.
+    excluded: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}
+    sizes = recorded.model_dump(exclude=excluded)
+    changes = differences(sizes, current.model_dump(exclude=excluded))
+    if changes:
         raise ValueError(
-            f"{where} contains model {theirs.name}, but this run uses {ours.name}: {some(found)}"
+            f"{source} contains model {recorded.name}, but this run uses {current.name}:"
+            f" {some(changes)}"
         )
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Describe how a checkpoint's sizes differ from this run's."""
-    found = flatten(theirs)
-    expected = flatten(ours)
-    differing = (name for name in expected if found.get(name) != expected[name])
-    return [f"{name} is {found.get(name)!r} there, {expected[name]!r} here" for name in differing]
+def differences(recorded: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Describe how a checkpoint's values differ from this run's, for this run's fields."""
+    recorded = flatten(recorded)
+    current = flatten(current)
+    return [
+        f"{name} is {recorded.get(name)!r} there, {value!r} here"
+        for name, value in current.items()
+        if recorded.get(name) != value
+    ]

@@ -1,14 +1,16 @@
-"""Save, find, load and delete the checkpoints of a training run. A run deletes only its own."""
+"""Save, find, load and delete the checkpoints of a training run. A run deletes only its own.
+
+Rank 0 writes, in a thread of its own: at ZeRO-0 it has the whole state. With `async_save`, training
+continues meanwhile, and the thread writes a copy of the state in host memory.
+"""
 
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,24 +21,24 @@ from torch.utils._pytree import tree_map_only
 from clap_ds.checkpoint import checkpoint_files as files
 from clap_ds.checkpoint.checkpoint_files import (
     MANIFEST,
+    PROGRESS,
     RAW,
     STATE,
     TOKENIZER,
     WEIGHTS,
+    FileRecord,
     Manifest,
     save_tensors,
     to_state_file,
     warn,
     write_file,
 )
-from clap_ds.checkpoint.remote import BackgroundSync
+from clap_ds.checkpoint.remote import BackgroundSync, find_or_download
 from clap_ds.checkpoint.restore import (
-    PROGRESS,
-    describe,
+    describe_engine,
     engine_state,
-    find_newest,
     fp32_state,
-    not_finite,
+    non_finite_tensors,
     restore,
 )
 from clap_ds.checkpoint.train_state import SavedCheckpoint, TrainState
@@ -53,11 +55,11 @@ from clap_ds.utils.errors import some
 from clap_ds.utils.files import read_bytes
 from clap_ds.utils.redaction import redacted_all
 from clap_ds.weights.formats import to_safetensors
-from clap_ds.weights.key_mapping import State
 
+# Wait at the end of a run for copies to `remote_sync`.
 SYNC_LIMIT_S = 600.0
+# Niceness of the writing thread: on a host without a free core it gets a tenth of one.
 NICE = 10
-"""Niceness of the writing thread: on a host without a free core it gets a tenth of one."""
 
 
 class Checkpointer:
@@ -87,20 +89,24 @@ class Checkpointer:
         logs: Path | None = None,
     ) -> None:
         self.path = Path(path).absolute()
-        self._rule = settings
         self.tokenizer = tokenizer
+        self.last: SavedCheckpoint | None = None
+        self.run_id = ""
+        self._settings = settings
         self._config = config or {}
         self._job = job
         self._lock: FolderLock | None = None
-        self.last: SavedCheckpoint | None = None
-        self.run_id = ""
         self._sync: BackgroundSync | None = None
-        if rank() == 0 and self._rule.remote_sync is not None:
-            self._sync = BackgroundSync(self._rule.remote_sync, self._rule, self.path, logs)
+        if rank() == 0 and settings.remote_sync is not None:
+            self._sync = BackgroundSync(settings.remote_sync, settings, self.path, logs)
+        # Buffers in host memory, allocated by the first save in the background.
         self._stager: Any = None
-        self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
+        # One thread, so that saves are in order.
+        self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_lower_priority)
         self._writing: Future[SavedCheckpoint] | None = None
-        self._poisoned = ""
+        # Why a state that isn't finite wasn't written.
+        self._non_finite = ""
+        # Beginning of the last save or, before that, of the run.
         self._started_s = time.time()
 
     @activity("waiting for the checkpoint folder")
@@ -115,10 +121,12 @@ class Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # The thread writes to the folder until then.
         self.poll(None)
         if self._lock is not None:
             self._lock.release()
-        with suppress(OSError):  # a run that failed before its first checkpoint leaves no folder
+        # A run that failed before its first checkpoint leaves no folder.
+        with suppress(OSError):
             self.path.rmdir()
 
     def save(
@@ -129,22 +137,26 @@ class Checkpointer:
         *,
         wait: bool = True,
     ) -> list[SavedCheckpoint]:
-        """Save the state of training: with `wait` or without `async_save` completely, else in the
-          background.
+        """Save the state of training. A collective.
 
-        A full or failing disk causes a warning and a `problem` in the result, and no partial
-          checkpoint. Non-finite `metrics`
-        are left out. Raises NonFiniteError on all ranks if weights or the optimizer's state aren't
-          finite. A collective.
+        With `wait` or without `async_save` the state is saved completely, else in the background. A
+        full or failing disk causes a warning and a `problem` in the result, and no partial
+        checkpoint. Metrics that aren't finite are left out.
 
         Returns:
-            Results that weren't returned before: of the previous save, and of this one if complete;
-              the same on every rank.
+            Results that weren't returned before, the same on every rank: of the previous save, and
+            of this one if it is complete.
+
+        Raises:
+            NonFiniteError: on all ranks, if weights or the optimizer's state aren't finite.
         """
-        previous = self.finish()
-        wait = wait or not self._rule.async_save
-        self._start(engine, state, metrics or {}, copied=not wait)
-        return [each for each in (previous, self.finish() if wait else None) if each is not None]
+        in_background = self._settings.async_save and not wait
+        # At most one save is under way: its copy of the state is reused.
+        results = [self.finish()]
+        self._start(engine, state, metrics or {}, copied=in_background)
+        if not in_background:
+            results.append(self.finish())
+        return [result for result in results if result is not None]
 
     @activity("saving a checkpoint")
     def _start(
@@ -154,36 +166,48 @@ class Checkpointer:
         begin = self._started_s = time.time()
         state = engine_state(engine)
         generators = random_state(engine.model.logit_scale.device)
-        random = zip(*map(gather_tensor, generators.values()), strict=True)
-        if rank():
+        # By generator, the state on each rank.
+        by_rank = {name: gather_tensor(tensor) for name, tensor in generators.items()}
+        if rank() != 0:
             return
         assert self._writing is None
-        found = {"state": state, **_weights(engine)}
-        found = self._copied(found) if copied else found
-        found["state"]["random"] = [
-            dict(zip(generators, of_rank, strict=True)) for of_rank in random
+        weights = fp32_state(engine)
+        contents: dict[str, dict[str, Any]] = {STATE: state, WEIGHTS: weights}
+        if engine.average is not None:
+            contents |= {RAW: weights, WEIGHTS: weights | engine.average.weights}
+        if copied:
+            # The next step overwrites the engine's tensors.
+            contents = self._copy_to_host(contents)
+        # By rank, the state of each generator.
+        contents[STATE]["random"] = [
+            dict(zip(by_rank, states, strict=True))
+            for states in zip(*by_rank.values(), strict=True)
         ]
-        manifest = partial(
-            Manifest,
+        model = engine.model.config
+        # Serial and files are known once it is written.
+        manifest = Manifest(
+            serial=0,
             step=progress.step,
-            model=engine.model.config.model_dump(mode="json"),
-            engine=describe(engine),
+            model=model.model_dump(mode="json"),
+            engine=describe_engine(engine),
+            tokenizer=self.tokenizer,
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+            files={},
             run=self.run_id,
             settings=redacted_all(self._config),
-            best_metric=self._rule.best_metric,
+            best_metric=self._settings.best_metric,
         )
-        saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
-        model = engine.model.config
-        told = progress.to_json()
+        progress_json = progress.to_json()
+        now = time.time()
+        save = SavedCheckpoint(progress.step, begin, end=now, stalled_s=now - begin)
         self._writing = self._thread.submit(
-            lambda: self._write(saved, found, told, model, manifest)
+            lambda: self._write(save, contents, progress_json, model, manifest)
         )
 
     def is_late(self) -> bool:
         """Return whether `every_minutes` have passed since the last save or, before that, the
         start."""
-        minutes = self._rule.every_minutes
+        minutes = self._settings.every_minutes
         return minutes is not None and time.time() - self._started_s >= 60 * minutes
 
     def poll(self, limit_s: float | None = 0.0) -> list[SavedCheckpoint]:
@@ -200,45 +224,53 @@ class Checkpointer:
         """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError
         as `save` does."""
         begin = time.time()
-        results, poisoned = run_on_rank0(
-            lambda: ([asdict(saved) for saved in self.poll(None)], self._poisoned)
+        # Only rank 0 has results.
+        results, non_finite = run_on_rank0(
+            lambda: ([asdict(save) for save in self.poll(None)], self._non_finite)
         )
-        if poisoned:
-            raise NonFiniteError(poisoned)
+        if non_finite:
+            raise NonFiniteError(non_finite)
         if not results:
             return None
-        saved = SavedCheckpoint(**results[0])
-        path = Path(saved.path) if saved.path else None
-        self.last = replace(saved, path=path, stalled_s=saved.stalled_s + time.time() - begin)
+        save = SavedCheckpoint(**results[0])
+        # JSON has made text of the path.
+        path = Path(save.path) if save.path else None
+        self.last = replace(save, path=path, stalled_s=save.stalled_s + time.time() - begin)
         return self.last
 
     @activity("looking for a checkpoint")
-    def find(self, place: str | None = None) -> Path | None:
-        """Return the checkpoint at a path, or the newest good one in a folder: by default this one
-          or, if empty, `remote_sync`.
-        Those at URLs are downloaded into this folder.
+    def find(self, source: str | None = None) -> Path | None:
+        """Return the checkpoint at a path, or the newest valid one in a folder. A collective.
 
-        Damaged checkpoints are skipped with a warning. A collective; returns the same on every
-          rank, None if there is none.
-        Raises ValueError if none is at the place, a URL can't be read, or all are damaged.
+        The default source is this folder or, if it is empty, `remote_sync`. Checkpoints at URLs are
+        downloaded into this folder. Damaged ones are skipped with a warning. All ranks get the same
+        path, or None if there is none. Raises ValueError if none is at the source, a URL can't be
+        read, or all are damaged.
         """
-        if place is None or is_remote(place):
-            newest = run_on_rank0(lambda: find_newest(self.path, place, self._rule.remote_sync))
+        if source is None or is_remote(source):
+            remote_sync = self._settings.remote_sync
+            newest = run_on_rank0(lambda: find_or_download(self.path, source, remote_sync))
             return Path(newest) if newest else None
-        return Path(run_on_rank0(lambda: files.find_checkpoint(Path(place).absolute())))
+        return Path(run_on_rank0(lambda: files.find_checkpoint(Path(source).absolute())))
 
-    def was_begun_by(self, run_id: str) -> bool:
-        """Return whether the newest checkpoint here is from this run. A collective."""
-        return run_on_rank0(lambda: [each.run for each in files.read_all(self.path).values()])[
-            :1
-        ] == [run_id]
+    def newest_save(self) -> tuple[str, int]:
+        """Return run id and step of the newest checkpoint here, or "" and 0. A collective."""
 
-    def move_aside(self) -> None:
+        def read_newest() -> tuple[str, int]:
+            for manifest in files.read_all(self.path).values():
+                return manifest.run, manifest.step
+            return "", 0
+
+        run_id, step = run_on_rank0(read_newest)
+        return run_id, step
+
+    def archive(self) -> None:
         """Move everything here into another folder. A collective."""
-        aside = run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
-        if aside is not None and rank() == 0:
+        new_folder = run_on_rank0(lambda: files.archive(self.path, keep=LOCK))
+        if new_folder is not None and rank() == 0:
             print(
-                f"starting from scratch; moved the contents of {self.path} to {aside}", flush=True
+                f"starting from scratch; moved the contents of {self.path} to {new_folder}",
+                flush=True,
             )
 
     @activity("loading a checkpoint")
@@ -246,8 +278,7 @@ class Checkpointer:
         self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False
     ) -> TrainState:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank
-          can't see it, or as
-        `restore` does."""
+        can't see it, or as `restore` does."""
         self.run_id = run_on_rank0(lambda: Manifest.read(folder).run)
         with raise_on_all_ranks():
             if not (folder / PROGRESS).is_file():
@@ -263,119 +294,135 @@ class Checkpointer:
         """Wait up to `limit_s` seconds for copies to `remote_sync`; warn about missing ones and
         return them."""
         self.poll(None)
+        if self._sync is None:
+            return []
         sync = self._sync
         self._sync = None
-        return [] if sync is None else sync.close(limit_s)
+        return sync.close(limit_s)
 
-    def _copied(self, state: Any) -> Any:
-        """Return the state with its tensors in host memory, the same at each call: in pinned memory
-          those of a GPU, if the host
-        can pin as much."""
-        state = tree_map_only(Tensor, Tensor.detach, state)
-        self._stager = self._stager or _stager(pins=torch.cuda.is_available())
+    def _copy_to_host(self, contents: Any) -> Any:
+        """Return the contents with their tensors in host memory, which all calls share. Those of a
+        GPU are in pinned memory, if the host can pin as much."""
+        # Only values are copied, without autograd's graph.
+        contents = tree_map_only(Tensor, Tensor.detach, contents)
+        if self._stager is None:
+            self._stager = _make_stager(pins=torch.cuda.is_available())
         try:
-            return self._stager.stage(state)
+            return self._stager.stage(contents)
         except RuntimeError as error:
             warn(f"checkpoints are copied without pinned memory, which takes longer: {error}")
-            self._stager = _stager(pins=False)
-            return self._stager.stage(state)
+            self._stager = _make_stager(pins=False)
+            return self._stager.stage(contents)
 
     def _write(
         self,
-        saved: SavedCheckpoint,
-        found: dict[str, Any],
+        save: SavedCheckpoint,
+        contents: dict[str, dict[str, Any]],
         progress: str,
         model: ClapConfig,
-        manifest: Any,
+        manifest: Manifest,
     ) -> SavedCheckpoint:
-        """Write the checkpoint, delete superfluous ones, and start the copy to `sync_to`. Errors
-        become warnings."""
+        """Write the checkpoint, delete old ones, and start the copy to `remote_sync`. Errors become
+        warnings."""
         try:
-            state = found.pop("state")
-            if bad := not_finite({**state, "weights": found[WEIGHTS]}):
-                self._poisoned = f"{some(bad)} are NaN or infinite after step {saved.step}"
-                raise ValueError(self._poisoned)
+            bad_tensors = non_finite_tensors({**contents[STATE], "weights": contents[WEIGHTS]})
+            # A run could never leave such a state again.
+            if bad_tensors:
+                self._non_finite = f"{some(bad_tensors)} are NaN or infinite after step {save.step}"
+                raise ValueError(self._non_finite)
+            # Another run may have replaced the lock of a process that seemed gone.
             if self._lock is not None:
                 self._lock.check()
             files.clear_leftovers(self.path)
-            with files.begin(self.path, saved.step) as draft:
-                context_length = self._config.get("clap", {}).get("context_length")
-                records = {STATE: save_tensors(draft / STATE, *to_state_file(state))}
-                for name, weights in found.items():
-                    records[name] = save_tensors(
-                        draft / name, *to_safetensors(weights, model, context_length)
-                    )
+            with files.atomic_dir(self.path, save.step) as draft:
+                records = self._write_contents(draft, contents, model)
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
-                copies = {
-                    name: write_file(draft / name, content)
-                    for name, content in self._tokenizer_files()
-                }
-                newest = max(
-                    (each.serial for each in files.read_all(self.path).values()), default=0
-                )
-                serial = max(int(time.time() * 1000), min(newest + 1, MOST))
-                tokenizer = TOKENIZER if copies else self.tokenizer
-                manifest = manifest(serial=serial, tokenizer=tokenizer, files=records | copies)
+                tokenizer_records = self._copy_tokenizer(draft)
+                if tokenizer_records:
+                    manifest = replace(manifest, tokenizer=TOKENIZER)
+                records |= tokenizer_records
+                manifest = replace(manifest, serial=self._next_serial(), files=records)
+                # The last file: with it the checkpoint is complete.
                 write_file(draft / MANIFEST, manifest.to_json().encode())
-            path = self.path / draft.name
-        except Exception as error:  # training can continue without a checkpoint
-            if not self._poisoned:
+        except Exception as error:
+            # Training can continue without a checkpoint. `finish` raises an error for numbers that
+            # aren't finite.
+            if not self._non_finite:
                 warn(
-                    f"the checkpoint of step {saved.step} could not be saved: {error}; training continues"
+                    f"the checkpoint of step {save.step} could not be saved: {error}; training"
+                    " continues"
                 )
-            return replace(saved, end=time.time(), problem=str(error))
-        self._delete_superfluous()
+            return replace(save, end=time.time(), problem=str(error))
+        path = self.path / draft.name
+        self._delete_old()
         if self._sync is not None:
             self._sync.submit(path)
-        return replace(
-            saved,
-            end=time.time(),
-            path=path,
-            bytes=sum(each.bytes for each in manifest.files.values()),
-        )
+        num_bytes = sum(record.bytes for record in records.values())
+        return replace(save, end=time.time(), path=path, bytes=num_bytes)
 
-    def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
-        if (
-            self.tokenizer is not None and Path(self.tokenizer).is_dir()
-        ):  # makes the checkpoint self-contained
-            for path in sorted(Path(self.tokenizer).iterdir()):
-                name = f"{TOKENIZER}/{path.name}"
-                if path.is_file() and files.FILE_NAME.fullmatch(name):
-                    yield name, read_bytes(path)
+    def _write_contents(
+        self, draft: Path, contents: dict[str, dict[str, Any]], model: ClapConfig
+    ) -> dict[str, FileRecord]:
+        context_length = self._config.get("clap", {}).get("context_length")
+        records = {}
+        for name, content in contents.items():
+            if name == STATE:
+                tensors, metadata = to_state_file(content)
+            else:
+                tensors, metadata = to_safetensors(content, model, context_length)
+            records[name] = save_tensors(draft / name, tensors, metadata)
+        return records
 
-    def _delete_superfluous(self) -> None:
-        own = {
-            name: each
-            for name, each in files.read_all(self.path).items()
-            if each.run == self.run_id
+    def _copy_tokenizer(self, draft: Path) -> dict[str, FileRecord]:
+        """Copy a tokenizer's folder into the checkpoint, which makes it self-contained."""
+        records: dict[str, FileRecord] = {}
+        if self.tokenizer is None or not Path(self.tokenizer).is_dir():
+            return records
+        for path in sorted(Path(self.tokenizer).iterdir()):
+            name = f"{TOKENIZER}/{path.name}"
+            if path.is_file() and files.FILE_NAME.fullmatch(name):
+                records[name] = write_file(draft / name, read_bytes(path))
+        return records
+
+    def _next_serial(self) -> int:
+        """Return the time in ms since 1970, or a larger number if the newest checkpoint's isn't
+        smaller, as clocks of hosts differ."""
+        manifests = files.read_all(self.path).values()
+        newest = max((manifest.serial for manifest in manifests), default=0)
+        return max(int(time.time() * 1000), min(newest + 1, MOST))
+
+    def _delete_old(self) -> None:
+        """Delete this run's checkpoints that `keep_last` and `keep_best` don't keep."""
+        of_run = {
+            name: manifest
+            for name, manifest in files.read_all(self.path).items()
+            if manifest.run == self.run_id
         }
         try:
-            for name in files.superfluous(own, self._rule):
+            for name in files.to_delete(of_run, self._settings):
                 path = self.path / name
-                is_used = self._sync is not None and self._sync.is_copying(path)
-                if not (path.is_symlink() or is_used):  # a link may point to other runs' files
+                is_copying = self._sync is not None and self._sync.is_copying(path)
+                # A link may point to other runs' files.
+                if not is_copying and not path.is_symlink():
                     files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
 
 
-def _stager(*, pins: bool) -> Any:
+def _make_stager(*, pins: bool) -> Any:
     """Return torch's stager to host memory, which `pins` it."""
+    # An experimental package of torch, which only asynchronous saving needs.
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    pinned = {"use_pinned_memory": pins, "use_non_blocking_copy": pins}
-    return DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
-
-
-def _give_way() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-
-def _weights(engine: ClapEngine) -> dict[str, State]:
-    """Return weights by file name."""
-    weights = fp32_state(engine)
-    return (
-        {WEIGHTS: weights}
-        if engine.average is None
-        else {RAW: weights, WEIGHTS: weights | engine.average.weights}
+    options = StagingOptions(
+        use_pinned_memory=pins,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=pins,
     )
+    return DefaultStager(options)
+
+
+def _lower_priority() -> None:
+    # Linux has a priority per thread.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,9 +1,9 @@
 """Copy checkpoints in the background to a folder or URL that fsspec can write.
 
 The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Until then,
-a file tells whose upload it is. Complete ones aren't moved, because object stores would copy every
-byte. Failures cause warnings and never stop training. Credentials come from the environment,
-because URLs are logged.
+a marker file names the run whose upload it is. Complete uploads aren't moved, because object stores
+would copy every byte. Failures cause warnings and never stop training. Credentials come from the
+environment, because URLs are logged.
 """
 
 import math
@@ -24,10 +24,11 @@ from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.utils.files import MOST_BYTES, RefusedFileError
 
+# Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the
+# run's id.
 PARTIAL = ".partial"
-"""Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of
-the run's id."""
 MOST_HISTORY_BYTES = 2**30
+# The same problem may come back with every upload.
 _warn_once = cache(warn)
 
 
@@ -35,12 +36,16 @@ def try_target(url: str) -> None:
     """Write and delete a small file at `url`; ValueError if that fails."""
     try:
         remote = RemoteFiles(url)
+        # A name that nothing else has.
         name = f".probe-{os.urandom(8).hex()}"
         remote.write(name, b"clap")
         remote.remove(name)
-    except Exception as error:  # its type depends on the file system's package
-        problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
-        raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
+    # Its type depends on the file system's package.
+    except Exception as error:
+        raise ValueError(
+            f"clap.checkpoint.remote_sync: {url} can't be written"
+            f" ({type(error).__name__}: {error}); set credentials in the environment"
+        ) from error
 
 
 class RemoteFolder:
@@ -49,6 +54,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         """Open the folder at a URL, or of the single checkpoint there."""
+        # URLs end in a folder or in `step-…`.
         folder, _, name = url.rstrip("/").rpartition("/")
         self._only = name if files.NAME.fullmatch(name) else None
         self.url = folder if self._only else url
@@ -62,60 +68,70 @@ class RemoteFolder:
             content = self._remote.read_start(f"{name}/{MANIFEST}", MOST_BYTES)
             return Manifest.from_json(content, f"{self.url}/{name}")
 
-        return files.newest_first(self._names(), read, {} if damaged is None else damaged)
+        return files.newest_first(self._list_names(), read, {} if damaged is None else damaged)
 
-    def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
-        """Upload a checkpoint, and delete its run's interrupted uploads and, by `rule`, superfluous
-        checkpoints."""
+    def upload(self, checkpoint: Path, settings: CheckpointSettings) -> None:
+        """Upload a checkpoint. Delete its run's interrupted uploads, and its checkpoints that
+        `settings` don't keep."""
         manifest = Manifest.read(checkpoint)
-        marker = (
-            blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL
-        )  # ids may be paths
+        # The hash makes a file name of the id, which may be a path.
+        marker = blake2b(manifest.run.encode(), digest_size=8).hexdigest() + PARTIAL
         self._clear_interrupted(marker)
-        there = self.read_all()
-        if manifest not in there.values():
-            name = files.free_name(manifest.step, self._remote.ls())
+        manifests = self.read_all()
+        # An earlier start of the run may have copied it.
+        if manifest not in manifests.values():
+            name = self._upload_files(checkpoint, manifest, marker)
+            manifests = {name: manifest, **manifests}
+        of_run = {name: other for name, other in manifests.items() if other.run == manifest.run}
+        for name in files.to_delete(of_run, settings):
+            # With the marker, an interrupted deletion is continued.
             self._remote.write(f"{name}/{marker}", b"")
-            if [*self._remote.ls(name)] != [marker]:
-                raise FileExistsError(f"another run has just begun {name}")
-            for file in (*manifest.files, MANIFEST):
-                self._remote.upload(
-                    checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}"
-                )
-            self._remote.remove(f"{name}/{marker}")
-            there = {name: manifest, **there}
-        own = {name: other for name, other in there.items() if other.run == manifest.run}
-        for name in files.superfluous(own, rule):
-            self._remote.write(
-                f"{name}/{marker}", b""
-            )  # so that an interrupted deletion is continued
-            self._remote.remove(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
+            # Without its manifest it is no checkpoint.
+            self._remote.remove(f"{name}/{MANIFEST}")
             self._remote.remove(name, recursive=True)
+
+    def _upload_files(self, checkpoint: Path, manifest: Manifest, marker: str) -> str:
+        """Upload a checkpoint's files to a new folder, the manifest last. Return the folder's
+        name."""
+        name = files.free_name(manifest.step, self._remote.ls())
+        self._remote.write(f"{name}/{marker}", b"")
+        # Two runs may have chosen the same name at the same time.
+        if [*self._remote.ls(name)] != [marker]:
+            raise FileExistsError(f"another run has just begun {name}")
+        for file in (*manifest.files, MANIFEST):
+            self._remote.upload(checkpoint.parent, f"{checkpoint.name}/{file}", f"{name}/{file}")
+        self._remote.remove(f"{name}/{marker}")
+        return name
 
     def _clear_interrupted(self, marker: str) -> None:
         """Delete uploads with this marker. Warn of other folders without a manifest, such as other
         runs' uploads under way."""
-        for name in self._names():
+        for name in self._list_names():
             contents = self._remote.ls(name)
             if MANIFEST in contents:
                 continue
-            if [file for file in contents if file.endswith(PARTIAL)] == [marker]:
+            # Several markers are of runs that chose the name at the same time.
+            markers = [file for file in contents if file.endswith(PARTIAL)]
+            if markers == [marker]:
                 self._remote.remove(name, recursive=True)
             else:
                 _warn_once(
-                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another program's folder. It stays"
+                    f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another"
+                    " program's folder. It stays"
                 )
 
     def upload_logs(self, sources: Iterable[Path], uploaded: dict[Path, Any] | None = None) -> None:
-        """Upload files, and folders with all their regular files, under their names. Warn of links,
-          which aren't followed.
-        Files that have the size and time of change in `uploaded` are left out; it receives those of
-          the others."""
+        """Upload files, and folders with all their regular files, under their names.
+
+        Warn of links, which aren't followed. Files that have the size and time of change in
+        `uploaded` are left out; it receives those of the others.
+        """
         uploaded = {} if uploaded is None else uploaded
         for source in sources:
             for path in [source, *source.rglob("*")]:
                 if path.is_symlink() or not path.is_file():
                     continue
+                # Logs grow, and TensorBoard's old files stay.
                 status = path.stat()
                 version = (status.st_size, status.st_mtime_ns)
                 if uploaded.get(path) == version:
@@ -128,45 +144,57 @@ class RemoteFolder:
                     _warn_once(f"{path} isn't copied to {self.url}: {error}")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
-        """Download the newest good checkpoint into a local folder unless it is there, and return it
-          or None. `damaged` receives
-        by name why others aren't good; if one is, they are warned about."""
-        here = {manifest.serial: folder / name for name, manifest in files.read_all(folder).items()}
+        """Download the newest valid checkpoint into a local folder unless it is there.
+
+        Return it or None. `damaged` receives by name why others aren't valid; if one is, they are
+        warned about.
+        """
+        local = {
+            manifest.serial: folder / name for name, manifest in files.read_all(folder).items()
+        }
         for name, manifest in self.read_all(damaged).items():
+            # The URL may be of a single checkpoint.
             if self._only not in (None, name):
                 continue
-            with suppress(DamagedError):
-                if manifest.serial in here and files.verify(here[manifest.serial]):
-                    return here[manifest.serial]
+            if manifest.serial in local:
+                # A damaged one is downloaded again.
+                with suppress(DamagedError):
+                    files.verify(local[manifest.serial])
+                    return local[manifest.serial]
             try:
-                with files.begin(folder, manifest.step) as draft:
-                    files.write_file(draft / MANIFEST, manifest.to_json().encode())
-                    for file, record in manifest.files.items():
-                        (draft / file).parent.mkdir(exist_ok=True)
-                        self._remote.download(f"{name}/{file}", draft / file, record.bytes)
+                with files.atomic_dir(folder, manifest.step) as draft:
+                    self._download_files(name, manifest, draft)
                     files.verify(draft)
                     self._download_history(draft / HISTORY, folder / HISTORY)
             except (DamagedError, FileNotFoundError, RefusedFileError) as error:
+                # Errors name the draft's hidden path, which is gone.
                 damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
             else:
-                files.warn_of(damaged)
+                files.warn_of_damaged(damaged)
                 return folder / draft.name
         return None
 
-    def _download_history(self, draft: Path, to: Path) -> None:
+    def _download_files(self, name: str, manifest: Manifest, draft: Path) -> None:
+        files.write_file(draft / MANIFEST, manifest.to_json().encode())
+        for file, record in manifest.files.items():
+            (draft / file).parent.mkdir(exist_ok=True)
+            self._remote.download(f"{name}/{file}", draft / file, record.bytes)
+
+    def _download_history(self, draft: Path, target: Path) -> None:
         """Download the history by way of a private folder, unless it is there; warn if it is a link
         or too large."""
-        if to.exists():
+        if target.exists():
             return
         try:
             self._remote.download(HISTORY, draft, MOST_HISTORY_BYTES)
-            draft.replace(to)
+            draft.replace(target)
         except FileNotFoundError:
+            # The history wasn't copied.
             pass
         except RefusedFileError as error:
             warn(f"{self.url}/{HISTORY} isn't copied: {error}")
 
-    def _names(self) -> list[str]:
+    def _list_names(self) -> list[str]:
         """Return the names of complete and partial checkpoints that aren't links."""
         listing = self._remote.ls()
         return sorted(
@@ -174,9 +202,43 @@ class RemoteFolder:
         )
 
 
+def find_or_download(folder: Path, url: str | None, remote_sync: str | None) -> Path | None:
+    """Return the newest valid checkpoint at a URL or, without one, in a folder or at `remote_sync`.
+
+    Those at URLs are downloaded into the folder. Raises ValueError if a URL can't be read or has
+    none, or if all are damaged.
+    """
+    damaged: dict[str, str] = {}
+    if url is None:
+        checkpoint = files.latest_valid(folder, damaged)
+        if checkpoint is not None:
+            return checkpoint
+    source = url or remote_sync
+    damaged_at_source: dict[str, str] = {}
+    if source is not None:
+        try:
+            checkpoint = RemoteFolder(source).download_newest(folder, damaged_at_source)
+        # Its type depends on the file system's package.
+        except Exception as error:
+            raise ValueError(f"{source} can't be read ({type(error).__name__}: {error})") from error
+        if checkpoint is not None:
+            return checkpoint
+    reasons = [*damaged.values(), *damaged_at_source.values()]
+    if reasons:
+        listed = "".join(f"\n  {reason}" for reason in reasons)
+        raise ValueError(
+            f"{folder}: all {len(reasons)} checkpoints are damaged; nothing was started or"
+            f" deleted:{listed}\n"
+            "  Rerun the same command, or pass --restart to move them aside and start from scratch"
+        )
+    if url is not None:
+        raise ValueError(f"{url}: no checkpoint found")
+    return None
+
+
 class BackgroundSync:
-    """Copies finished checkpoints and logs to a URL, one at a time, in a thread that does not keep
-    the process alive.
+    """Copies of finished checkpoints and logs to a URL, made one at a time, in a thread that does
+    not keep the process alive.
 
     Args:
         folder: the checkpoints' folder, which also has logs.
@@ -184,12 +246,15 @@ class BackgroundSync:
     """
 
     def __init__(
-        self, url: str, rule: CheckpointSettings, folder: Path, logs: Path | None = None
+        self, url: str, settings: CheckpointSettings, folder: Path, logs: Path | None = None
     ) -> None:
         self._url = url
-        self._rule = rule
-        self._logs = [folder / HISTORY, folder / "tensorboard", *([logs] if logs else [])]
+        self._settings = settings
+        self._logs = [folder / HISTORY, folder / "tensorboard"]
+        if logs is not None:
+            self._logs.append(logs)
         self._last: Path | None = None
+        # Time of the last copy.
         self._copied_s = -math.inf
         self._uploaded_logs: dict[Path, Any] = {}
         self._copies: dict[Path, Future[bool]] = {}
@@ -197,12 +262,14 @@ class BackgroundSync:
 
     def submit(self, checkpoint: Path) -> None:
         """Queue this checkpoint for copying unless one was less than `remote_sync_every_minutes`
-          ago. It is skipped if it has
-        been deleted by then."""
+        ago. It is skipped if it has been deleted by then."""
         self._last = checkpoint
-        if time.monotonic() - self._copied_s >= 60 * self._rule.remote_sync_every_minutes:
+        if time.monotonic() - self._copied_s >= 60 * self._settings.remote_sync_every_minutes:
             self._copied_s = time.monotonic()
-            self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
+            self._queue(checkpoint)
+
+    def _queue(self, checkpoint: Path) -> None:
+        self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
 
     def is_copying(self, checkpoint: Path) -> bool:
         """Return whether it is being read now."""
@@ -212,30 +279,35 @@ class BackgroundSync:
         """Copy the last checkpoint, wait for pending copies, warn about checkpoints that were not
         copied, and return them."""
         if self._last is not None and self._last not in self._copies:
-            self._copies[self._last] = self._thread.submit(self._copy, self._last)
-        if any(not copy.done() for copy in self._copies.values()):
+            self._queue(self._last)
+        if not all(copy.done() for copy in self._copies.values()):
             print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
         wait(self._copies.values(), limit_s)
-        left = [
-            path
-            for path, copy in self._copies.items()
-            if path.exists() and not (copy.done() and copy.result())
-        ]
+        # Copies that failed, and those that aren't done.
+        missing = []
+        for path, copy in self._copies.items():
+            is_copied = copy.done() and copy.result()
+            # The run has deleted old ones.
+            if not is_copied and path.exists():
+                missing.append(path)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if left:
-            paths = ", ".join(map(str, left))
+        if missing:
+            paths = ", ".join(map(str, missing))
             warn(
-                f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last"
+                f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its"
+                f" {MANIFEST} last"
             )
-        return left
+        return missing
 
     def _copy(self, checkpoint: Path) -> bool:
         """Return whether the checkpoint was copied or no longer exists."""
         try:
+            remote = RemoteFolder(self._url)
             if checkpoint.exists():
-                RemoteFolder(self._url).upload(checkpoint, self._rule)
-            RemoteFolder(self._url).upload_logs(self._logs, self._uploaded_logs)
-        except Exception as error:  # its type depends on the file system's package
+                remote.upload(checkpoint, self._settings)
+            remote.upload_logs(self._logs, self._uploaded_logs)
+        # Its type depends on the file system's package.
+        except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training continues")
             return False

@@ -1,4 +1,7 @@
-"""Progress of a training run, and the options and results of its checkpoints. Imports neither torch nor DeepSpeed."""
+"""Progress of a training run, and the options and results of its checkpoints.
+
+Imports neither torch nor DeepSpeed.
+"""
 
 import json
 import math
@@ -12,8 +15,8 @@ from clap_ds.config.model import Count
 from clap_ds.config.schema import score
 from clap_ds.utils.files import parse_json
 
+# Steps of all starts, next to the checkpoints.
 HISTORY = "history.jsonl"
-"""Steps of all starts, next to the checkpoints."""
 
 
 @dataclass
@@ -21,8 +24,9 @@ class TrainState:
     """Progress of a run.
 
     Attributes:
-        step, samples, epoch: optimizer steps, audio–caption pairs over all ranks, passes over the
-          data.
+        step: optimizer steps.
+        samples: audio–caption pairs over all ranks.
+        epoch: passes over the data, if the length of one is known.
         data: state of each rank's data source (`BatchSource.state()`), by rank.
         train_s: training time so far, in seconds.
         best: best value of each evaluation metric so far.
@@ -39,40 +43,58 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     saved_step: int = 0
 
-    def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
-        """Keep the best metrics, and when the `wanted` ones were reached."""
+    def update_best(
+        self, metrics: dict[str, float], targets: dict[str, float], train_s: float
+    ) -> None:
+        """Keep the best metrics, and when the `targets` were reached."""
         for name, value in metrics.items():
-            if math.isfinite(value) and score(name, value) >= score(
-                name, self.best.get(name, value)
-            ):
+            # `score` is higher for better values, also of losses.
+            best = self.best.get(name, value)
+            if math.isfinite(value) and score(name, value) >= score(name, best):
                 self.best[name] = value
-        if wanted and all(
-            score(name, metrics[name]) >= score(name, value) for name, value in wanted.items()
-        ):
-            self.extra |= {"target": wanted, "time_to_target_s": train_s, "target_step": self.step}
-
-    def reached(self, wanted: dict[str, float]) -> str | None:
-        """Return a message with step and time at which an evaluation reached the target, or
-        None."""
-        if (seconds := self.time_to(wanted)) is None:
-            return None
-        values = ", ".join(f"{name} {value:g}" for name, value in wanted.items())
-        return f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {values}"
-
-    def time_to(self, wanted: dict[str, float]) -> float | None:
-        return (
-            self.extra["time_to_target_s"]
-            if wanted and self.extra.get("target") == wanted
-            else None
+        is_reached = all(
+            score(name, metrics[name]) >= score(name, value) for name, value in targets.items()
         )
+        if targets and is_reached:
+            self.extra |= {"target": targets, "time_to_target_s": train_s, "target_step": self.step}
+
+    def reached(self, targets: dict[str, float]) -> str | None:
+        """Return a message with step and time at which an evaluation reached the targets, or
+        None."""
+        seconds = self.time_to(targets)
+        if seconds is None:
+            return None
+        values = ", ".join(f"{name} {value:g}" for name, value in targets.items())
+        # Earlier versions recorded no step.
+        step = self.extra.get("target_step", self.step)
+        return f"target reached at step {step}, after {seconds:,.0f} s: {values}"
+
+    def time_to(self, targets: dict[str, float]) -> float | None:
+        """Return the training time in seconds until the targets were reached, or None."""
+        # A resumed run may have other targets.
+        if not targets or self.extra.get("target") != targets:
+            return None
+        return self.extra["time_to_target_s"]
+
+    def prepare_save(self, data: list[dict[str, Any]], train_s: float) -> None:
+        """Take over what only a checkpoint needs: the data sources' states by rank, and the
+        training time."""
+        self.data = data
+        self.train_s = train_s
+        self.saved_step = self.step
 
     def data_of(self, rank: int) -> dict[str, Any] | None:
-        return self.data[rank % len(self.data)] if self.data else None
+        """Return the state of a rank's data source, or None at the start."""
+        if not self.data:
+            return None
+        # With more ranks than at the last save, several continue from one state.
+        return self.data[rank % len(self.data)]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {name: value for name, value in asdict(self).items() if name != "saved_step"}, indent=1
-        )
+        content = asdict(self)
+        # It is the step when loaded.
+        del content["saved_step"]
+        return json.dumps(content, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -80,17 +102,22 @@ class TrainState:
         content = parse_json(text)
         try:
             content["saved_step"] = content["step"]
-            return TypeAdapter(cls).validate_python(
-                {each.name: content[each.name] for each in fields(cls)}
-            )
+            # Later versions may add fields.
+            known_fields = {attribute.name: content[attribute.name] for attribute in fields(cls)}
+            return TypeAdapter(cls).validate_python(known_fields)
         except (LookupError, TypeError) as error:
             raise ValueError(f"a checkpoint's progress can't be read: {error!r}") from error
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Command-line options of resuming. `skip_steps`: first and last step whose batches are
-    skipped."""
+    """Command-line options of resuming.
+
+    Attributes:
+        restart: move existing checkpoints away and start from scratch.
+        resume_weights_only: resume after changes that only weights survive.
+        skip_steps: first and last step whose batches are skipped.
+    """
 
     restart: bool = False
     resume_weights_only: bool = False
@@ -99,8 +126,14 @@ class ResumeOptions:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Result of saving: `path` and `bytes` written, or the `problem`. `begin` and `end` are seconds
-    since 1970; training was blocked for `stalled_s` seconds."""
+    """Result of saving.
+
+    Attributes:
+        begin, end: seconds since 1970.
+        path, bytes: folder and bytes written, if saving succeeded.
+        problem: the error, if it failed.
+        stalled_s: seconds for which training was blocked.
+    """
 
     step: int
     begin: float

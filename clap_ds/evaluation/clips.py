@@ -34,17 +34,26 @@ from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
 from clap_ds.utils.errors import did_you_mean
 
+# The section that errors name.
 FIELD = "clap.evaluation"
-NUM_EXAMPLES = 5  # quoted in errors
-_PIECE = 16  # clips per transfer from a worker process
+# Clips that an error quotes.
+NUM_EXAMPLES = 5
+# Clips per transfer from a worker process.
+_PIECE = 16
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Locate an item: its tar, its name there, the place of its encoded audio, and its text files
-    by extension."""
+    """An item of a shard.
+
+    Attributes:
+        shard: the tar's path or URL.
+        key: the item's name in it.
+        place: the item's encoded audio in it.
+        described: the item's text files by extension.
+    """
 
     shard: str
     key: str
@@ -66,14 +75,17 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 
     for shard in shards:
         for item in list_items(shard, report):
+            key = item["__key__"]
             try:
-                texts = [extension for extension in CAPTION_FORMATS if extension in item]
                 described = {
-                    extension: item[extension].read(item["__file__"]) for extension in texts
+                    extension: item[extension].read(item["__file__"])
+                    for extension in CAPTION_FORMATS
+                    if extension in item
                 }
-                clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
+                # Only the place of the audio is kept: all clips may not fit in memory.
+                clips.append(Clip(shard, key, choose_clip(item, kind), described))
             except (BrokenItemError, OSError) as error:
-                report(f"{shard}: {item['__key__']}", str(error))
+                report(f"{shard}: {key}", str(error))
     return clips, broken
 
 
@@ -90,13 +102,19 @@ def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
         raise BrokenItemError(
             f"{field} in its json: expected a class name or a list of them, found {value!r}"
         )
+    # Names without duplicates, in order.
     return list(dict.fromkeys(name.strip() for name in names))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold a task's clips (indices into all) with their captions or, for zero-shot, captions of
-    classes and the clips' classes."""
+    """A task's clips and captions.
+
+    Attributes:
+        clips: indices into all clips.
+        captions: captions of each clip or, for zero-shot, of each class.
+        classes: for zero-shot, the classes of each clip.
+    """
 
     clips: list[int]
     captions: list[list[str]]
@@ -107,50 +125,63 @@ def plan_retrieval(
     clips: dict[int, Clip], settings: RetrievalSettings
 ) -> tuple[Plan, list[Broken]]:
     """Select the clips with captions. Raises ValueError for none."""
+    expected = f"{FIELD}.retrieval.shards: expected clips with captions"
     read = partial(captions_of, key=settings.caption_key)
-    found, broken = _read(clips, read, f"{FIELD}.retrieval.shards: expected clips with captions")
-    return Plan(list(found), list(found.values())), broken
+    captions_by_clip, broken = _read_each(clips, read, expected)
+    return Plan(list(captions_by_clip), list(captions_by_clip.values())), broken
 
 
 def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
     """Select the clips with classes. Raises ValueError for no clips, an unknown class, or fewer
     than two classes."""
     field = settings.class_key
-    wanted = f"{FIELD}.zero_shot.shards: expected clips with {field!r} ({FIELD}.zero_shot.class_key) in a json"
-    found, broken = _read(clips, partial(classes_of, field=field), wanted)
-    examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
+    section = f"{FIELD}.zero_shot"
+    expected = f"{section}.shards: expected clips with {field!r} ({section}.class_key) in a json"
+    names_by_clip, broken = _read_each(clips, partial(classes_of, field=field), expected)
+    # The first clip of each class, which errors name.
+    examples: dict[str, Clip] = {}
+    for index, names in names_by_clip.items():
+        for name in names:
+            examples.setdefault(name, clips[index])
+    # By default a class has one caption, its name.
     classes = settings.classes or {name: [in_words(name)] for name in sorted(examples)}
-    for unknown in sorted(examples.keys() - classes.keys()):
-        where = f"the shards have {unknown!r} ({examples[unknown].name})"
-        raise ValueError(f"{FIELD}.zero_shot.classes: {where}{did_you_mean(unknown, classes)}")
+    for name in sorted(examples):
+        if name not in classes:
+            raise ValueError(
+                f"{section}.classes: the shards have {name!r}"
+                f" ({examples[name].name}){did_you_mean(name, classes)}"
+            )
     if len(classes) < 2:
-        raise ValueError(
-            f"{FIELD}.zero_shot.classes: expected at least 2 classes, found {list(classes)}"
-        )
+        raise ValueError(f"{section}.classes: expected at least 2 classes, found {list(classes)}")
+    numbers = {name: number for number, name in enumerate(classes)}
+    classes_by_clip = [[*map(numbers.__getitem__, names)] for names in names_by_clip.values()]
     captions = class_captions(classes, settings.templates)
-    index = {name: number for number, name in enumerate(classes)}
-    of_each = [[index[name] for name in names] for names in found.values()]
-    return Plan(list(found), captions, of_each), broken
+    return Plan(list(names_by_clip), captions, classes_by_clip), broken
 
 
-def _read(
+def _read_each(
     clips: dict[int, Clip], read: Callable[[Mapping[str, bytes]], T], expected: str
 ) -> tuple[dict[int, T], list[Broken]]:
-    found = dict[int, T]()
+    """Return what `read` returns for clips' texts, by index, and the clips for which it raises
+    BrokenItemError. Raises ValueError with `expected` if it does for all."""
+    values: dict[int, T] = {}
     broken = []
-    for number, clip in clips.items():
+    for index, clip in clips.items():
         try:
-            found[number] = read(clip.described)
+            values[index] = read(clip.described)
         except BrokenItemError as error:
             broken.append(Broken(clip.name, str(error)))
-    if not found:
+    if not values:
         examples = "; ".join(map(str, broken[:NUM_EXAMPLES])) or "none with audio"
         raise ValueError(f"{expected}, found none among {len(clips)}: {examples}")
-    return found, broken
+    return values, broken
 
 
 class _ClipAudio(Dataset[Tensor | str]):
+    """The audio of clips by index, or the reason why it is unusable."""
+
     def __init__(self, clips: list[Clip], audio: AudioConfig, kind: Kind) -> None:
+        # Clips are in the order of shards.
         self._open_shard = lru_cache(maxsize=1)(open_shard)
         self._clips = clips
         self._audio = audio
@@ -161,17 +192,19 @@ class _ClipAudio(Dataset[Tensor | str]):
 
     def __getitem__(self, number: int) -> Tensor | str:
         clip = self._clips[number]
+        # `read_clip` fills the row.
         row = empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             return row
+        # An error in a worker would end the evaluation.
         except DAMAGE as error:
             return words(error)
 
 
 class Middle(random.Random):
-    """Return the middle of each range, to center crops."""
+    """Random numbers that are the middle of each range, to center crops."""
 
     def randint(self, low: int, high: int) -> int:
         return (low + high) // 2
@@ -180,11 +213,9 @@ class Middle(random.Random):
 def empty_row(audio: AudioConfig, kind: Kind) -> Tensor:
     """Return zeros for a clip: (num_frames, mel_bins) float16 for `mel`; else float32,
     (num_samples,) or, with feature fusion, (4, num_frames, mel_bins)."""
-    return (
-        torch.zeros(audio.feature_shape, dtype=torch.float16)
-        if kind == "mel"
-        else torch.zeros(audio.clip_shape)
-    )
+    if kind == "mel":
+        return torch.zeros(audio.feature_shape, dtype=torch.float16)
+    return torch.zeros(audio.clip_shape)
 
 
 def load_audio(
@@ -192,13 +223,16 @@ def load_audio(
 ) -> Iterator[Tensor | str]:
     """Yield clips in order, shaped like `empty_row`, or the reason why one is unusable, from
     `num_workers` processes (0: this one). Raises ValueError if one was killed."""
-    dataset = _ClipAudio(clips, audio, kind)
-    num_workers = min(num_workers, len(clips))
     loader: Loader[Any] = Loader(
-        dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list
+        _ClipAudio(clips, audio, kind),
+        num_workers=min(num_workers, len(clips)),
+        section=FIELD,
+        batch_size=_PIECE,
+        collate_fn=list,
     )
     try:
         for piece in loader:
             yield from piece
     finally:
+        # Workers would outlive an error.
         loader.close()

@@ -8,7 +8,7 @@ that to save time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import TypeVar
 
 import torch
@@ -33,7 +33,7 @@ def tokenizer_of(name: str | None, text: TextConfig, field: str) -> PreTrainedTo
 
 def embed_audio(model: ContrastiveModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
     """Embed inputs of `ClapModel.encode_audio`: (N, joint_dim)."""
-    return _joined(model, audio_batches(model, clips, micro_batch))
+    return _concatenate(model, audio_batches(model, clips, micro_batch))
 
 
 def audio_batches(
@@ -42,52 +42,59 @@ def audio_batches(
     """Embed clips by micro-batches."""
 
     def encode(batch: list[Tensor]) -> Tensor:
-        audio = torch.stack(
-            batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)) * fill
-        )
+        if fill:
+            padding = torch.zeros_like(batch[0])
+            batch = batch + [padding] * (micro_batch - len(batch))
+        audio = torch.stack(batch)
         return model.encode_audio(audio.to(model.logit_scale.device).float())
 
     return _batches(model, clips, micro_batch, encode)
 
 
 def embed_text(
-    model: ContrastiveModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, context_length: int, micro_batch: int,
+    model: ContrastiveModel,
+    captions: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    micro_batch: int,
     fill: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Embed captions, truncated to `context_length`: (N, joint_dim)."""
+    device = model.logit_scale.device
 
     def encode(batch: list[str]) -> Tensor:
-        ids, mask = tokenize(
-            batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, context_length
-        )
-        return model.encode_text(
-            ids.to(model.logit_scale.device), mask.to(model.logit_scale.device)
-        )
+        if fill:
+            batch = batch + [""] * (micro_batch - len(batch))
+        ids, mask = tokenize(batch, tokenizer, context_length)
+        return model.encode_text(ids.to(device), mask.to(device))
 
-    return _joined(model, _batches(model, captions, micro_batch, encode))
+    return _concatenate(model, _batches(model, captions, micro_batch, encode))
 
 
 def class_captions(
     classes: Mapping[str, Sequence[str]], templates: Sequence[str]
 ) -> list[list[str]]:
     """List each class's captions: all its names in all templates."""
-    return [
-        [text.replace("{}", name) for name in names for text in templates]
-        for names in classes.values()
-    ]
+    captions_by_class = []
+    for names in classes.values():
+        pairs = product(names, templates)
+        captions_by_class.append([template.replace("{}", name) for name, template in pairs])
+    return captions_by_class
 
 
-def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
+def class_features(captions_by_class: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
     """Average the features of each class's captions (in order in `text_MD`): (classes, D), rows of
     length 1."""
-    means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
+    counts = [len(captions) for captions in captions_by_class]
+    # In fp64, so that the order of captions doesn't matter.
+    means = [features_MD.double().mean(0) for features_MD in text_MD.split(counts)]
     return F.normalize(torch.stack(means), dim=-1).float()
 
 
-def _joined(model: ContrastiveModel, batches: Iterator[Tensor]) -> Tensor:
-    return torch.cat(
-        [*batches] or [model.logit_scale.detach().new_zeros(0, model.config.joint_dim)]
-    )
+def _concatenate(model: ContrastiveModel, batches: Iterator[Tensor]) -> Tensor:
+    # A rank may have no item.
+    none = model.logit_scale.detach().new_zeros(0, model.config.joint_dim)
+    return torch.cat([*batches] or [none])
 
 
 @torch.no_grad()
@@ -97,11 +104,14 @@ def _batches(
     micro_batch: int,
     encode: Callable[[list[T]], Tensor],
 ) -> Iterator[Tensor]:
-    rest = iter(items)
+    """Yield the features of micro-batches in evaluation mode, and restore every module's mode."""
+    items = iter(items)
+    # Frozen towers are in evaluation mode in training, too.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        while batch := list(islice(rest, micro_batch)):
+        while batch := list(islice(items, micro_batch)):
+            # Without the rows that fill the micro-batch.
             yield encode(batch)[: len(batch)].float()
     finally:
         for module, training in modes:

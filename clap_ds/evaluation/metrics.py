@@ -27,16 +27,20 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
 from clap_ds.metrics.intervals import Z
 
+# The k of recall at k in retrieval.
 RECALL_AT = (1, 5, 10)
+# Ranks of retrieval's mean average precision.
 CUTOFF = 10
+# The k of top-k accuracy in zero-shot classification.
 TOP = (1, 5)
+# Most clips in a batch of the loss, which grows with its size.
 LOSS_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Hold a metric (0 to 1, except for the loss), its expectation for constant predictions, and
-    its 95% interval."""
+    """A metric: a value from 0 to 1, except for the loss, its expectation for constant predictions,
+    and its 95% interval."""
 
     value: float
     chance: float
@@ -46,7 +50,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Hold metrics by name, and the numbers of clips, captions and classes."""
+    """Metrics by name, and the numbers of clips, captions and classes."""
 
     counts: dict[str, int]
     measures: dict[str, Measure]
@@ -54,16 +58,18 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Hold results by task (`retrieval`, `zero_shot`), and unusable items."""
+    """Results by task (`retrieval`, `zero_shot`), and unusable items."""
 
     tasks: dict[str, TaskResult]
     broken: list[Broken]
 
     @property
     def measures(self) -> dict[str, Measure]:
-        return {
-            name: measure for task in self.tasks.values() for name, measure in task.measures.items()
-        }
+        """Measures of all tasks, whose names differ."""
+        measures: dict[str, Measure] = {}
+        for task in self.tasks.values():
+            measures |= task.measures
+        return measures
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -74,33 +80,33 @@ class Evaluation:
         return {name: measure.chance for name, measure in self.measures.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        broken = found.pop("broken")
+        content = asdict(self)
         return {
             "metrics": self.metrics,
-            **found,
-            "num_broken_items": len(broken),
-            "broken_items": broken,
+            "tasks": content["tasks"],
+            "num_broken_items": len(self.broken),
+            "broken_items": content["broken"],
         }
 
 
 def wilson(proportion: float, number: float) -> tuple[float, float]:
     """Compute Wilson's 95% interval of a proportion. It is conservative for means of other values
     from 0 to 1."""
+    # (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n)
     spread = Z * math.sqrt(proportion * (1 - proportion) / number + Z**2 / (4 * number**2))
     centre = proportion + Z**2 / (2 * number)
     scale = 1 + Z**2 / number
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def _means(
-    names: Sequence[str], found: Tensor, chance: Tensor, num_clips: float
+def _average(
+    names: Sequence[str], values_QM: Tensor, chances_QM: Tensor, num_clips: float
 ) -> dict[str, Measure]:
     """Average values from 0 to 1, (Q, M) each, with intervals of a mean over `num_clips`."""
-    values = zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False)
+    # Further columns have no name.
+    columns = zip(names, values_QM.mean(0).tolist(), chances_QM.mean(0).tolist(), strict=False)
     return {
-        name: Measure(value, by_chance, *wilson(value, num_clips))
-        for name, value, by_chance in values
+        name: Measure(value, chance, *wilson(value, num_clips)) for name, value, chance in columns
     }
 
 
@@ -110,27 +116,36 @@ def evaluate_retrieval(
     """Compute recall and mean average precision in both directions from fp32 rows of length 1. A
     collective."""
     clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
-    measures: dict[str, Measure] = {}
-    for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
-        ("audio_to_text", (audio_ND, clip_N), (text_MD, clip_of_caption_M)),
-        ("text_to_audio", (text_MD, clip_of_caption_M), (audio_ND, clip_N)),
-    ):
+    audio = (audio_ND, clip_N)
+    text = (text_MD, clip_of_caption_M)
+    return {
+        **_evaluate_direction("audio_to_text", audio, text, len(audio_ND), ranks),
+        **_evaluate_direction("text_to_audio", text, audio, len(audio_ND), ranks),
+    }
 
-        def relevant(
-            rows: slice, query: Tensor = clip_of_query, candidate: Tensor = clip_of_candidate
-        ) -> Tensor:
-            return query[rows, None] == candidate
 
-        found, chance = ranking.rank_candidates(
-            queries, candidates, relevant, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks
-        )
-        names = [
-            f"retrieval_{direction}_{name}"
-            for name in (*(f"r{k}" for k in RECALL_AT), f"map{CUTOFF}")
-        ]
-        # A clip's captions are correlated, so the interval is for the number of clips.
-        measures |= _means(names, found, chance, len(audio_ND))
-    return measures
+def _evaluate_direction(
+    direction: str,
+    queries: tuple[Tensor, Tensor],
+    candidates: tuple[Tensor, Tensor],
+    num_clips: int,
+    ranks: Ranks,
+) -> dict[str, Measure]:
+    """Compute retrieval's measures in one direction, from features, (Q, D) and (C, D), each with
+    the clips that they belong to, (Q,) and (C,)."""
+    queries_QD, clip_of_query_Q = queries
+    candidates_CD, clip_of_candidate_C = candidates
+
+    def find_relevant(rows: slice) -> Tensor:
+        return clip_of_query_Q[rows, None] == clip_of_candidate_C
+
+    values_QM, chances_QM = ranking.rank_candidates(
+        queries_QD, candidates_CD, find_relevant, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks
+    )
+    names = [f"retrieval_{direction}_r{k}" for k in RECALL_AT]
+    names.append(f"retrieval_{direction}_map{CUTOFF}")
+    # A clip's captions are correlated, so the interval is for the number of clips.
+    return _average(names, values_QM, chances_QM, num_clips)
 
 
 def retrieval_loss(
@@ -147,24 +162,27 @@ def retrieval_loss(
     Chance is the lowest loss with equal similarities of all pairs. Features are fp32 rows of length
     1.
     """
+    # Equal captions get equal numbers, so that they are positives.
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
     losses = []
-    chance_in_all = 0.0
+    chance_sum = 0.0
     num_batches = -(-len(captions) // LOSS_BATCH)
-    for first in range(num_batches):
-        rows = slice(first, None, num_batches)
+    for start in range(num_batches):
+        # Sizes of the batches differ by at most one clip.
+        rows = slice(start, None, num_batches)
         positive_BB = (caption_N[rows, None] == caption_N[rows]).double()
         logits_BB = scale * audio_ND[rows].double() @ text_ND[rows].double().T
-        found_B, chance = LOSSES[kind].evaluate(
-            logits_BB if bias is None else logits_BB + bias, positive_BB
-        )
-        losses.append(found_B)
-        chance_in_all += chance * len(found_B)
+        if bias is not None:
+            logits_BB += bias
+        loss_B, chance = LOSSES[kind].evaluate(logits_BB, positive_BB)
+        losses.append(loss_B)
+        chance_sum += chance * len(loss_B)
     loss_N = torch.cat(losses)
     value = float(loss_N.mean())
+    # Half of the 95% interval of a mean: z σ / √N.
     spread = Z * float(loss_N.std(correction=0)) / math.sqrt(len(loss_N))
-    return Measure(value, chance_in_all / len(loss_N), value - spread, value + spread)
+    return Measure(value, chance_sum / len(loss_N), value - spread, value + spread)
 
 
 def evaluate_zero_shot(
@@ -176,16 +194,19 @@ def evaluate_zero_shot(
     was 96 to 100% in simulations of 2 to 20 clips per class and 10 to 50 classes, of equal and very
     unequal sizes.)
     """
-    relevant = is_of_class_NK.__getitem__
-    found, chance = ranking.rank_candidates(
-        audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks
+    accuracies_NM, chances_NM = ranking.rank_candidates(
+        audio_ND, classes_KD, is_of_class_NK.__getitem__, at=TOP, cutoff=1, ranks=ranks
     )
-    measures = _means([f"zero_shot_top{k}" for k in TOP], found, chance, len(audio_ND))
+    names = [f"zero_shot_top{k}" for k in TOP]
+    measures = _average(names, accuracies_NM, chances_NM, len(audio_ND))
+    # Classes with clips, whose number is K from here on.
     num_clips_K = is_of_class_NK.sum(0)
-    relevant_KN = is_of_class_NK.T[num_clips_K > 0]
-    classes_KD = classes_KD[num_clips_K > 0]
-    found, chance = ranking.rank_candidates(
-        classes_KD, audio_ND, relevant_KN.__getitem__, ranks=ranks
+    has_clips_K = num_clips_K > 0
+    num_clips_K = num_clips_K[has_clips_K]
+    relevant_KN = is_of_class_NK.T[has_clips_K]
+    precisions_KM, chances_KM = ranking.rank_candidates(
+        classes_KD[has_clips_K], audio_ND, relevant_KN.__getitem__, ranks=ranks
     )
-    number = len(classes_KD) ** 2 / float((1 / num_clips_K[num_clips_K > 0]).sum())
-    return measures | _means(["zero_shot_map"], found, chance, number)
+    # Var(mean) = Σ p(1 - p)/n_k / K², so the mean is one of K² / Σ 1/n_k clips.
+    number = len(num_clips_K) ** 2 / float((1 / num_clips_K).sum())
+    return measures | _average(["zero_shot_map"], precisions_KM, chances_KM, number)

@@ -1,6 +1,6 @@
-"""Length of a training run, and what is due after each step. Imports neither torch nor DeepSpeed.
+"""Compute the length of a training run and the actions due after each step, and check a run's JSON.
 
-Check what training requires of a run's JSON, before torch is imported.
+The checks run before torch is imported: this module imports neither torch nor DeepSpeed.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Self
 from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.config import schema
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, ShardData, TrainSettings
+from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import ClapSettings
 from clap_ds.data.shard_io import check_url, is_remote
 
 
-class Due(NamedTuple):
-    """What is due after a step."""
+class StepActions(NamedTuple):
+    """The actions that are due after a step."""
 
     log: bool
     evaluate: bool
@@ -30,8 +30,9 @@ class TrainPlan:
 
     Attributes:
         samples: total audio–caption pairs.
-        global_batch: the global batch, after the `ramp`: [samples, global batch from then on].
+        global_batch: the global batch, after the `ramp`.
         epoch_samples: pairs in one pass over the data, if known.
+        ramp: pairs of a number of samples and the global batch from then on, ascending.
     """
 
     samples: int
@@ -40,38 +41,38 @@ class TrainPlan:
     log_every: int = 10
     evaluate_every: int | None = None
     save_every: int | None = None
+    histogram_every: int | None = None
     target_metrics: dict[str, float] = field(default_factory=dict)
     ramp: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls,
-        train: TrainSettings,
-        evaluation: EvaluationSettings,
-        checkpoint: CheckpointSettings,
-        sizes: BatchSizes,
-        epoch_samples: int | None,
+    def from_settings(
+        cls, clap: ClapSettings, sizes: BatchSizes, epoch_samples: int | None
     ) -> Self:
-        """Compute it from a run's sections. ValueError if epochs are requested and their length is
-        unknown."""
+        """Compute the plan of a run. Raises ValueError for epochs of unknown length."""
+        train = clap.train
         samples = train.max_samples
-        epochs = train.epochs
-        if epochs is not None:
+        if train.epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
-                    "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
+                    "clap.train.epochs: the length of an epoch of remote shards is unknown without"
+                    " their manifest.json"
                     " (clap-ds shards prepare); add it, or set clap.train.max_samples"
                 )
-            samples = math.ceil(epochs * epoch_samples)
+            # A part of an epoch is rounded up to whole samples.
+            samples = math.ceil(train.epochs * epoch_samples)
+        # `problems_for_training` requires one of the two.
         assert samples is not None
-        every = train.log_every_steps, evaluation.every_steps, checkpoint.every_steps
         return cls(
-            samples,
-            sizes.global_batch,
-            epoch_samples,
-            *every,
-            train.target_metrics,
-            train.batch_ramp,
+            samples=samples,
+            global_batch=sizes.global_batch,
+            epoch_samples=epoch_samples,
+            log_every=train.log_every_steps,
+            evaluate_every=clap.evaluation.every_steps,
+            save_every=clap.checkpoint.every_steps,
+            histogram_every=train.histogram_every_steps,
+            target_metrics=train.target_metrics,
+            ramp=train.batch_ramp,
         )
 
     def is_done(self, state: TrainState) -> bool:
@@ -80,9 +81,11 @@ class TrainPlan:
 
     def batch(self, samples: int) -> int:
         """Return the global batch of the step that starts after so many samples."""
-        return next(
-            (batch for start, batch in reversed(self.ramp) if samples >= start), self.global_batch
-        )
+        # The last start that is reached.
+        for start, batch in reversed(self.ramp):
+            if samples >= start:
+                return batch
+        return self.global_batch
 
     def advance(self, state: TrainState) -> None:
         """Count a step."""
@@ -90,32 +93,39 @@ class TrainPlan:
         state.samples += self.batch(state.samples)
         state.epoch = round(state.samples / self.epoch_samples, 6) if self.epoch_samples else None
 
-    def due(self, state: TrainState, signal: int, is_late: bool = False) -> Due:
-        """Return what is due after a step, given the signal to stop, or 0, and whether a checkpoint
-          is late. A save stays due
-        until one has started."""
-        is_last = state.samples >= self.samples
+    def due(self, state: TrainState, signal: int, is_late: bool = False) -> StepActions:
+        """Return the actions that are due after a step.
+
+        Args:
+            signal: the signal to stop, or 0.
+            is_late: whether the time between checkpoints has passed.
+        """
+        step = state.step
         stop = signal != 0 or self.is_done(state)
-        evaluate = is_last or (
-            self.evaluate_every is not None and state.step % self.evaluate_every == 0
-        )
-        every = self.save_every
-        save = (
-            stop
-            or is_late
-            or (every is not None and state.step // every > state.saved_step // every)
-        )
-        log = evaluate or save or state.step % self.log_every == 0
-        return Due(log, evaluate and not signal, save, stop)
+        # The last step is always evaluated.
+        evaluate = state.samples >= self.samples
+        if self.evaluate_every is not None:
+            evaluate |= step % self.evaluate_every == 0
+        save = stop or is_late
+        if self.save_every is not None:
+            # A save stays due until one has started: a step with a bad loss isn't saved.
+            save |= step // self.save_every > state.saved_step // self.save_every
+        # An evaluation or a save would count as a step's time.
+        log = evaluate or save or step % self.log_every == 0
+        # The launcher kills a signaled run soon, so saving comes before evaluating.
+        return StepActions(log, evaluate and signal == 0, save, stop)
 
     def last_step(self, state: TrainState) -> int:
         """Return the run's last step."""
         step = state.step
         samples = state.samples
-        for end in [*(start for start, _ in self.ramp[1:]), self.samples]:
-            steps = max(0, math.ceil((min(end, self.samples) - samples) / self.batch(samples)))
-            step = step + steps
-            samples = samples + steps * self.batch(samples)
+        # Steps within each stage of the ramp; a step may end in the next one.
+        ends = [start for start, _ in self.ramp[1:]]
+        for end in [*ends, self.samples]:
+            batch = self.batch(samples)
+            steps = max(0, math.ceil((min(end, self.samples) - samples) / batch))
+            step += steps
+            samples += steps * batch
         return step
 
 
@@ -125,70 +135,89 @@ def problems_for_training(
     """Return what prevents training on `world_size` ranks, if known: one line per problem, with
     field and expectation."""
     train = clap.train
-    evaluation = clap.evaluation
-    problems = []
     sizes = BatchSizes.of(deepspeed, world_size)
-    micro_batches = sizes.accumulation_steps if train.accumulation == "gradcache" else 1
-    if (world_size or 2) * sizes.micro_batch * micro_batches == 1:
+    problems = []
+    # Pairs that one loss compares; several ranks are assumed if their number is unknown.
+    num_ranks = world_size or 2
+    pairs = num_ranks * sizes.micro_batch
+    if train.accumulation == "gradcache":
+        pairs *= sizes.accumulation_steps
+    if pairs == 1:
         problems.append(
-            "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
+            "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no"
+            " negatives: increase it, or"
             ' set clap.train.accumulation "gradcache" with gradient_accumulation_steps above 1'
         )
     if train.batch_ramp:
-        problems += _problems_with_ramp(train.batch_ramp, sizes, world_size)
+        ramp_problems = _problems_with_ramp(train.batch_ramp, sizes, world_size)
+        problems += [f"clap.train.batch_ramp: {problem}" for problem in ramp_problems]
     if train.max_samples is None and train.epochs is None:
         problems.append("clap.train: max_samples and epochs are missing: set one of them")
-    data = clap.data
-    if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
-        without = "synthetic data, mixtures and clap.data.resampled"
-        problems.append(f"clap.train.epochs: {without} have no epochs; set clap.train.max_samples")
-    named = [("clap.train.target_metrics", name) for name in train.target_metrics]
-    if clap.checkpoint.best_metric is not None:
-        named.append(("clap.checkpoint.best_metric", clap.checkpoint.best_metric))
-    known = schema.names(evaluation)
-    problems += [
-        f"{field}: no evaluation computes {name!r}; available: {', '.join(known) or 'none, as clap.evaluation is empty'}"
-        for field, name in named
-        if name not in known
-    ]
-    if train.target_metrics and evaluation.every_steps is None:
-        problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
-    return problems + _problems_with_urls(clap)
+    has_epochs = isinstance(clap.data, ShardData) and clap.data.has_epochs
+    if train.epochs is not None and not has_epochs:
+        problems.append(
+            "clap.train.epochs: synthetic data, mixtures and clap.data.resampled have no epochs;"
+            " set clap.train.max_samples"
+        )
+    return problems + _problems_with_metrics(clap) + _problems_with_urls(clap)
 
 
 def _problems_with_ramp(
     ramp: list[list[int]], sizes: BatchSizes, world_size: int | None
 ) -> list[str]:
-    starts, batches = zip(*ramp, strict=True)
-    problems = {
-        "expected increasing numbers of samples, the first 0": [*starts] != sorted({0, *starts})
-    }
-    if world_size is not None:
-        unit = sizes.micro_step
-        whole = sizes.global_batch
-        wrong = [batch for batch in batches if batch < unit or batch % unit]
-        problems[f"expected multiples of {unit}, the micro-batches of all ranks, found {wrong}"] = (
-            wrong != []
+    starts = [start for start, _ in ramp]
+    batches = [batch for _, batch in ramp]
+    problems = []
+    if starts != sorted({0, *starts}):
+        problems.append("expected increasing numbers of samples, the first 0")
+    # Batch sizes depend on the number of ranks.
+    if world_size is None:
+        return problems
+    # The global batch grows by accumulation steps.
+    unit = sizes.micro_step
+    if wrong := [batch for batch in batches if batch < unit or batch % unit]:
+        problems.append(
+            f"expected multiples of {unit}, the micro-batches of all ranks, found {wrong}"
         )
-        problems[
-            f"expected the run's global batch {whole} as the last one, found {batches[-1]}"
-        ] = batches[-1] != whole
-    return [
-        f"clap.train.batch_ramp: {problem}" for problem, is_there in problems.items() if is_there
+    if batches[-1] != sizes.global_batch:
+        problems.append(
+            f"expected the run's global batch {sizes.global_batch} as the last one, found"
+            f" {batches[-1]}"
+        )
+    return problems
+
+
+def _problems_with_metrics(clap: ClapSettings) -> list[str]:
+    """Return metrics that no evaluation computes, and targets that are never evaluated."""
+    targets = clap.train.target_metrics
+    required = [("clap.train.target_metrics", name) for name in targets]
+    if clap.checkpoint.best_metric is not None:
+        required.append(("clap.checkpoint.best_metric", clap.checkpoint.best_metric))
+    available = schema.names(clap.evaluation)
+    listed = ", ".join(available) or "none, as clap.evaluation is empty"
+    problems = [
+        f"{setting}: no evaluation computes {name!r}; available: {listed}"
+        for setting, name in required
+        if name not in available
     ]
+    if targets and clap.evaluation.every_steps is None:
+        problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
+    return problems
 
 
 def _problems_with_urls(clap: ClapSettings) -> list[str]:
-    """Return URLs with credentials or unsupported protocols; connects to nothing. Those of shards
-    are checked with them."""
+    """Return URLs with credentials or unsupported protocols. Nothing is connected to; URLs of
+    shards are checked with the shards."""
     problems = []
-    for setting, url in (
-        ("checkpoint.remote_sync", clap.checkpoint.remote_sync),
-        ("train.resume", clap.train.resume),
-    ):
+    urls = {
+        "checkpoint.remote_sync": clap.checkpoint.remote_sync,
+        "train.resume": clap.train.resume,
+    }
+    for setting, url in urls.items():
+        if url is None or not is_remote(url):
+            continue
         try:
-            if url and is_remote(url):
-                check_url(url)
+            check_url(url)
         except ValueError as error:
             problems.append(f"clap.{setting}: {error}")
     return problems

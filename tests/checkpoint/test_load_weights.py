@@ -1,4 +1,4 @@
-"""Test detection of weight formats, their metadata, and rejection of other models."""
+"""Weights of every format are detected and loaded with their metadata, and other models rejected."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.restore import tokenizer_problem
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.formats import Checkpoint, save_transformers, to_safetensors, to_transformers
+from clap_ds.weights.formats import Checkpoint, save_transformers, to_safetensors
 from clap_ds.weights.key_mapping import laion_names, to_names
 from tests.weights.fake_checkpoints import checkpoint_of, flip_bit, save_safetensors
 
@@ -29,205 +29,223 @@ def model() -> ClapModel:
     return ClapModel(MICRO)
 
 
-def assert_weights(found: Checkpoint, model: ClapModel) -> None:
+def assert_weights(weights: Checkpoint, model: ClapModel) -> None:
     for name, parameter in model.named_parameters():
+        # transformers and LAION have no classifier.
         if not name.startswith(("audio.tscam_conv", "audio.head")):
-            assert torch.equal(found.state[name], parameter), name
+            assert torch.equal(weights.state[name], parameter), name
 
 
-def test_every_kind_loads_and_is_refused_for_another_model(
-    model: ClapModel, tmp_path: Path
+@pytest.fixture(scope="module")
+def sources(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights in all formats."""
+    folder = tmp_path_factory.mktemp("weights")
+    save_safetensors(model, folder / "model.safetensors")
+    save_transformers(model, folder / "transformers")
+    torch.save(to_names(model.state_dict(), laion_names), folder / "laion.pt")
+    checkpoint = checkpoint_of(model, folder / "run", 5)
+    return {
+        "file": folder / "model.safetensors",
+        "transformers": folder / "transformers",
+        "laion": folder / "laion.pt",
+        "checkpoint": checkpoint,
+        "run": folder / "run",
+    }
+
+
+@pytest.mark.parametrize("source", ["file", "transformers", "laion", "checkpoint", "run"])
+def test_weights_of_every_format_load(
+    sources: dict[str, Path], model: ClapModel, source: str
 ) -> None:
+    assert_weights(load_weights(sources[source], MICRO), model)
+
+
+@pytest.mark.parametrize("source", ["file", "transformers", "checkpoint", "run"])
+def test_weights_with_sizes_are_rejected_for_another_model(
+    sources: dict[str, Path], model: ClapModel, source: str
+) -> None:
+    assert_weights(load_weights(sources[source]), model)
     # The same shapes, but other heads, which tensors don't show.
-    heads = MICRO.model_copy(
-        update={"audio": MICRO.audio.model_copy(update={"num_heads": [1, 4]}), "name": "heads"}
-    )
-    save_safetensors(model, tmp_path / "one.safetensors")
-    save_transformers(model, tmp_path / "hf")
-    path = checkpoint_of(model, tmp_path / "run", 5)
-    for source in (tmp_path / "one.safetensors", tmp_path / "hf", path, str(tmp_path / "run")):
-        for config in (MICRO, None):
-            assert_weights(load_weights(source, config), model)
-        with pytest.raises(
-            ValueError, match=r"heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here"
-        ) as refusal:
-            load_weights(source, heads)
-        assert str(source) in str(refusal.value)
+    audio = MICRO.audio.model_copy(update={"num_heads": [1, 4]})
+    heads = MICRO.model_copy(update={"audio": audio, "name": "heads"})
     with pytest.raises(
-        ValueError,
-        match=r"this run uses htsat_tiny_roberta_base: .*is 16 there, 64 .* and \d+ more",
+        ValueError, match=r"heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here"
+    ) as refusal:
+        load_weights(sources[source], heads)
+    assert str(sources[source]) in str(refusal.value)
+
+
+def test_many_different_sizes_are_abbreviated(sources: dict[str, Path]) -> None:
+    with pytest.raises(
+        ValueError, match=r"this run uses htsat_tiny_roberta_base: .*is 16 there, 64 .* \d+ more"
     ):
-        load_weights(path, load_preset("htsat_tiny_roberta_base"))
-    torch.save(to_names(model.state_dict(), laion_names), tmp_path / "laion.pt")
-    assert_weights(load_weights(tmp_path / "laion.pt"), model)
+        load_weights(sources["checkpoint"], load_preset("htsat_tiny_roberta_base"))
 
 
-def test_checkpoints_of_other_versions_keep_their_sizes_whatever_a_preset_is_now(
-    model: ClapModel, tmp_path: Path
-) -> None:
-    """Unknown fields in the manifest and in the run's settings are ignored."""
-    named = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
-    named.load_state_dict(model.state_dict())
-    settings = {
-        "clap": {
-            "train": {"shuffle_captions": True},
-            "hardware": {"measure_peak": True},
-            "context_length": 12,
-        }
-    }
-    path = checkpoint_of(named, tmp_path, settings=settings)
-    content = json.loads((path / "manifest.json").read_text()) | {"resumed_from": 7}
-    content["hash"] = checkpoint_files._hash(
-        {name: value for name, value in content.items() if name != "hash"}
-    )
+def test_checkpoint_of_other_version_keeps_its_sizes(model: ClapModel, tmp_path: Path) -> None:
+    """Unknown fields in the manifest and in the run's settings are ignored, and the preset of that
+    name may differ now."""
+    renamed = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
+    renamed.load_state_dict(model.state_dict())
+    clap = {"train": {"shuffle_captions": True}, "context_length": 12}
+    path = checkpoint_of(renamed, tmp_path, settings={"clap": clap})
+    content = json.loads((path / "manifest.json").read_text())
+    del content["hash"]
+    content["resumed_from"] = 7
+    content["hash"] = checkpoint_files._hash_json(content)
     (path / "manifest.json").write_text(json.dumps(content))
-    for config in (None, MICRO):
-        found = load_weights(tmp_path, config)
-        assert_weights(found, model)
-        assert (found.config.audio, found.config.joint_dim, found.context_length) == (
-            MICRO.audio,
-            MICRO.joint_dim,
-            12,
-        )
+    weights = load_weights(tmp_path)
+    assert_weights(weights, model)
+    assert (weights.config.audio, weights.config.joint_dim) == (MICRO.audio, MICRO.joint_dim)
+    assert weights.context_length == 12
 
 
-def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def bad_files(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
     for name in ("weights.txt", "damaged.safetensors"):
-        (tmp_path / name).write_text("none")
-    save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")
-    theirs = {
-        name: torch.zeros(1)
-        for name in ("logit_scale", "audio.encoder.bn0.weight", "text.proj.0.weight")
-    }
-    save_file(theirs, tmp_path / "theirs.safetensors")
-    torch.save(
-        {"state_dict": {f"module.{name}": each for name, each in theirs.items()}},
-        tmp_path / "theirs.pt",
-    )
-    flip_bit(checkpoint_of(model, tmp_path / "run") / "weights.safetensors", 9999)
+        (folder / name).write_text("none")
+    save_file({"a": torch.zeros(1)}, folder / "foreign.safetensors")
+    names = ("logit_scale", "audio.encoder.bn0.weight", "text.proj.0.weight")
+    open_clip = {name: torch.zeros(1) for name in names}
+    save_file(open_clip, folder / "open_clip.safetensors")
+    flip_bit(checkpoint_of(model, folder / "run") / "weights.safetensors", 9999)
     diverged = ClapModel(MICRO)
     torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
     diverged.audio.batch_norm.running_var[3] = float("inf")
-    save_safetensors(diverged, tmp_path / "nan.safetensors")
-    for name, reason in (
+    save_safetensors(diverged, folder / "nan.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
         ("nowhere", "no such file or folder"),
         (".", "no good checkpoint found"),
         ("run", r"weights\.safetensors has changed"),
         ("weights.txt", "expected a folder"),
         ("damaged.safetensors", "can't be read as safetensors"),
         ("foreign.safetensors", "this project"),
-        ("theirs.safetensors", "open_clip"),
-        ("theirs.pt", "open_clip"),
+        ("open_clip.safetensors", "open_clip"),
         ("nan.safetensors", r"NaN or infinity in 2 of \d+ tensors"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            load_weights(tmp_path / name)
+    ],
+)
+def test_bad_file_is_rejected_with_reason(bad_files: Path, name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        load_weights(bad_files / name)
 
 
-def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(
-    tmp_path: Path,
-) -> None:
+def test_learned_bias_shows_sigmoid_loss_and_fits_model_without(tmp_path: Path) -> None:
     with_bias = ClapModel(MICRO, learns_bias=True)
     without = ClapModel(MICRO)
     with_bias.load_state_dict({"logit_bias": torch.full((1,), -3.5)}, strict=False)
     save_safetensors(with_bias, tmp_path / "sigmoid.safetensors")
-    found = load_weights(tmp_path / "sigmoid.safetensors", MICRO)
-    assert found.build().state_dict()["logit_bias"].item() == -3.5
-    found.load_into(without)
-    assert torch.equal(
-        without.audio_projection.linear1.weight, with_bias.audio_projection.linear1.weight
-    )
-    assert "logit_bias" not in to_transformers(with_bias.state_dict())
     save_safetensors(without, tmp_path / "softmax.safetensors")
-    other = load_weights(tmp_path / "softmax.safetensors")
-    other.load_into(with_bias)
+    sigmoid = load_weights(tmp_path / "sigmoid.safetensors", MICRO)
+    softmax = load_weights(tmp_path / "softmax.safetensors")
+    assert (sigmoid.loss_kind, softmax.loss_kind) == ("sigmoid", "softmax")
+    assert sigmoid.build().state_dict()["logit_bias"].item() == -3.5
+    sigmoid.load_into(without)
+    name = "audio_projection.linear1.weight"
+    assert torch.equal(without.get_parameter(name), with_bias.get_parameter(name))
+    softmax.load_into(with_bias)
     assert with_bias.state_dict()["logit_bias"].item() == -3.5
-    assert (found.loss_kind, other.loss_kind) == (
-        "sigmoid",
-        "softmax",
-    )  # inferred from the bias without a manifest
 
 
-def test_what_is_known_of_weights_comes_with_them(model: ClapModel, tmp_path: Path) -> None:
-    settings = {"clap": {"context_length": 12, "loss": {"kind": "another"}}}
-    best = {"metrics": {"zero_shot_top1": 0.25}, "best_metric": "zero_shot_top1"}
-    told = checkpoint_of(model, tmp_path, 1, "roberta-base", settings=settings, **best)
-    old = checkpoint_of(model, tmp_path, 1200, tokenizer="tokenizer")
-    for path in (told, told / "weights.safetensors"):
-        found = load_weights(path)
-        assert (found.tokenizer, found.context_length, found.loss_kind) == (
-            "roberta-base",
-            12,
-            "another",
-        )
-        assert found.shown == f"{path}, step 1, zero_shot_top1 0.25"
-    for path in (tmp_path, old / "weights.safetensors"):
-        found = load_weights(path)
-        assert (found.tokenizer, found.context_length, found.loss_kind) == (
-            str(old / "tokenizer"),
-            None,
-            "softmax",
-        )
-        assert found.shown == f"{old if path == tmp_path else path}, step 1,200"
-    for tokens in (12, None):
-        (tmp_path / "lone.safetensors").write_bytes(
-            safetensors.torch.save(*to_safetensors(model.state_dict(), MICRO, tokens))
-        )
-        found = load_weights(tmp_path / "lone.safetensors", MICRO)
-        assert (found.tokenizer, found.context_length, found.shown) == (
-            None,
-            tokens,
-            str(tmp_path / "lone.safetensors"),
-        )
-    save_transformers(model, tmp_path / "hf")
-    for limit, expected in (
-        (12, 12),
-        (64, None),
-        (10**30, None),
-        (1.5, None),
-    ):  # MICRO has 64 positions
-        (tmp_path / "hf" / "tokenizer_config.json").write_text(
-            json.dumps({"model_max_length": limit})
-        )
-        found = load_weights(tmp_path / "hf")
-        assert (found.tokenizer, found.context_length) == (str(tmp_path / "hf"), expected)
+def test_manifest_describes_weights(model: ClapModel, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(
+        model,
+        tmp_path,
+        tokenizer="roberta-base",
+        settings={"clap": {"context_length": 12, "loss": {"kind": "another"}}},
+        metrics={"zero_shot_top1": 0.25},
+        best_metric="zero_shot_top1",
+    )
+    for path in (checkpoint, checkpoint / "weights.safetensors"):
+        weights = load_weights(path)
+        assert (weights.tokenizer, weights.context_length) == ("roberta-base", 12)
+        assert weights.loss_kind == "another"
+        assert weights.shown == f"{path}, step 1, zero_shot_top1 0.25"
 
 
 @pytest.mark.parametrize(
     "clap",
-    [3, {"loss": [1], "context_length": "12"}, {"loss": {"kind": {}}, "context_length": True}],
+    [{}, 3, {"loss": [1], "context_length": "12"}, {"loss": {"kind": {}}, "context_length": True}],
 )
-def test_settings_of_wrong_types_count_as_unknown(
+def test_missing_or_wrong_settings_count_as_unknown(
     model: ClapModel, tmp_path: Path, clap: Any
 ) -> None:
-    found = load_weights(checkpoint_of(model, tmp_path, settings={"clap": clap}))
-    assert (found.loss_kind, found.longest_caption) == ("softmax", MICRO.text.max_tokens)
+    path = checkpoint_of(model, tmp_path, 1200, "tokenizer", settings={"clap": clap})
+    weights = load_weights(tmp_path)
+    assert (weights.loss_kind, weights.longest_caption) == ("softmax", MICRO.text.max_tokens)
+    # The folder in the checkpoint.
+    assert weights.tokenizer == str(path / "tokenizer")
+    assert weights.shown == f"{path}, step 1,200"
 
 
-@pytest.mark.parametrize("name", ["/etc", "some/one", "open_clip:local-dir:/tmp"])
-def test_a_file_names_no_place_of_its_choice(
-    model: ClapModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("context_length", [12, None])
+def test_file_without_manifest_has_its_context_length(
+    model: ClapModel, tmp_path: Path, context_length: int | None
 ) -> None:
-    """It may name what is built in, or what this host's cache has. The user may choose any."""
+    path = tmp_path / "model.safetensors"
+    content = to_safetensors(model.state_dict(), MICRO, context_length)
+    path.write_bytes(safetensors.torch.save(*content))
+    weights = load_weights(path, MICRO)
+    assert (weights.tokenizer, weights.context_length) == (None, context_length)
+    assert weights.shown == str(path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    # The model has 64 positions.
+    [(12, 12), (64, None), (10**30, None), (1.5, None)],
+)
+def test_transformers_folder_has_tokenizer_and_its_limit(
+    model: ClapModel, tmp_path: Path, limit: float, expected: int | None
+) -> None:
+    save_transformers(model, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+    weights = load_weights(tmp_path / "hf")
+    assert (weights.tokenizer, weights.context_length) == (str(tmp_path / "hf"), expected)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the Hub that has `one/cached`."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "models--one--cached").mkdir(parents=True)
-    for known in ("roberta-base", "one/cached", "open_clip:CLAP-HTSAT-tiny"):
-        assert (
-            load_weights(checkpoint_of(model, tmp_path / "known", 1, known)).tokenizer_name == known
-        )
-    found = load_weights(checkpoint_of(model, tmp_path / "named", 1, name))
+
+
+@pytest.mark.usefixtures("hub_cache")
+@pytest.mark.parametrize("name", ["roberta-base", "one/cached", "open_clip:CLAP-HTSAT-tiny"])
+def test_file_may_name_builtin_or_cached_tokenizer(
+    model: ClapModel, tmp_path: Path, name: str
+) -> None:
+    checkpoint = checkpoint_of(model, tmp_path / "run", tokenizer=name)
+    assert load_weights(checkpoint).tokenizer_name == name
+
+
+@pytest.mark.usefixtures("hub_cache")
+@pytest.mark.parametrize("name", ["/etc", "some/one", "open_clip:local-dir:/tmp"])
+def test_file_may_not_name_other_tokenizer_or_model(
+    model: ClapModel, tmp_path: Path, name: str
+) -> None:
+    """Only the user may name any path or repository."""
+    weights = load_weights(checkpoint_of(model, tmp_path / "named", tokenizer=name))
     with pytest.raises(ValueError, match=rf"pass --tokenizer {name}"):
-        found.tokenizer_name  # noqa: B018
-    clap = clap_ds.load(found.path)  # which embeds audio
+        weights.tokenizer_name  # noqa: B018
+    # Embedding audio needs no tokenizer.
+    clap = clap_ds.load(weights.path)
     with pytest.raises(ValueError, match="pass --tokenizer"):
         clap.embed_text("a dog")
-    assert "can't be compared" in str(
-        tokenizer_problem(name, "roberta-base", MICRO.text, is_trusted=False)
-    )
-    ours = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"hub_name": name})})
-    assert load_weights(checkpoint_of(model, tmp_path / "unnamed"), ours).tokenizer_name == name
+    problem = tokenizer_problem(name, "roberta-base", MICRO.text, is_trusted=False)
+    assert "can't be compared" in str(problem)
+    text = MICRO.text.model_copy(update={"hub_name": name})
+    of_user = MICRO.model_copy(update={"text": text})
+    unnamed = checkpoint_of(model, tmp_path / "unnamed")
+    assert load_weights(unnamed, of_user).tokenizer_name == name
     if name.startswith("open_clip:"):
-        other = ClapModel(MICRO.model_copy(update={"name": name}))
-        save_safetensors(other, tmp_path / "other.safetensors")
+        named = ClapModel(MICRO.model_copy(update={"name": name}))
+        save_safetensors(named, tmp_path / "named.safetensors")
         with pytest.raises(ValueError, match=rf"pass --preset {name}"):
-            load_weights(tmp_path / "other.safetensors")
+            load_weights(tmp_path / "named.safetensors")

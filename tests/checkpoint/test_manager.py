@@ -1,257 +1,233 @@
-"""An interrupted run resumes exactly; changes are reported; a failing disk costs only the
-checkpoint; a run deletes only its own checkpoints."""
+"""Saving: in the background, on a failing disk, with numbers that aren't finite, and rotation."""
 
-from functools import partial
+import errno
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from clap_ds.checkpoint import manager
-from clap_ds.checkpoint.checkpoint_files import STATE, Manifest
+from clap_ds.checkpoint.checkpoint_files import STATE, WEIGHTS, Manifest
 from clap_ds.checkpoint.manager import Checkpointer
 from clap_ds.checkpoint.remote import RemoteFolder
-from clap_ds.checkpoint.train_state import ResumeOptions
+from clap_ds.checkpoint.train_state import SavedCheckpoint
 from clap_ds.config.schema import CheckpointSettings
+from clap_ds.distributed.collectives import gather_tensor
+from clap_ds.engine.engine import NonFiniteError
+from clap_ds.run_records.lock import FolderLock
+from clap_ds.utils.errors import UserError
+from tests.checkpoint import trained_engines as engines
 from tests.rank_pool import RankPool
-from tests.training import checkpoint_ranks as ranks
 from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
 
 
-@pytest.mark.parametrize(("precision", "frozen"), [("bf16", ("audio",)), ("autocast", ())])
-def test_an_interrupted_run_equals_an_uninterrupted_one(
-    two_ranks: RankPool, tmp_path: Path, precision: str, frozen: tuple[str, ...]
-) -> None:
-    for rank, found in enumerate(two_ranks.run(ranks.resumed, str(tmp_path), precision, frozen)):
-        assert found["resumed"] == found["uninterrupted"]
-        assert found["steps"] == (6, 6, 0)
-        progress = found["progress"]
-        saved = found["saved"]
-        assert progress.data_of(rank) == {"rank": rank, "step": 3}
-        assert (progress.samples, progress.train_s) == (18, 1.5)
-        assert (progress.best, progress.extra) == ({"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
-        assert saved.path == tmp_path / "step-00000003"
+def test_folder_locked_by_another_run_is_left_alone(tmp_path: Path) -> None:
+    other = FolderLock(tmp_path)
+    other.acquire()
+    with pytest.raises(UserError, match="is locked by"), Checkpointer(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["writer.json"]
+    other.release()
+    with Checkpointer(tmp_path):
+        assert (tmp_path / "writer.json").exists()
+    assert not tmp_path.exists(), "nothing was saved"
 
 
-@pytest.mark.parametrize("alignments", [(1, 8), (8, 1)])
-@pytest.mark.parametrize(
-    ("precision", "optimizer"),
-    [
-        ("bf16", {"type": "AdamW", "params": {"lr": 5e-3}}),
-        ("bf16", {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}),
-        ("fp32", {"type": "AdamW", "params": {"lr": 5e-3}}),
-    ],
-    ids=["flat", "parameter by parameter", "fp32"],
-)
-def test_a_checkpoint_of_another_order_of_parameters_resumes_exactly(
-    one_rank: RankPool,
-    tmp_path: Path,
-    precision: str,
-    optimizer: dict[str, Any],
-    alignments: tuple[int, int],
-) -> None:
-    """Optimizer groups in the model's order (alignment 1) are those of earlier versions."""
-    ((orders, states),) = one_rank.run(
-        ranks.resumed_in_another_order, str(tmp_path), precision, optimizer, alignments
-    )
-    assert orders[0] != orders[1]
-    assert states[0] == states[1]
+def save_in_background(folder: str) -> tuple[list[SavedCheckpoint], list[float], list[float]]:
+    """Write a checkpoint during three steps, and another one after them.
+
+    Starting the first takes 2 s of a simulated clock, the steps 10 s, and waiting for its end 3 s.
+    Return both results, and losses of the steps and of a run that resumes from the first.
+    """
+    run = engines.settings(clap={"train": {"ema_decay": 0.9}})
+    engine = engines.build_engine(run, 1, noisy=True)
+    engines.train(engine, 0, 2)
+    checkpointer = Checkpointer(folder)
+    may_write = threading.Event()
+    clock_s = [100.0]
+    save_tensors = manager.save_tensors
+
+    def save_when_allowed(*content: Any) -> Any:
+        assert may_write.wait(60)
+        return save_tensors(*content)
+
+    def gather_in_2_s(tensor: torch.Tensor) -> list[torch.Tensor]:
+        clock_s[0] += 2.0
+        return gather_tensor(tensor)
+
+    def wait_3_s(*arguments: Any) -> Any:
+        clock_s[0] += 3.0
+        may_write.set()
+        return wait(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "save_tensors", save_when_allowed)
+        patch.setattr(manager, "time", SimpleNamespace(time=lambda: clock_s[0]))
+        patch.setattr(manager, "gather_tensor", gather_in_2_s)
+        checkpointer.save(engine, engines.progress(2), wait=False)
+        uninterrupted = engines.train(engine, 2, 3)
+        clock_s[0] += 10.0
+        assert not checkpointer.poll()
+        patch.setattr(manager, "wait", wait_3_s)
+        during_steps = checkpointer.finish()
+    (after_steps,) = checkpointer.save(engine, engines.progress(5))
+    assert during_steps is not None
+    other = engines.build_engine(run, 99, noisy=True)
+    engines.load(Checkpointer(folder), other, during_steps.path)
+    return [during_steps, after_steps], uninterrupted, engines.train(other, 2, 3)
 
 
-def test_what_is_written_behind_training_is_the_state_when_it_began(
+def test_save_in_background_writes_state_at_its_beginning(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    found = two_ranks.run(ranks.save_behind, str(tmp_path))
-    assert found[0][0][0].stalled_s == 5.0
-    for saved, uninterrupted, resumed in found:
-        assert [each.problem for each in saved] == [None, None]
-        sizes = [
-            path.stat().st_size for path in saved[0].path.rglob("*") if path.name != "manifest.json"
-        ]
-        assert (saved[0].begin, saved[0].end, saved[0].bytes) == (100.0, 115.0, sum(sizes))
+    results = two_ranks.run(save_in_background, str(tmp_path))
+    for (save, later_save), uninterrupted, resumed in results:
+        assert (save.problem, later_save.problem) == (None, None)
+        assert (save.begin, save.end) == (100.0, 115.0)
+        contents = [path for path in save.path.rglob("*") if path.name != "manifest.json"]
+        assert save.bytes == sum(path.stat().st_size for path in contents)
         assert resumed == uninterrupted
+    # Rank 0 waited for starting and for the end.
+    ((save, _), _, _) = results[0]
+    assert save.stalled_s == 5.0
 
 
-def test_numbers_that_are_not_finite_behind_training_end_it(
-    one_rank: RankPool, tmp_path: Path
-) -> None:
-    ((told, refusal),) = one_rank.run(ranks.poisoned_behind, str(tmp_path))
-    assert (told.saved, told.problem) == (False, refusal)
-    assert "are NaN or infinite after step 1" in refusal
+def save_non_finite(folder: str) -> tuple[SavedCheckpoint, str]:
+    """Return rank 0's result of a save in the background, and the error on all ranks after it."""
+    engine = engines.trained_engine()
+    checkpointer = Checkpointer(folder)
+    with torch.no_grad():
+        engine.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
+    checkpointer.save(engine, engines.progress(1), wait=False)
+    (save,) = checkpointer.poll(None)
+    with pytest.raises(NonFiniteError) as refusal:
+        checkpointer.finish()
+    return save, str(refusal.value)
+
+
+def test_save_of_non_finite_numbers_ends_training(one_rank: RankPool, tmp_path: Path) -> None:
+    ((save, message),) = one_rank.run(save_non_finite, str(tmp_path))
+    assert (save.saved, save.problem) == (False, message)
+    assert "are NaN or infinite after step 1" in message
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.fixture(scope="module")
-def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bf16 run's folder with a checkpoint after two steps."""
-    folder = tmp_path_factory.mktemp("saved")
-    one_rank.run(ranks.save, str(folder))
-    return folder
+def save_on_full_disk(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]:
+    """Save, fail with a full disk at the weights, train, and save. Return the failed result,
+    warnings, and the files after it."""
+    engine = engines.trained_engine()
+    checkpointer = Checkpointer(folder)
+    assert checkpointer.save(engine, engines.progress(1))[0].saved
+    save_tensors = manager.save_tensors
+
+    def fail_at_weights(path: Path, *content: Any) -> Any:
+        if path.name != WEIGHTS:
+            return save_tensors(path, *content)
+        path.write_bytes(b"cut short")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, engines.collect_warnings() as warnings:
+        patch.setattr(manager, "save_tensors", fail_at_weights)
+        (failed,) = checkpointer.save(engine, engines.progress(2))
+    names = [path.name for path in Path(folder).iterdir()]
+    engines.train(engine, 1, 1)
+    assert checkpointer.save(engine, engines.progress(3))[0].saved
+    return failed, warnings, names
 
 
-@pytest.mark.parametrize(
-    ("precision", "changes", "reason"),
-    [
-        ("fp32", {}, "the precision is bf16 there, fp32 here"),
-        ("bf16", {"clap": {"train": {"freeze": ["text"]}}}, "['audio'] here"),
-        (
-            "bf16",
-            {"clap": {"train": {"lr_scale": {"text": 0.1}}}},
-            "clap.train.lr_scale is {} there, {'text': 0.1} here",
-        ),
-        (
-            "bf16",
-            {"clap": {"loss": {"kind": "sigmoid"}}},
-            "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here",
-        ),
-    ],
-)
-def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
-    one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
-) -> None:
-    ((refusal, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
-    assert all(part in refusal for part in (reason, "--resume_weights_only"))
-    ((warning, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
-    assert all(part in warning for part in (reason, "only its weights and step are restored"))
-    _, same, loss, _ = found
-    assert same
-    assert loss < 10
+def test_full_disk_costs_one_checkpoint(one_rank: RankPool, tmp_path: Path) -> None:
+    ((failed, (warning,), names),) = one_rank.run(save_on_full_disk, str(tmp_path))
+    assert (failed.saved, failed.bytes) == (False, 0)
+    for part in ("step 2", failed.problem, "training continues"):
+        assert part in warning
+    assert names == ["step-00000001"]
 
 
-def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> None:
-    def resume(changes: dict[str, Any]) -> Any:
-        return one_rank.run(ranks.resume_otherwise, str(saved), "bf16", changes)[0]
-
-    other_rate = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-    warning, found = resume({**other_rate, "clap": {"train": {"max_samples": 999}}})
-    assert "optimizer.params.lr: 0.005 there, 0.0001 here" in warning
-    assert "clap.train.max_samples: None there, 999 here" in warning
-    assert found[:2] == (1e-4, True)
-    # A new schedule continues at the run's step: the second of four of its warm-up.
-    warning, found = resume({"scheduler": ranks.SCHEDULER})
-    assert "scheduler is None there, 'WarmupCosineLR' here" in warning
-    assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))
-    cooldown = {
-        "type": "WarmupStableDecayLR",
-        "params": {"total_num_steps": 4, "decay_num_steps": 3},
-    }
-    assert resume({"scheduler": cooldown})[1][::3] == pytest.approx((5e-3 * 2 / 3, 5e-3 / 3))
-    assert resume({})[0] == ""
+def save_with_scores(folder: str, remote_sync: str, tokenizer: str, scores: list[float]) -> None:
+    engine = engines.trained_engine(2)
+    rotation = CheckpointSettings(
+        keep_last=2, keep_best=1, best_metric="zero_shot_top1", remote_sync=remote_sync
+    )
+    checkpointer = Checkpointer(folder, rotation, tokenizer=tokenizer)
+    for step, score in enumerate(scores, start=1):
+        (save,) = checkpointer.save(engine, engines.progress(step), {"zero_shot_top1": score})
+        assert save.saved
+    assert checkpointer.close() == []
 
 
-@pytest.mark.parametrize(
-    ("choices", "resume", "jobs", "begun_at"),
-    [
-        (
-            ResumeOptions(restart=True),
-            "auto",
-            ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"],
-            [0, 1, 0, 1],
-        ),
-        (ResumeOptions(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
-        (ResumeOptions(), "auto", ["", ""], [5, 6]),
-    ],
-    ids=["restart", "path", "auto"],
-)
-def test_a_job_does_once_what_its_command_says_of_the_beginning(
-    one_rank: RankPool,
-    tmp_path: Path,
-    choices: ResumeOptions,
-    resume: str,
-    jobs: list[str],
-    begun_at: list[int],
-) -> None:
-    assert one_rank.run(ranks.starts, str(tmp_path / "here"), jobs, choices, resume) == [begun_at]
-
-
-def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        make_checkpoint(tmp_path, step)
-    (tmp_path / "step-00000001" / "manifest.json").unlink()
-    flip_bit(tmp_path / "step-00000002" / STATE, 9)
-    flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
-        Checkpointer(tmp_path).find()
-    for reason in (
-        "step-00000001",
-        f"{STATE} has changed",
-        "weights.safetensors has changed",
-        "--restart",
-    ):
-        assert reason in str(refusal.value)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
-    for step in (1, 2):
-        make_checkpoint(tmp_path / "theirs", step)
-    here = Checkpointer(tmp_path / "here")
-    url = f"file://{tmp_path}/theirs"
-    assert here.find(f"{url}/step-00000001") == tmp_path / "here" / "step-00000001"
-    for _ in range(2):
-        assert here.find(url) == tmp_path / "here" / "step-00000002"
-    flip_bit(here.path / "step-00000002" / STATE, 9)
-    assert here.find(url) == tmp_path / "here" / "step-00000002-2"
-    assert len([*here.path.iterdir()]) == 3
-    for wrong in (f"{url}/step-00000003", f"{url}/nowhere"):
-        with pytest.raises(ValueError, match="no checkpoint found"):
-            here.find(wrong)
-
-
-def test_a_checkpoint_is_late_after_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(manager, "time", SimpleNamespace(time=lambda: now[0]))
-    folders = [
-        Checkpointer(tmp_path, CheckpointSettings(every_minutes=minutes))
-        for minutes in (None, 3.0, 2.0)
-    ]
-    now[0] += 120
-    assert [each.is_late() for each in folders] == [False, False, True]
-
-
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
-    one_rank: RankPool, tmp_path: Path
-) -> None:
-    ((failed, (warning,), left),) = one_rank.run(ranks.fail_at_weights, str(tmp_path))
-    assert all(part in warning for part in ("step 2", failed.problem, "training continues"))
-    assert (failed.saved, failed.bytes, left) == (False, 0, ["step-00000001"])
-
-
-def test_what_others_wrote_is_left_alone(tmp_path: Path) -> None:
-    for step in (2, 3, 4):
-        make_checkpoint(tmp_path, step, run="ours")
-    flip_bit(tmp_path / "step-00000004" / STATE, 9)
-    checkpoints = Checkpointer(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
-    checkpoints.run_id = "ours"
-    assert checkpoints.find() == tmp_path / "step-00000003"
-    make_checkpoint(tmp_path, 1, run="theirs")  # the newest
-    checkpoints._delete_superfluous()
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "4"]
-
-
-def test_last_and_best_are_kept_and_copied_with_the_tokenizer(
+def test_last_and_best_are_kept_and_copied_with_tokenizer(
     one_rank: RankPool, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("made up")
-    there = str(tmp_path / "there")
-    scores = (0.1, 0.9, float("nan"), 0.3, 0.2)
-    save = partial(
-        ranks.save, keep_last=2, keep_best=1, best_metric="zero_shot_top1", remote_sync=there
-    )
-    one_rank.run(save, str(tmp_path / "here"), scores, str(tmp_path / "tokenizer"))
-    kept = [f"step-0000000{step}" for step in (2, 4, 5)]
-    assert (
-        sorted(path.name for path in (tmp_path / "here").iterdir())
-        == sorted(RemoteFolder(there).read_all())
-        == kept
-    )
-    newest = Checkpointer(tmp_path / "elsewhere", CheckpointSettings(remote_sync=there)).find()
+    local = tmp_path / "local"
+    remote = str(tmp_path / "remote")
+    scores = [0.1, 0.9, float("nan"), 0.3, 0.2]
+    one_rank.run(save_with_scores, str(local), remote, str(tmp_path / "tokenizer"), scores)
+    names = ["step-00000002", "step-00000004", "step-00000005"]
+    assert sorted(path.name for path in local.iterdir()) == names
+    assert sorted(RemoteFolder(remote).read_all()) == names
+    # Another host, which has only the copy, resumes from it.
+    settings = CheckpointSettings(remote_sync=remote)
+    newest = Checkpointer(tmp_path / "elsewhere", settings).find()
     assert newest == tmp_path / "elsewhere" / "step-00000005"
-    assert Checkpointer(tmp_path / "empty").find() is None
     assert Manifest.read(newest).tokenizer_in(newest) == str(newest / "tokenizer")
     assert (newest / "tokenizer" / "tokenizer.json").read_text() == "made up"
+
+
+def test_rotation_keeps_other_runs_and_damaged_checkpoints(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
+        make_checkpoint(tmp_path, step, run="ours")
+    flip_bit(tmp_path / "step-00000004" / STATE, 9)
+    checkpointer = Checkpointer(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
+    checkpointer.run_id = "ours"
+    assert checkpointer.find() == tmp_path / "step-00000003"
+    # The newest.
+    make_checkpoint(tmp_path, 1, run="theirs")
+    checkpointer._delete_old()
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "4"]
+
+
+def test_without_valid_checkpoint_nothing_is_started_or_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    flip_bit(tmp_path / "step-00000002" / STATE, 9)
+    flip_bit(tmp_path / "step-00000003" / WEIGHTS, 9)
+    paths = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
+        Checkpointer(tmp_path).find()
+    for reason in ("step-00000001", f"{STATE} has changed", f"{WEIGHTS} has changed", "--restart"):
+        assert reason in str(refusal.value)
+    assert sorted(tmp_path.rglob("*")) == paths
+
+
+def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make_checkpoint(tmp_path / "remote", step)
+    local = Checkpointer(tmp_path / "local")
+    url = f"file://{tmp_path}/remote"
+    assert local.find(f"{url}/step-00000001") == tmp_path / "local" / "step-00000001"
+    for _ in range(2):
+        assert local.find(url) == tmp_path / "local" / "step-00000002"
+    flip_bit(local.path / "step-00000002" / STATE, 9)
+    assert local.find(url) == tmp_path / "local" / "step-00000002-2"
+    assert len([*local.path.iterdir()]) == 3
+    for missing in ("step-00000003", "nowhere"):
+        with pytest.raises(ValueError, match="no checkpoint found"):
+            local.find(f"{url}/{missing}")
+
+
+def test_save_is_late_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [100.0]
+    monkeypatch.setattr(manager, "time", SimpleNamespace(time=lambda: clock_s[0]))
+    checkpointers = [
+        Checkpointer(tmp_path, CheckpointSettings(every_minutes=minutes))
+        for minutes in (None, 3.0, 2.0)
+    ]
+    clock_s[0] += 120
+    assert [checkpointer.is_late() for checkpointer in checkpointers] == [False, False, True]

@@ -1,201 +1,276 @@
-"""A run finds its checkpoints after its data or initial weights have moved, and names others of its
-name."""
+"""A resumed run equals an uninterrupted one; changes of a run's settings are reported, and some
+need acceptance."""
 
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
+import torch
 
-from clap_ds.checkpoint.restore import describe_run, find_checkpoint_folder
-from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
-from tests.data.tars import marked_tars
-from tests.weights.fake_checkpoints import make_checkpoint
+from clap_ds.checkpoint.checkpoint_files import WEIGHTS
+from clap_ds.checkpoint.load_weights import load_weights
+from clap_ds.checkpoint.manager import Checkpointer
+from clap_ds.checkpoint.restore import compare, fp32_state, tokenizer_problem
+from clap_ds.checkpoint.train_state import TrainState
+from clap_ds.config.model import load_preset
+from clap_ds.engine import factory
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.optimizer import master_weights
+from clap_ds.model.clap import ClapModel
+from clap_ds.weights.hub import train_tokenizer
+from tests.checkpoint import trained_engines as engines
+from tests.rank_pool import RankPool
+from tests.training import reference_steps as reference
+from tests.weights.fake_checkpoints import checkpoint_of
 
-WriteRun = Callable[..., Path]
-SETTINGS: dict[str, Any] = {"source": "webdataset", "tokenizer": "x"}
-
-
-@pytest.fixture
-def open_run(write_run: WriteRun) -> Callable[..., RunSettings]:
-    """Return a function that reads a run on shards."""
-
-    def read(shards: Any, seed: int = 0, **train: Any) -> RunSettings:
-        return load_run(
-            write_run(clap={"data": {**SETTINGS, "shards": shards}, "seed": seed, "train": train})
-        )
-
-    return read
+MICRO = load_preset("micro")
 
 
-def save(run: RunSettings, step: int = 5) -> Path:
-    """Return the folder of a run's checkpoints with a new one."""
-    config = describe_run(run)
-    folder = find_checkpoint_folder(run, config)
-    make_checkpoint(folder, step, settings=config)
+def interrupt_and_resume(
+    folder: str, precision: str, frozen: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, Any], TrainState]:
+    """Train three steps with dropout, save, and train three more in the same engine and in another
+    that resumes. Return everything that the last steps gave in both, and the loaded progress."""
+    train = {
+        "freeze": list(frozen),
+        "ema_decay": 0.9,
+        "lr_scale": {"text": 0.5} if "audio" in frozen else {},
+    }
+    run = engines.settings(precision, scheduler=engines.SCHEDULER, clap={"train": train})
+
+    def train_three_steps(engine: ClapEngine) -> dict[str, Any]:
+        losses = engines.train(engine, 3, 3)
+        assert engine.average is not None
+        deepspeed = engine.deepspeed
+        return {
+            "losses": losses,
+            "random number": float(torch.rand(1)),
+            "learning rates": deepspeed.get_lr(),
+            "average": [tensor.tolist() for tensor in engine.average.weights.values()],
+            "steps": (engine.steps, deepspeed.global_steps, deepspeed.skipped_steps),
+            "samples": deepspeed.global_samples,
+        }
+
+    engine = engines.build_engine(run, 1, noisy=True)
+    engines.train(engine, 0, 3)
+    Checkpointer(folder).save(engine, engines.progress(3))
+    uninterrupted = train_three_steps(engine)
+    other = engines.build_engine(run, 99, noisy=True)
+    progress = engines.load(Checkpointer(folder), other)
+    return uninterrupted, train_three_steps(other), progress
+
+
+@pytest.mark.parametrize(("precision", "frozen"), [("bf16", ("audio",)), ("autocast", ())])
+def test_resumed_run_equals_uninterrupted(
+    two_ranks: RankPool, tmp_path: Path, precision: str, frozen: tuple[str, ...]
+) -> None:
+    results = two_ranks.run(interrupt_and_resume, str(tmp_path), precision, frozen)
+    for rank, (uninterrupted, resumed, progress) in enumerate(results):
+        assert resumed == uninterrupted
+        assert resumed["steps"] == (6, 6, 0)
+        assert progress.data_of(rank) == {"rank": rank, "step": 3}
+        assert (progress.samples, progress.train_s) == (18, 1.5)
+        assert (progress.best, progress.extra) == ({"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
+
+
+def resume_in_another_order(
+    folder: str, precision: str, optimizer: dict[str, Any], alignments: tuple[int, int]
+) -> tuple[list[list[str]], list[dict[str, list[float]]]]:
+    """Save a run with groups of one alignment, and resume it with another. Return both optimizers'
+    orders of parameters, and their masters and moments by name."""
+    run = engines.settings(precision, optimizer=optimizer)
+    saved_and_loaded = []
+    for alignment in alignments:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(factory, "ALIGNED", alignment)
+            saved_and_loaded.append(engines.build_engine(run, alignment))
+    saved, loaded = saved_and_loaded
+    engines.train(saved, 0, 3)
+    Checkpointer(folder).save(saved, engines.progress(3))
+    engines.load(Checkpointer(folder), loaded)
+    orders = [[*saved.masters], [*loaded.masters]]
+    return orders, [read_masters_and_moments(saved), read_masters_and_moments(loaded)]
+
+
+@torch.no_grad()
+def read_masters_and_moments(engine: ClapEngine) -> dict[str, list[float]]:
+    """Return each parameter's master weights, first and second moments. Overwrites the engine's
+    masters."""
+    outer = engine.deepspeed.optimizer
+    inner = getattr(outer, "optimizer", outer)
+    values = {name: master.flatten().tolist() for name, master in engine.masters.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        # Copied into the masters, flat moments can be read by parameter.
+        for group in inner.param_groups:
+            for master in group["params"]:
+                master.copy_(inner.state[master][moment])
+        for name, master in master_weights(engine.model, outer).items():
+            values[name] += master.flatten().tolist()
+    return values
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 5e-3}}
+TORCH_ADAM = {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "alignments"),
+    [
+        # Alignment 1 is the model's order, which earlier versions had.
+        ("bf16", ADAM, (1, 8)),
+        ("bf16", ADAM, (8, 1)),
+        ("bf16", TORCH_ADAM, (1, 8)),
+        ("bf16", TORCH_ADAM, (8, 1)),
+        ("fp32", ADAM, (8, 1)),
+    ],
+    ids=["flat", "flat to model order", "by parameter", "by parameter to model order", "fp32"],
+)
+def test_checkpoint_in_another_order_of_parameters_resumes_exactly(
+    one_rank: RankPool,
+    tmp_path: Path,
+    precision: str,
+    optimizer: dict[str, Any],
+    alignments: tuple[int, int],
+) -> None:
+    ((orders, states),) = one_rank.run(
+        resume_in_another_order, str(tmp_path), precision, optimizer, alignments
+    )
+    assert orders[0] != orders[1]
+    assert states[0] == states[1]
+
+
+def save_after_two_steps(folder: str) -> None:
+    Checkpointer(folder, config=engines.settings().resolved()).save(
+        engines.trained_engine(2), engines.progress(2)
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 run's folder with a checkpoint after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    one_rank.run(save_after_two_steps, str(folder))
     return folder
 
 
-def find(run: RunSettings) -> Path:
-    return find_checkpoint_folder(run, describe_run(run))
-
-
-def move(shards: Path, to: Path) -> str:
-    shards.rename(to)
-    return f"{to}/*.tar"
-
-
-def copy_to_memory(shards: Path, to: Path) -> str:
-    files = fsspec.filesystem("memory")
-    for tar in shards.glob("*.tar"):
-        files.pipe_file(f"/{to.name}/{tar.name}", tar.read_bytes())
-    return f"memory://{to.name}/*.tar"
-
-
-def link_each(shards: Path, to: Path) -> str:
-    to.mkdir()
-    for tar in shards.glob("*.tar"):
-        (to / tar.name).symlink_to(tar)
-    return f"{to}/*.tar"
-
-
-def replace_by_link(shards: Path, to: Path) -> str:
-    shards.rename(to)
-    shards.symlink_to(to)
-    return f"{shards}/*.tar"
+def resume_with(
+    folder: str, precision: str, changes: dict[str, Any], accept: bool = False
+) -> dict[str, Any]:
+    """Resume a run whose settings differ from the checkpoint's."""
+    run = engines.settings(precision, **changes)
+    engine = engines.build_engine(run, 99)
+    checkpointer = Checkpointer(folder, config=run.resolved())
+    with engines.collect_warnings() as warnings:
+        try:
+            engines.load(checkpointer, engine, resume_weights_only=accept)
+        except ValueError as error:
+            return {"error": str(error)}
+    path = checkpointer.find()
+    assert path is not None
+    weights = load_weights(path / WEIGHTS).state
+    state = fp32_state(engine)
+    trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
+    # The bias of another loss isn't in the checkpoint.
+    has_weights = all(
+        torch.equal(state[name], weights[name]) for name in trained if name in weights
+    )
+    (rate,) = engine.deepspeed.get_lr()[:1]
+    (loss,) = engines.train(engine, engine.steps, 1)
+    return {
+        "warning": "".join(warnings),
+        "has weights": has_weights,
+        "loss": loss,
+        "rates": [rate, engine.deepspeed.get_lr()[0]],
+    }
 
 
 @pytest.mark.parametrize(
-    "respell",
+    ("precision", "clap", "reason"),
     [
-        move,
-        copy_to_memory,
-        link_each,
-        replace_by_link,
-        lambda shards, to: f"{shutil.copytree(shards, to)}/00?.tar",
-        lambda shards, to: f"{shards}/{{002,001,000}}.tar",
-        lambda shards, to: [f"{shards}/000.tar", f"{shards}/00[12].tar"],
-        lambda shards, to: {f"{shards}/000.tar": 1.0, f"{shards}/00[12].tar": 1.0},
-        lambda shards, to: f"{os.path.relpath(shards)}//*.tar",
-        lambda shards, to: f"file://{shards}/*.tar",
+        ("fp32", {}, "the precision is bf16 there, fp32 here"),
+        ("bf16", {"train": {"freeze": ["text"]}}, "['audio'] here"),
+        (
+            "bf16",
+            {"train": {"lr_scale": {"text": 0.1}}},
+            "clap.train.lr_scale is {} there, {'text': 0.1} here",
+        ),
+        ("bf16", {"loss": {"kind": "sigmoid"}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
     ],
 )
-def test_checkpoints_of_data_that_moved_or_is_spelled_otherwise_are_found(
-    respell: Callable[[Path, Path], Any],
-    open_run: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_changed_training_continues_from_weights_if_accepted(
+    one_rank: RankPool, saved: Path, precision: str, clap: dict[str, Any], reason: str
 ) -> None:
-    run = open_run(marked_tars(tmp_path / "shards", 3, 4))
-    folder = save(run)
-    assert folder == run.checkpoint_folder
-    moved = open_run(respell(tmp_path / "shards", tmp_path / f"{tmp_path.name}_moved"))
-    assert find(moved) == folder
-    assert capsys.readouterr().out == ""
+    (refused,) = one_rank.run(resume_with, str(saved), precision, {"clap": clap})
+    assert reason in refused["error"]
+    assert "--resume_weights_only" in refused["error"]
+    (accepted,) = one_rank.run(resume_with, str(saved), precision, {"clap": clap}, True)
+    assert reason in accepted["warning"]
+    assert "only its weights and step are restored" in accepted["warning"]
+    assert accepted["has weights"]
+    assert accepted["loss"] < 10
+
+
+def test_changed_settings_are_warned_of_and_used(one_rank: RankPool, saved: Path) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    changes = {"optimizer": optimizer, "clap": {"train": {"max_samples": 999}}}
+    (result,) = one_rank.run(resume_with, str(saved), "bf16", changes)
+    assert "optimizer.params.lr: 0.005 there, 0.0001 here" in result["warning"]
+    assert "clap.train.max_samples: None there, 999 here" in result["warning"]
+    assert result["has weights"]
+    assert result["rates"][0] == 1e-4
+    (unchanged,) = one_rank.run(resume_with, str(saved), "bf16", {})
+    assert unchanged["warning"] == ""
+
+
+COOLDOWN = {"type": "WarmupStableDecayLR", "params": {"total_num_steps": 4, "decay_num_steps": 3}}
 
 
 @pytest.mark.parametrize(
-    "sizes", [(3, 4, 50), (3, 5, 0), (4, 4, 0)], ids=["other", "more samples", "more tars"]
+    ("scheduler", "rates"),
+    [
+        # The second and third of four warm-up steps.
+        (engines.SCHEDULER, [5e-3 / 4, 5e-3 / 2]),
+        # The second and third of three steps of the decay.
+        (COOLDOWN, [5e-3 * 2 / 3, 5e-3 / 3]),
+    ],
 )
-def test_other_contents_at_the_same_path_are_another_run(
-    sizes: tuple[int, int, int], open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_new_schedule_continues_at_the_step(
+    one_rank: RankPool, saved: Path, scheduler: dict[str, Any], rates: list[float]
 ) -> None:
-    """Their number, names and sizes may be the same, and a manifest may be older."""
-    pattern = f"{tmp_path}/shards/*.tar"
-    marked_tars(tmp_path / "shards", 3, 4)
-    write_manifest(tmp_path / "shards", ShardManifest({"000.tar": ShardRecord(4, 0, 0.0, "")}))
-    first = save(open_run(pattern))
-    marked_tars(tmp_path / "shards", *sizes)
-    second = save(open_run(pattern), step=2)
-    assert second != first
-    output = capsys.readouterr().out
-    assert (
-        f"--set clap.checkpoint.folder={first} (step 5; clap.contents.data.shards: '3 file(s)"
-        in output
+    (result,) = one_rank.run(resume_with, str(saved), "bf16", {"scheduler": scheduler})
+    assert f"scheduler is None there, '{scheduler['type']}' here" in result["warning"]
+    assert result["rates"] == pytest.approx(rates)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two equal tokenizers and another one."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    captions = {"one": "a dog barks", "copy": "a dog barks", "other": "rain on a roof"}
+    for name, caption in captions.items():
+        train_tokenizer([caption] * 3, folder / name, vocab_size=280)
+    return {name: str(folder / name) for name in captions}
+
+
+def test_tokenizer_problem_describes_difference(tokenizers: dict[str, str]) -> None:
+    one = tokenizers["one"]
+    assert tokenizer_problem(one, tokenizers["copy"], MICRO.text) is None
+    assert tokenizer_problem(None, one, MICRO.text) is None
+    assert tokenizer_problem(one, None, MICRO.text) is None
+    assert "can't be compared" in str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
+    problem = tokenizer_problem(one, tokenizers["other"], MICRO.text)
+    assert f"{tokenizers['other']} gives captions other token ids than {one}" in str(problem)
+
+
+def test_changed_tokenizer_needs_acceptance(tokenizers: dict[str, str], tmp_path: Path) -> None:
+    # A setting of an earlier version isn't reported.
+    settings = {"clap": {"train": {"shuffle_captions": True}}}
+    checkpoint = checkpoint_of(
+        ClapModel(MICRO), tmp_path, tokenizer=Path(tokenizers["one"]), settings=settings
     )
-    assert find(open_run(pattern)) == find(open_run(f"{tmp_path}/shards/00[0-9].tar")) == second
-    shutil.rmtree(tmp_path / "shards")
-    assert find(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
-
-
-def test_checkpoints_of_a_name_with_brackets_are_found(write_run: WriteRun, tmp_path: Path) -> None:
-    def read(shards: str) -> RunSettings:
-        clap = {
-            "data": {**SETTINGS, "shards": shards},
-            "output": {"dir": str(tmp_path), "run_name": "lr[1e-3]"},
-        }
-        return load_run(write_run(clap=clap))
-
-    folder = save(read(marked_tars(tmp_path / "shards", 3, 4)))
-    assert find(read(move(tmp_path / "shards", tmp_path / "moved"))) == folder
-
-
-def test_a_new_run_names_another_whose_checkpoints_are_unreadable(
-    open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save(open_run(marked_tars(tmp_path / "shards", 3, 4)))
-    for manifest in folder.glob("*/manifest.json"):
-        manifest.write_text("")
-    assert find(open_run(move(tmp_path / "shards", tmp_path / "moved"))) != folder
-    assert f"--set clap.checkpoint.folder={folder} (none of" in capsys.readouterr().out
-
-
-def test_a_new_run_names_others_of_its_name(
-    open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pattern = marked_tars(tmp_path / "shards", 2, 2)
-    first = save(open_run(pattern))
-    longer_name = first.with_name("run-big-0a1b2c3d-checkpoints")
-    make_checkpoint(longer_name, 9)
-    other = find(open_run(pattern, seed=1))
-    output = capsys.readouterr().out
-    assert other != first
-    assert f"{other} is new" in output
-    assert f"--set clap.checkpoint.folder={first} (step 5; clap.seed: 0 there, 1 here)" in output
-    assert longer_name.name not in output
-    chosen = load_run(open_run(pattern, seed=1).path, 1, [f"clap.checkpoint.folder={first}"])
-    assert find(chosen) == first
-    assert capsys.readouterr().out == ""
-
-
-def test_checkpoints_of_earlier_versions_without_contents_are_found_at_their_path(
-    open_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pattern = marked_tars(tmp_path / "shards", 2, 2)
-    run = open_run(pattern)
-    make_checkpoint(run.checkpoint_folder, 5, settings=run.resolved())
-    assert find(open_run(pattern)) == run.checkpoint_folder
-    assert find(open_run(move(tmp_path / "shards", tmp_path / "moved"))) != run.checkpoint_folder
-    assert f"clap.data.shards: '{pattern}' there" in capsys.readouterr().out
-
-
-def test_initial_weights_count_by_content(open_run: Any, tmp_path: Path) -> None:
-    pattern = marked_tars(tmp_path / "shards", 2, 2)
-    for name, content in (("a", b"one"), ("b", b"two")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights.safetensors").write_bytes(content)
-
-    def find_from(path: Path) -> Path:
-        return find(open_run(pattern, pretrained=str(path)))
-
-    for file in ("", "weights.safetensors"):
-        first = save(open_run(pattern, pretrained=f"{tmp_path}/a/{file}"))
-        shutil.copytree(tmp_path / "a", tmp_path / "copies" / "a", dirs_exist_ok=True)
-        assert (
-            find_from(tmp_path / "copies" / "a" / file) == find_from(tmp_path / "a" / file) == first
-        )
-        assert find_from(tmp_path / "b" / file) != first
-        (tmp_path / "copies" / "a" / "weights.safetensors").write_bytes(b"two")
-        assert find_from(tmp_path / "copies" / "a" / file) != first
-    assert find(open_run(pattern, pretrained="laion/clap-htsat-unfused")) != first
-
-
-def test_missing_data_and_weights_are_reported_at_once(open_run: Any, tmp_path: Path) -> None:
-    run = open_run(f"{tmp_path}/none-*.tar", pretrained=f"{tmp_path}/none.pt")
-    with pytest.raises(ValueError, match=r"clap\.data\.shards: no file matches") as refusal:
-        describe_run(run)
-    assert "clap.train.pretrained: " in str(refusal.value)
+    config = reference.settings().resolved()
+    to_accept, harmless = compare(checkpoint, MICRO, {}, config, tokenizers["one"])
+    assert to_accept == []
+    assert not any("shuffle_captions" in change for change in harmless)
+    (change,), _ = compare(checkpoint, MICRO, {}, config, tokenizers["other"])
+    assert change.startswith("the tokenizer: ")

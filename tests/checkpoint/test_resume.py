@@ -1,40 +1,216 @@
-"""Initial weights are loaded if their tokenizer matches; a folder has one writer."""
+"""A run finds its checkpoints, also after its data or initial weights have moved, resumes from
+them, and names others of its name."""
 
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from clap_ds.checkpoint.manager import Checkpointer
-from clap_ds.checkpoint.restore import compare, restore, tokenizer_problem
-from clap_ds.checkpoint.resume import load_pretrained
+from clap_ds.checkpoint.resume import (
+    describe_run,
+    find_checkpoint_folder,
+    load_pretrained,
+    resume,
+)
 from clap_ds.checkpoint.train_state import ResumeOptions
 from clap_ds.config.model import load_preset
+from clap_ds.config.schema import CheckpointSettings
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
+from clap_ds.distributed.init import Ranks
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records.lock import FolderLock
-from clap_ds.utils.errors import UserError
+from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.weights.hub import train_tokenizer
+from tests.checkpoint import trained_engines as engines
+from tests.data.tars import marked_tars
+from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
-from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
+from tests.weights.fake_checkpoints import checkpoint_of, make_checkpoint, save_safetensors
 
 MICRO = load_preset("micro")
+WriteRun = Callable[..., Path]
+OpenRun = Callable[..., RunSettings]
+SETTINGS: dict[str, Any] = {"source": "webdataset", "tokenizer": "x"}
 
 
-def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
-    other = FolderLock(tmp_path)
-    other.acquire()
-    with pytest.raises(UserError, match="is locked by"), Checkpointer(tmp_path):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["writer.json"]
-    other.release()
-    with Checkpointer(tmp_path):
-        assert (tmp_path / "writer.json").exists()
-    assert not tmp_path.exists(), "nothing was saved"
+@pytest.fixture
+def open_run(write_run: WriteRun, tmp_path: Path) -> OpenRun:
+    """Return a function that reads a run on shards."""
+    # A pattern of file names would match the brackets otherwise.
+    output = {"dir": str(tmp_path), "run_name": "lr[1e-3]"}
+
+    def read(shards: Any, seed: int = 0, **train: Any) -> RunSettings:
+        data = {**SETTINGS, "shards": shards}
+        return load_run(
+            write_run(clap={"data": data, "seed": seed, "train": train, "output": output})
+        )
+
+    return read
 
 
-def _taken(
+def find_folder(run: RunSettings) -> Path:
+    return find_checkpoint_folder(run, describe_run(run))
+
+
+def save(run: RunSettings, step: int = 5) -> Path:
+    """Add a checkpoint to a run's folder, and return the folder."""
+    folder = find_folder(run)
+    make_checkpoint(folder, step, settings=describe_run(run))
+    return folder
+
+
+def move(shards: Path, target: Path) -> str:
+    shards.rename(target)
+    return f"{target}/*.tar"
+
+
+def copy_to_memory(shards: Path, target: Path) -> str:
+    files = fsspec.filesystem("memory")
+    for tar in shards.glob("*.tar"):
+        files.pipe_file(f"/{target.name}/{tar.name}", tar.read_bytes())
+    return f"memory://{target.name}/*.tar"
+
+
+def link_each(shards: Path, target: Path) -> str:
+    target.mkdir()
+    for tar in shards.glob("*.tar"):
+        (target / tar.name).symlink_to(tar)
+    return f"{target}/*.tar"
+
+
+@pytest.mark.parametrize(
+    "respell",
+    [
+        move,
+        copy_to_memory,
+        link_each,
+        lambda shards, _: f"{shards}/{{002,001,000}}.tar",
+        lambda shards, _: [f"{shards}/000.tar", f"{shards}/00[12].tar"],
+        lambda shards, _: {f"{shards}/000.tar": 1.0, f"{shards}/00[12].tar": 1.0},
+        lambda shards, _: f"{os.path.relpath(shards)}//*.tar",
+        lambda shards, _: f"file://{shards}/*.tar",
+    ],
+)
+def test_run_whose_data_moved_finds_its_checkpoints(
+    respell: Callable[[Path, Path], Any],
+    open_run: OpenRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = open_run(marked_tars(tmp_path / "shards", 3, 4))
+    folder = save(run)
+    assert folder == run.checkpoint_folder
+    # Files in memory are shared by all tests.
+    shards = respell(tmp_path / "shards", tmp_path / f"{tmp_path.name}_moved")
+    assert find_folder(open_run(shards)) == folder
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 4, 50), (3, 5, 0), (4, 4, 0)], ids=["other", "more samples", "more tars"]
+)
+def test_other_contents_at_same_path_are_another_run(
+    sizes: tuple[int, int, int],
+    open_run: OpenRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Their number, names and sizes may be the same, and a manifest may be older."""
+    pattern = f"{tmp_path}/shards/*.tar"
+    marked_tars(tmp_path / "shards", 3, 4)
+    write_manifest(tmp_path / "shards", ShardManifest({"000.tar": ShardRecord(4, 0, 0.0, "")}))
+    first = save(open_run(pattern))
+    marked_tars(tmp_path / "shards", *sizes)
+    second = save(open_run(pattern), step=2)
+    assert second != first
+    message = f"--set clap.checkpoint.folder={first} (step 5; clap.contents.data.shards: '3 file(s)"
+    assert message in capsys.readouterr().out
+    assert find_folder(open_run(pattern)) == second
+    assert find_folder(open_run(f"{tmp_path}/shards/00[0-9].tar")) == second
+    shutil.rmtree(tmp_path / "shards")
+    assert find_folder(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
+
+
+def test_new_run_names_others_of_its_name(
+    open_run: OpenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = marked_tars(tmp_path / "shards", 2, 2)
+    first = save(open_run(pattern))
+    longer_name = first.with_name("lr[1e-3]-big-0a1b2c3d-checkpoints")
+    make_checkpoint(longer_name, 9)
+    other = find_folder(open_run(pattern, seed=1))
+    output = capsys.readouterr().out
+    assert other != first
+    assert f"{other} is new" in output
+    assert f"--set clap.checkpoint.folder={first} (step 5; clap.seed: 0 there, 1 here)" in output
+    assert longer_name.name not in output
+    # The printed option resumes that run.
+    run = load_run(open_run(pattern, seed=1).path, 1, [f"clap.checkpoint.folder={first}"])
+    assert find_folder(run) == first
+    assert capsys.readouterr().out == ""
+    for manifest in first.glob("*/manifest.json"):
+        manifest.write_text("")
+    find_folder(open_run(pattern, seed=1))
+    assert f"--set clap.checkpoint.folder={first} (none of" in capsys.readouterr().out
+
+
+def test_checkpoints_without_contents_are_found_at_their_path(
+    open_run: OpenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier versions recorded no contents."""
+    pattern = marked_tars(tmp_path / "shards", 2, 2)
+    run = open_run(pattern)
+    make_checkpoint(run.checkpoint_folder, 5, settings=run.resolved())
+    assert find_folder(open_run(pattern)) == run.checkpoint_folder
+    moved = open_run(move(tmp_path / "shards", tmp_path / "moved"))
+    assert find_folder(moved) != run.checkpoint_folder
+    assert f"clap.data.shards: '{pattern}' there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["", "weights.safetensors"])
+def test_initial_weights_are_identified_by_content(
+    open_run: OpenRun, tmp_path: Path, file: str
+) -> None:
+    pattern = marked_tars(tmp_path / "shards", 2, 2)
+    for folder, content in (("a", b"one"), ("copies/a", b"one"), ("b", b"two")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "weights.safetensors").write_bytes(content)
+
+    def open_with(path: Path | str) -> RunSettings:
+        return open_run(pattern, pretrained=str(path))
+
+    first = save(open_with(tmp_path / "a" / file))
+    assert find_folder(open_with(tmp_path / "copies" / "a" / file)) == first
+    assert find_folder(open_with(tmp_path / "b" / file)) != first
+    (tmp_path / "copies" / "a" / "weights.safetensors").write_bytes(b"two")
+    assert find_folder(open_with(tmp_path / "copies" / "a" / file)) != first
+    assert find_folder(open_with("laion/clap-htsat-unfused")) != first
+
+
+def test_missing_data_and_weights_are_reported_at_once(open_run: OpenRun, tmp_path: Path) -> None:
+    run = open_run(f"{tmp_path}/none-*.tar", pretrained=f"{tmp_path}/none.pt")
+    with pytest.raises(ValueError, match=r"clap\.data\.shards: no file matches") as refusal:
+        describe_run(run)
+    assert "clap.train.pretrained: " in str(refusal.value)
+
+
+def test_default_folder_of_run_keeps_its_name() -> None:
+    """If the name differed between versions, `resume: auto` would find no checkpoint and start from
+    scratch."""
+    freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}
+    for changes, digest in (({}, "ffb28286"), (freeze, "7fc3ca81")):
+        folder = reference.settings(**changes).checkpoint_folder
+        assert folder.name.endswith(f"-{digest}-checkpoints")
+
+
+def pretrained_model(
     path: Path, tokenizer: str | None = None, preset: str = "micro", **options: Any
 ) -> ClapModel:
     model = ClapModel(load_preset(preset))
@@ -42,73 +218,85 @@ def _taken(
     return model
 
 
-def test_pretrained_weights_are_taken_over(
+def test_pretrained_weights_of_same_model_are_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(9)
     model = ClapModel(MICRO)
     path = tmp_path / "weights.safetensors"
     save_safetensors(model, path)
-    taken = _taken(path).state_dict()
-    assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
+    state = pretrained_model(path).state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert f"initial weights: {path}\n" in capsys.readouterr().out
     with pytest.raises(
         ValueError, match=r"clap\.train\.pretrained: .* contains model micro, .* demo"
     ):
-        _taken(path, preset="demo")
+        pretrained_model(path, preset="demo")
 
 
-def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) -> None:
-    for name, words in (
-        ("one", "a dog barks"),
-        ("copy", "a dog barks"),
-        ("other", "rain on a roof"),
-    ):
-        train_tokenizer([words] * 3, tmp_path / name, vocab_size=280)
-    one, copied, other = (str(tmp_path / name) for name in ("one", "copy", "other"))
-    assert tokenizer_problem(one, copied, MICRO.text) is None
-    assert (
-        tokenizer_problem(None, other, MICRO.text)
-        is tokenizer_problem(one, None, MICRO.text)
-        is None
-    )
-    assert "can't be compared" in str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
-    gone = {"clap": {"train": {"shuffle_captions": True}}}
-    checkpoint = checkpoint_of(
-        ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one", settings=gone
-    )
-
-    def compared(tokenizer: str) -> tuple[list[str], list[str]]:
-        return compare(checkpoint, MICRO, {}, reference.settings().resolved(), tokenizer)
-
-    said = f"{other} gives captions other token ids than {checkpoint / 'tokenizer'}"
-    to_accept, others = compared(one)
-    assert (to_accept, [each for each in others if "shuffle_captions" in each]) == ([], [])
-    (change,), _ = compared(other)
-    assert change.startswith(f"the tokenizer: {said}")
-    deepspeed = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), lr_scheduler=None)
-    engine: Any = SimpleNamespace(model=ClapModel(MICRO), loss=None, deepspeed=deepspeed)
+def test_pretrained_weights_need_their_tokenizer(tmp_path: Path) -> None:
+    for name, caption in (("one", "a dog barks"), ("other", "rain on a roof")):
+        train_tokenizer([caption] * 3, tmp_path / name, vocab_size=280)
+    checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one")
+    other = str(tmp_path / "other")
+    pretrained_model(checkpoint, str(tmp_path / "one"))
+    pretrained_model(checkpoint, other, resume_weights_only=True)
     with pytest.raises(
-        ValueError, match=r"can't be resumed: the tokenizer.* Set clap\.data\.tokenizer"
+        ValueError, match=r"clap\.train\.pretrained: .*Set clap\.data\.tokenizer to"
     ) as refusal:
-        restore(checkpoint, engine, {}, other, resume_weights_only=False)
-    assert "--resume_weights_only" not in str(refusal.value)
-    assert (
-        _taken(checkpoint, one).config
-        == _taken(checkpoint, other, resume_weights_only=True).config
-        == MICRO
-    )
-    with pytest.raises(
-        ValueError, match=rf"clap\.train\.pretrained: {said}.* Set clap\.data\.tokenizer to"
-    ) as refusal:
-        _taken(checkpoint, other)
+        pretrained_model(checkpoint, other)
     assert "--resume_weights_only" not in str(refusal.value)
 
 
-def test_the_default_folder_of_a_run_keeps_its_name() -> None:
-    """If the name differed between versions, `resume: auto` would find no checkpoint and start from
-    scratch."""
-    freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}
-    for changes, digest in (({}, "ffb28286"), (freeze, "7fc3ca81")):
-        folder = reference.settings(**changes).checkpoint_folder
-        assert folder.name.endswith(f"-{digest}-checkpoints")
+def start_repeatedly(
+    folder: str, jobs: list[str], options: ResumeOptions, source: str
+) -> list[int]:
+    """Start one command once per job attempt, in a folder with step 5 of another run. Each start
+    saves one more step. Return the steps at which they begin."""
+    engine = engines.trained_engine()
+    other_run = Checkpointer(folder)
+    other_run.run_id = "theirs"
+    other_run.save(engine, engines.progress(5))
+    settings = CheckpointSettings(keep_last=9)
+    steps = []
+    for job in jobs:
+        attempt = Path(job) if job else None
+        ranks = Ranks(0, 1, 0, 1, job_folder=attempt)
+        lock_owner = attempt.parent if attempt else None
+        with (
+            tempfile.TemporaryDirectory() as logs,
+            Checkpointer(folder, settings, job=lock_owner) as checkpointer,
+        ):
+            record = RunDirectory(Path(logs))
+            state = resume(checkpointer, engine, source.format(folder), options, ranks, record)
+            steps.append(state.step)
+            assert checkpointer.save(engine, engines.progress(state.step + 1))[0].saved
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "jobs", "expected"),
+    [
+        # The first attempt of each job starts over.
+        (
+            ResumeOptions(restart=True),
+            "auto",
+            ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"],
+            [0, 1, 0, 1],
+        ),
+        # Only the very first start takes the path.
+        (ResumeOptions(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
+        (ResumeOptions(), "auto", ["", ""], [5, 6]),
+    ],
+    ids=["restart", "path", "auto"],
+)
+def test_repeated_command_takes_options_for_the_beginning_once(
+    one_rank: RankPool,
+    tmp_path: Path,
+    options: ResumeOptions,
+    source: str,
+    jobs: list[str],
+    expected: list[int],
+) -> None:
+    steps = one_rank.run(start_repeatedly, str(tmp_path / "checkpoints"), jobs, options, source)
+    assert steps == [expected]

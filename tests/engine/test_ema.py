@@ -15,7 +15,7 @@ from clap_ds.checkpoint.restore import fp32_state
 from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
-from clap_ds.training.evaluate import evaluate
+from clap_ds.evaluation.evaluator import Evaluator
 from tests.engine.test_engine import PRECISIONS, batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
@@ -66,8 +66,8 @@ def _check_evaluation(engine: ClapEngine) -> None:
         return SimpleNamespace(metrics={"evaluated": 1.0}, chances={})
 
     evaluator: Any = SimpleNamespace(evaluate=evaluate_model)
-    metrics, _, _ = evaluate(evaluator, engine)
-    assert metrics == {"evaluated": 1.0}
+    evaluated = Evaluator.evaluate_engine(evaluator, engine)
+    assert evaluated.metrics == {"evaluated": 1.0}
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, initial[name]), name
 

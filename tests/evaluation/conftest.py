@@ -1,5 +1,4 @@
-"""Fixtures of the evaluation tests: shards of short clips with known captions and classes, and a
-tokenizer."""
+"""Shards of short clips with known captions and classes, and a tokenizer."""
 
 import io
 import json
@@ -10,6 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from clap_ds.distributed.init import Ranks
 from clap_ds.weights.hub import train_tokenizer
@@ -18,6 +18,7 @@ from tests.rank_pool import RankPool, in_group_of
 
 KINDS = ("hum", "click", "hiss")
 ALONE = Ranks(0, 1, 0, 1)
+Members = list[tuple[str, bytes]]
 WriteClips = Callable[..., list[str]]
 
 
@@ -26,14 +27,12 @@ def tone(number: int) -> np.ndarray:
     return (np.sin(np.arange(4800) * 0.01 * (number + 1)) * 0.5).astype(np.float32)
 
 
-def clip_members(
-    number: int, description: Any, samples: np.ndarray | None = None
-) -> list[tuple[str, bytes]]:
+def clip_members(number: int, description: Any) -> Members:
     """Return an item: a tone and a json."""
-    content = json.dumps(description).encode()
+    audio = wav(tone(number))
     return [
-        (f"{number:04d}.wav", wav(tone(number) if samples is None else samples)),
-        (f"{number:04d}.json", content),
+        (f"{number:04d}.wav", audio),
+        (f"{number:04d}.json", json.dumps(description).encode()),
     ]
 
 
@@ -47,10 +46,16 @@ def description(number: int) -> dict[str, Any]:
     """Return two captions for even clips, one for odd ones, all distinct: equal captions' features
     may differ."""
     kind = KINDS[number % len(KINDS)]
-    return {
-        "kind": kind,
-        "caption": [f"a {kind} number {number}", f"{kind} again, {number}"][: 2 - number % 2],
-    }
+    captions = [f"a {kind} number {number}", f"{kind} again, {number}"]
+    return {"kind": kind, "caption": captions[: 2 - number % 2]}
+
+
+def members_of(numbers: range) -> Members:
+    """Return the items of clips."""
+    members = []
+    for number in numbers:
+        members += clip_members(number, description(number))
+    return members
 
 
 @pytest.fixture
@@ -58,38 +63,37 @@ def write_clips(tmp_path: Path) -> WriteClips:
     """Return a function that writes numbered clips into tars of the given sizes, with `extra`
     members in the last."""
 
-    def write(*sizes: int, extra: list[tuple[str, bytes]] | None = None) -> list[str]:
+    def write(*sizes: int, extra: Members | None = None) -> list[str]:
         paths = []
-        first = 0
+        start = 0
         for shard, size in enumerate(sizes):
-            members = [
-                m for n in range(first, first + size) for m in clip_members(n, description(n))
-            ]
-            members += (extra or []) * (shard == len(sizes) - 1)
+            members = members_of(range(start, start + size))
+            if shard == len(sizes) - 1:
+                members += extra or []
             paths.append(str(write_tar(tmp_path / f"clips-{shard}.tar", members)))
-            first += size
+            start += size
         return paths
 
     return write
 
 
-def on_ranks(
+def run_on_ranks(
     pool: RankPool, world_size: int, folder: Path, function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """Return `function`'s result on each rank of a group, whose ranks are `ranks_here()`."""
-    return pool.run(
-        in_group_of, world_size, str(folder / f"store-{uuid4()}"), function, *arguments
-    )[:world_size]
+    """Return `function`'s result on each rank of a group, whose ranks are `current_ranks()`."""
+    store = str(folder / f"store-{uuid4()}")
+    return pool.run(in_group_of, world_size, store, function, *arguments)[:world_size]
 
 
-def ranks_here() -> Ranks:
-    import torch.distributed as dist
-
+def current_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), 0, 1)
 
 
 @pytest.fixture(scope="session")
 def clip_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("clip_tokenizer")
-    train_tokenizer([caption for n in range(20) for caption in description(n)["caption"]], folder)
+    captions = []
+    for number in range(20):
+        captions += description(number)["caption"]
+    train_tokenizer(captions, folder)
     return str(folder)

@@ -1,4 +1,4 @@
-"""Test metrics against scikit-learn and numpy, at their extremes, and their intervals."""
+"""Metrics equal scikit-learn's and numpy's, also at their extremes, with their intervals."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from sklearn.metrics import average_precision_score
 
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.metrics import (
-    Measure,
     evaluate_retrieval,
     evaluate_zero_shot,
     retrieval_loss,
@@ -20,157 +19,146 @@ from tests.evaluation.conftest import ALONE
 
 
 def features(number: int, seed: int, dim: int = 6) -> torch.Tensor:
-    return F.normalize(
-        torch.randn(number, dim, generator=torch.Generator().manual_seed(seed)), dim=1
-    )
-
-
-def zero_shot(
-    audio: torch.Tensor, classes: torch.Tensor, labels: torch.Tensor
-) -> dict[str, Measure]:
-    """Evaluate with labels: one class per clip, or a mask of classes."""
-    is_of_class = labels if labels.ndim == 2 else F.one_hot(labels, len(classes)).bool()
-    return evaluate_zero_shot(audio, classes, is_of_class, ALONE)
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(number, dim, generator=generator), dim=1)
 
 
 @pytest.mark.parametrize(
     ("proportion", "number", "low", "high"),
     [(81 / 263, 263, 0.2553, 0.3662), (1.0, 10, 0.7225, 1.0), (0.0, 10, 0.0, 0.2775)],
 )
-def test_wilson(proportion: float, number: int, low: float, high: float) -> None:
+def test_wilson_interval_equals_published(
+    proportion: float, number: int, low: float, high: float
+) -> None:
     """81 of 263 is Newcombe's example (Statistics in Medicine 17, 1998)."""
     assert wilson(proportion, number) == pytest.approx((low, high), abs=5e-5)
 
 
-def by_sorting(scores: np.ndarray, relevant: np.ndarray) -> dict[str, float]:
+def measure_by_sorting(scores: np.ndarray, relevant: np.ndarray) -> dict[str, float]:
     """Compute metrics by definition, sorting each row, (queries, candidates), of scores without
     ties."""
-    hits = np.take_along_axis(relevant, np.argsort(-scores, axis=1), axis=1)[:, :10]
-    precision = (hits * hits.cumsum(1) / np.arange(1, hits.shape[1] + 1)).sum(1) / relevant.sum(
-        1
-    ).clip(max=10)
-    return {**{f"r{k}": hits[:, :k].any(1).mean() for k in (1, 5, 10)}, "map10": precision.mean()}
+    order = np.argsort(-scores, axis=1)
+    hits = np.take_along_axis(relevant, order, axis=1)[:, :10]
+    precisions = hits * hits.cumsum(1) / np.arange(1, hits.shape[1] + 1)
+    averages = precisions.sum(1) / relevant.sum(1).clip(max=10)
+    return {
+        "r1": hits[:, :1].any(1).mean(),
+        "r5": hits[:, :5].any(1).mean(),
+        "r10": hits.any(1).mean(),
+        "map10": averages.mean(),
+    }
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(0, 1000))
-def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int], seed: int) -> None:
-    clip_of_caption = np.repeat(np.arange(len(captions_per_clip)), captions_per_clip)
+def test_retrieval_equals_sorting_with_numpy(captions_per_clip: list[int], seed: int) -> None:
+    num_clips = len(captions_per_clip)
+    clip_of_caption = np.repeat(np.arange(num_clips), captions_per_clip)
     np.random.default_rng(seed).shuffle(clip_of_caption)
-    audio = features(len(captions_per_clip), seed)
+    audio = features(num_clips, seed)
     text = features(len(clip_of_caption), seed + 1)
-    scores = (
-        (audio.double() @ text.double().T).float().numpy()
-    )  # distinct ones may be equal in fp32
+    scores = (audio.double() @ text.double().T).float().numpy()
+    # Distinct scores may be equal in fp32.
     assume(all(len(np.unique(row)) == len(row) for row in (*scores, *scores.T)))
-    found = evaluate_retrieval(audio, text, torch.from_numpy(clip_of_caption), ALONE)
-    relevant = clip_of_caption == np.arange(len(audio))[:, None]
-    both = {
-        "audio_to_text": by_sorting(scores, relevant),
-        "text_to_audio": by_sorting(scores.T, relevant.T),
-    }
+    measures = evaluate_retrieval(audio, text, torch.from_numpy(clip_of_caption), ALONE)
+    relevant = clip_of_caption == np.arange(num_clips)[:, None]
     expected = {
-        f"retrieval_{way}_{name}": value
-        for way, each in both.items()
-        for name, value in each.items()
+        "audio_to_text": measure_by_sorting(scores, relevant),
+        "text_to_audio": measure_by_sorting(scores.T, relevant.T),
     }
-    assert {name: measure.value for name, measure in found.items()} == pytest.approx(
-        expected, abs=1e-9
-    )
-    assert all(
-        (measure.low, measure.high) == wilson(measure.value, len(audio))
-        for measure in found.values()
-    )
+    assert len(measures) == 8
+    for name, measure in measures.items():
+        _, direction, metric = name.replace("_to_", "-to-").split("_")
+        value = expected[direction.replace("-", "_")][metric]
+        assert measure.value == pytest.approx(value, abs=1e-9)
+        assert (measure.low, measure.high) == wilson(measure.value, num_clips)
 
 
-def test_a_constant_model_scores_chance() -> None:
+# 5 draws from 80 captions, 2 of which are a clip's.
+CHANCE_R5 = 1 - (75 * 74) / (80 * 79)
+
+
+@pytest.mark.parametrize("constant", [features(1, 0, dim=512), torch.full((1, 4), torch.nan)])
+def test_constant_model_scores_chance(constant: torch.Tensor) -> None:
     clip_of_caption = torch.arange(40).repeat_interleave(2)
-    for constant in (features(1, 0, dim=512), torch.full((1, 4), torch.nan)):
-        found = evaluate_retrieval(
-            constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE
-        )
-        assert [measure.value for measure in found.values()] == pytest.approx(
-            [each.chance for each in found.values()]
-        )
-        assert found["retrieval_audio_to_text_r5"].value == pytest.approx(1 - (75 * 74) / (80 * 79))
+    measures = evaluate_retrieval(
+        constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE
+    )
+    for measure in measures.values():
+        assert measure.value == pytest.approx(measure.chance)
+    assert measures["retrieval_audio_to_text_r5"].value == pytest.approx(CHANCE_R5)
 
 
-def test_chance_is_that_of_drawing_candidates_whatever_the_model_knows() -> None:
+def test_chance_is_independent_of_model() -> None:
     """With 40 clips of two captions, and eight classes."""
     audio = features(40, 0, dim=64)
-    found = evaluate_retrieval(
-        audio, audio.repeat_interleave(2, 0), torch.arange(40).repeat_interleave(2), ALONE
-    )
-    assert (
-        found["retrieval_audio_to_text_r5"].value == found["retrieval_text_to_audio_r1"].value == 1
-    )
-    assert found["retrieval_audio_to_text_r5"].chance == pytest.approx(1 - (75 * 74) / (80 * 79))
-    assert found["retrieval_text_to_audio_r1"].chance == pytest.approx(1 / 40)
-    top = zero_shot(audio, audio[:8], torch.arange(40) % 8)
-    assert (
-        top["zero_shot_top1"].chance
-        == pytest.approx(1 / 8)
-        != pytest.approx(top["zero_shot_top1"].value)
-    )
-    assert top["zero_shot_top5"].chance == pytest.approx(5 / 8)
+    text = audio.repeat_interleave(2, 0)
+    measures = evaluate_retrieval(audio, text, torch.arange(40).repeat_interleave(2), ALONE)
+    audio_to_text = measures["retrieval_audio_to_text_r5"]
+    assert (audio_to_text.value, audio_to_text.chance) == (1, pytest.approx(CHANCE_R5))
+    text_to_audio = measures["retrieval_text_to_audio_r1"]
+    assert (text_to_audio.value, text_to_audio.chance) == (1, pytest.approx(1 / 40))
+    is_of_class = F.one_hot(torch.arange(40) % 8).bool()
+    zero_shot = evaluate_zero_shot(audio, audio[:8], is_of_class, ALONE)
+    assert zero_shot["zero_shot_top1"].chance == pytest.approx(1 / 8)
+    assert zero_shot["zero_shot_top1"].value != pytest.approx(1 / 8)
+    assert zero_shot["zero_shot_top5"].chance == pytest.approx(5 / 8)
 
 
-@pytest.mark.parametrize("share", [0, 0.2])
-def test_zero_shot_against_scikit_learn(share: float) -> None:
+@pytest.mark.parametrize("probability", [0, 0.2])
+def test_zero_shot_equals_scikit_learn(probability: float) -> None:
     """With one class per clip, and two classes without clips, or with several."""
-    is_of_class = torch.rand(80, 9, generator=torch.Generator().manual_seed(4)) < share
+    generator = torch.Generator().manual_seed(4)
+    is_of_class = torch.rand(80, 9, generator=generator) < probability
     is_of_class[torch.arange(80), torch.arange(80) % 7] = True
     audio = features(80, 0)
     classes = features(9, 1)
-    found = zero_shot(audio, classes, is_of_class)
+    measures = evaluate_zero_shot(audio, classes, is_of_class, ALONE)
     scores = (audio @ classes.T).numpy()
-    best = np.argsort(-scores, axis=1)
-    has_clips = is_of_class.any(0).numpy()
+    labels = is_of_class.numpy()
+    hits = np.take_along_axis(labels, np.argsort(-scores, axis=1), axis=1)
     for k in (1, 5):
-        any_hit = np.take_along_axis(is_of_class.numpy(), best[:, :k], axis=1).any(axis=1)
-        assert found[f"zero_shot_top{k}"].value == pytest.approx(any_hit.mean(), abs=1e-12)
-    expected = average_precision_score(
-        is_of_class.numpy()[:, has_clips], scores[:, has_clips], average="macro"
-    )
-    assert found["zero_shot_map"].value == pytest.approx(expected, abs=1e-9)
-    number = 1 / np.mean(1 / is_of_class.numpy().sum(0)[has_clips]) * has_clips.sum()
-    assert (found["zero_shot_map"].low, found["zero_shot_map"].high) == pytest.approx(
-        wilson(expected, number)
-    )
-
-
-SCALE = torch.tensor([5.0])
+        expected = hits[:, :k].any(axis=1).mean()
+        assert measures[f"zero_shot_top{k}"].value == pytest.approx(expected, abs=1e-12)
+    has_clips = labels.any(0)
+    labels = labels[:, has_clips]
+    precision = average_precision_score(labels, scores[:, has_clips], average="macro")
+    measure = measures["zero_shot_map"]
+    assert measure.value == pytest.approx(precision, abs=1e-9)
+    # The classes' harmonic mean of clips, times their number.
+    num_clips = has_clips.sum() / np.mean(1 / labels.sum(0))
+    assert (measure.low, measure.high) == pytest.approx(wilson(precision, num_clips))
 
 
 @pytest.mark.parametrize("bias", [None, torch.tensor([-2.0])])
-def test_the_loss_of_retrieval_is_that_of_batches_that_differ_by_one_clip(
+def test_retrieval_loss_is_of_batches_that_differ_by_one_clip(
     bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
+    scale = torch.tensor([5.0])
     audio = features(10, 0)
     text = features(10, 1)
+    # Three captions are equal to others.
     captions = [f"caption {number % 7}" for number in range(10)]
     text[7:] = text[:3]
-    monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
-    expected = []
+    losses: list[float] = []
     for batch in ([0, 3, 6, 9], [1, 4, 7], [2, 5, 8]):
-        is_same = torch.tensor([[captions[i] == captions[j] for j in batch] for i in batch])
-        logits = SCALE * audio[batch] @ text[batch].T
+        numbers = torch.tensor(batch) % 7
+        is_same = (numbers[:, None] == numbers).float()
+        logits = scale * audio[batch] @ text[batch].T
         if bias is None:
-            likely = [
-                each.log_softmax(1) * is_same / is_same.sum(1, keepdim=True)
-                for each in (logits, logits.T)
-            ]
-            expected += (-sum(likely).sum(1) / 2).tolist()
+            targets = is_same / is_same.sum(1, keepdim=True)
+            by_audio = F.cross_entropy(logits, targets, reduction="none")
+            by_text = F.cross_entropy(logits.T, targets, reduction="none")
+            losses += ((by_audio + by_text) / 2).tolist()
         else:
-            expected += (-F.logsigmoid((2.0 * is_same - 1) * (logits + bias)).sum(1)).tolist()
-    found = retrieval_loss(
-        "softmax" if bias is None else "sigmoid", audio, text, captions, SCALE, bias
-    )
-    assert found.value == pytest.approx(np.mean(expected), rel=1e-5)
-    assert bias is not None or found.chance == pytest.approx(
-        np.log([4, 4, 4, 4, 3, 3, 3, 3, 3, 3]).mean()
-    )
-    margin = 1.96 * np.std(expected) / np.sqrt(10)
-    assert (found.low, found.high) == pytest.approx(
-        (found.value - margin, found.value + margin), rel=1e-3
-    )
+            losses += (-F.logsigmoid((2 * is_same - 1) * (logits + bias)).sum(1)).tolist()
+    kind = "softmax" if bias is None else "sigmoid"
+    measure = retrieval_loss(kind, audio, text, captions, scale, bias)
+    assert measure.value == pytest.approx(np.mean(losses), rel=1e-5)
+    if bias is None:
+        chance = (4 * np.log(4) + 6 * np.log(3)) / 10
+        assert measure.chance == pytest.approx(chance)
+    margin = 1.96 * np.std(losses) / np.sqrt(10)
+    interval = (measure.value - margin, measure.value + margin)
+    assert (measure.low, measure.high) == pytest.approx(interval, rel=1e-3)

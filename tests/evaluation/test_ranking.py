@@ -1,6 +1,6 @@
-"""Test rankings against every order of tied candidates."""
+"""Rankings equal means over every order of tied candidates."""
 
-import itertools
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -21,39 +21,42 @@ def tied_cases(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
     return scores, relevant
 
 
-def by_definition(
+def measure_all_orders(
     scores: list[int], relevant: list[bool], at: tuple[int, ...], cutoff: int
 ) -> list[float]:
     """Compute `measures` as means over every non-increasing order of the candidates."""
-    found = []
-    for order in itertools.permutations(range(len(scores))):
-        if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)):
-            hits = np.array([relevant[i] for i in order])
-            precision = (hits * hits.cumsum() / np.arange(1, len(hits) + 1))[:cutoff].sum() / min(
-                cutoff, sum(relevant)
-            )
-            found.append([*(hits[:k].any() for k in at), precision])
-    return list(np.mean(found, axis=0))
+    results = []
+    for order in permutations(range(len(scores))):
+        if any(scores[a] < scores[b] for a, b in pairwise(order)):
+            continue
+        hits = np.array([relevant[candidate] for candidate in order])
+        precisions = hits * hits.cumsum() / np.arange(1, len(hits) + 1)
+        average = precisions[:cutoff].sum() / min(cutoff, sum(relevant))
+        results.append([*(hits[:k].any() for k in at), average])
+    return list(np.mean(results, axis=0))
 
 
 @settings(max_examples=120, deadline=None)
 @given(tied_cases(), st.integers(1, 7))
-def test_measures_are_means_over_all_orders_of_tied_candidates(
+def test_measures_are_means_over_all_orders_of_ties(
     case: tuple[list[int], list[bool]], k: int
 ) -> None:
-    (scores, wanted), at = case, (k, 1)
-    relevant = torch.tensor([wanted])
-    by_score = torch.tensor([scores], dtype=torch.float32)
-    (found,), (whole,) = (
-        measures(by_score, relevant, at=at, cutoff=k).tolist(),
-        measures(by_score, relevant).tolist(),
-    )
-    assert found == pytest.approx(by_definition(scores, wanted, at, k), abs=1e-12)
-    assert whole == pytest.approx(by_definition(scores, wanted, (), len(scores)), abs=1e-12)
+    scores, relevant = case
+    scores_1C = torch.tensor([scores], dtype=torch.float32)
+    relevant_1C = torch.tensor([relevant])
+    at = (k, 1)
+    (with_cutoff,) = measures(scores_1C, relevant_1C, at=at, cutoff=k).tolist()
+    assert with_cutoff == pytest.approx(measure_all_orders(scores, relevant, at, k), abs=1e-12)
+    (average,) = measures(scores_1C, relevant_1C).tolist()
+    expected = measure_all_orders(scores, relevant, (), len(scores))
+    assert average == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_score_that_is_not_a_number_ranks_last() -> None:
+def test_nan_score_ranks_last() -> None:
     scores = torch.tensor([[float("nan"), -0.5, 0.5]])
-    first_and_all = measures(scores, torch.tensor([[True, False, False]]), at=(1, 2))
-    assert first_and_all.tolist() == [[0.0, 0.0, pytest.approx(1 / 3)]]
-    assert measures(scores, torch.tensor([[False, True, False]]), at=(2,)).tolist() == [[1.0, 0.5]]
+    relevant_last = torch.tensor([[True, False, False]])
+    # Not among the best 1 or 2, but third of three.
+    expected = [[0.0, 0.0, pytest.approx(1 / 3)]]
+    assert measures(scores, relevant_last, at=(1, 2)).tolist() == expected
+    relevant_second = torch.tensor([[False, True, False]])
+    assert measures(scores, relevant_second, at=(2,)).tolist() == [[1.0, 0.5]]

@@ -15,7 +15,7 @@ import soundfile
 import torch
 
 import clap_ds
-from clap_ds.checkpoint.export import export
+from clap_ds.checkpoint.exporters import export
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.evaluation.clips import list_clips

@@ -1,7 +1,5 @@
-"""Training's log of steps with known times, on two ranks with simulated clocks.
-
-Messages at the start and at the end of training.
-"""
+"""The log of steps with known times, on two ranks with simulated clocks, and messages at start and
+end."""
 
 import io
 import json
@@ -11,171 +9,206 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from clap_ds.checkpoint.train_state import SavedCheckpoint, TrainState
 from clap_ds.config.settings import load_run
-from clap_ds.data.batch import LoaderThroughput
-from clap_ds.data.dataloader import BatchSource
-from clap_ds.metrics.throughput import MOST_WINDOWS, Throughput, Window
+from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
+from clap_ds.metrics import throughput, timers
 from clap_ds.metrics.timers import StepTimer
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.train import next_commands
+from clap_ds.training import log
 from clap_ds.training.log import TrainLogger, log_run_start
+from clap_ds.training.loop import next_commands
 from clap_ds.training.plan import TrainPlan
 from tests.rank_pool import RankPool
 
 GIB = 2**30
+CPU = torch.device("cpu")
+DATA_WAIT_S = 0.1
+EVALUATION_S = 50.0
 
 
-def test_the_windows_of_a_long_run_are_merged() -> None:
-    pace = Throughput(2)
-    step_s = np.full((7, 1), 4.0)
-    assert pace.summary() == {}
-    for _ in range(2050):
-        pace.add(Window(step_s.sum(axis=0), step_s, step_s, step_s / 16, step_s, {}), 16)
-    rate = pace.summary()["samples_per_s_per_gpu"]
-    assert (rate["mean"], sum(rate["window_s"])) == (2, 2050 * 28)
-    assert MOST_WINDOWS // 2 < len(rate["windows"]) <= MOST_WINDOWS
+class SimulatedEngine:
+    """An engine whose step n takes n s on rank 0 and 1.5 n s on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.clock_s = 100.0
+        self.device = CPU
+        self.model = SimpleNamespace(logit_scale=torch.tensor([math.log(4.0 + rank)]))
+        self.deepspeed = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
+        self.timer = StepTimer(CPU)
+        self.stop_timers = self.timer.stop
+
+    def step(self, number: int) -> torch.Tensor:
+        data_wait_s = DATA_WAIT_S * (1 + self.rank)
+        with self.timer("data_wait"):
+            self.clock_s += data_wait_s
+        self.clock_s += number * (1 + 0.5 * self.rank) - data_wait_s
+        self.gradient_norm = torch.tensor(2.0 * number)
+        self.is_skipped = torch.tensor(number == 2)
+        return torch.tensor(number + 10.0 * self.rank)
+
+    def count_skipped(self) -> None:
+        pass
+
+    def check_loss(self) -> None:
+        pass
+
+    def energy_joules(self, device: torch.device) -> float:
+        """100 W on rank 0 and 150 W on rank 1."""
+        return (100 + 50 * self.rank) * self.clock_s
 
 
-def _logged(folder: str) -> dict[str, Any]:
-    """Log six steps of 20 samples on two ranks, every two steps; the first two are warm-up."""
+class RecordedScalars:
+    """A stand-in for TensorBoard that keeps scalars."""
+
+    def __init__(self, *_: Any) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.write = self.scalars.extend
+
+
+def log_six_steps(folder: str) -> dict[str, Any]:
+    """Log six steps of 20 samples on two ranks, every two steps, with evaluations and saves."""
     rank = dist.get_rank()
-    now = [100.0]
-    deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
-    scale = torch.tensor([math.log(4.0 + rank)])
-    cpu = torch.device("cpu")
-    engine: Any = SimpleNamespace(
-        deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale), device=cpu
-    )
-    engine.count_skipped = engine.check_loss = lambda: None
-    engine.timer = StepTimer(cpu)
+    engine: Any = SimulatedEngine(rank)
+    scalars = RecordedScalars()
+    ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, host=f"node{rank}")
     plan = TrainPlan(120, 20, 160)
-    engine.stop_timers = engine.timer.stop
-    ranks: Any = SimpleNamespace(
-        is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}"
-    )
-    scalars: list[Any] = []
-    record = RunDirectory(Path(folder))
-    pieces: Any = SimpleNamespace(
-        throughput=lambda: LoaderThroughput(1000.0, 4, "encoded"), state=dict
-    )
-    loader = BatchSource(pieces, cpu, copy_ahead=False)
-    writer = SimpleNamespace(write=scalars.extend)
     state = TrainState(train_s=1000.0)
+    record = RunDirectory(Path(folder))
+    evaluation = Evaluation(
+        {"zero_shot": TaskResult({}, {"top1": Measure(0.5, 0.1, 0.4, 0.6)})}, []
+    )
+    rates = []
     with (
-        redirect_stdout(io.StringIO()) as shown,
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as output,
         redirect_stderr(io.StringIO()) as errors,
-        mock.patch("clap_ds.metrics.timers.time.perf_counter", side_effect=lambda: now[0]),
-        mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
-        mock.patch.object(
-            environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]
-        ),
-        mock.patch(
-            "clap_ds.metrics.throughput.energy_joules",
-            side_effect=lambda _: (100 + 50 * rank) * now[0],
-        ),
     ):
-        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder))  # type: ignore[arg-type]
+        patch.setattr(timers.time, "perf_counter", lambda: engine.clock_s)
+        patch.setattr(environment, "peak_memory_bytes", lambda _: (1 + rank) * GIB)
+        patch.setattr(environment, "energy_joules", engine.energy_joules)
+        patch.setattr(throughput, "energy_joules", engine.energy_joules)
+        patch.setattr(log, "Scalars", lambda *_: scalars)
+        logger = TrainLogger(record, Path(folder), engine, plan, state, ranks)
         for step in range(1, 7):
-            log.begin_step()
-            with engine.timer("data_wait"):
-                now[0] += 0.1 * (1 + rank)
-            now[0] += step * (1 + 0.5 * rank) - 0.1 * (1 + rank)
-            engine.gradient_norm = torch.tensor(2.0 * step)
-            engine.is_skipped = torch.tensor(step == 2)
+            logger.begin_step()
+            loss = engine.step(step)
             plan.advance(state)
-            log.end_step(torch.tensor(step + 10.0 * rank))
+            logger.end_step(loss)
             if step % 2 == 0:
-                log.write()
-                log.evaluated({"top1": 0.5}, {}, 50.0)
-                now[0] += 50  # an evaluation
-        log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 15_000_000_000, stalled_s=1.25))
-        for step in (7, 8, 9, 10):
-            log.saved(SavedCheckpoint(step, 100.0 + 3600 * (step - 6), 109.0, problem="disk full"))
-        log.close()
+                rates.append(logger.log())
+                logger.log_evaluation(evaluation, EVALUATION_S)
+                engine.clock_s += EVALUATION_S
+        saved = SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 15_000_000_000, stalled_s=1.25)
+        logger.log_saves([saved])
+        for hour in (1, 2, 3, 4):
+            begin = 100.0 + 3600 * hour
+            logger.log_saves([SavedCheckpoint(6 + hour, begin, begin, problem="disk full")])
+        logger.close()
     return {
         "summary": record.summary(),
-        "scalars": scalars,
-        "shown": shown.getvalue(),
+        "rates": rates,
+        "scalars": scalars.scalars,
+        "output": output.getvalue(),
         "errors": errors.getvalue(),
     }
 
 
-def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
-    found = two_ranks.run(_logged, str(tmp_path))[0]
-    summary = found["summary"]
-    assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([20 / 10.5, 20 / 16.5])
+@pytest.fixture(scope="module")
+def logged(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Rank 0's log of six steps, with the lines of its files by phase."""
+    folder = tmp_path_factory.mktemp("run")
+    logged = two_ranks.run(log_six_steps, str(folder))[0]
+    for name in ("metrics", "history"):
+        text = (folder / f"{name}.jsonl").read_text()
+        logged[name] = [json.loads(line) for line in text.splitlines()]
+    return logged
+
+
+def lines_of(logged: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [line for line in logged["metrics"] if line["phase"] == phase]
+
+
+def test_step_lines_have_means_of_ranks_and_times_of_rank_0(logged: dict[str, Any]) -> None:
+    lines = lines_of(logged, "train")
+    assert len(lines) == 6
+    for step, line in enumerate(lines, start=1):
+        assert (line["step"], line["samples"], line["epoch"]) == (step, 20 * step, step / 8)
+        assert (line["time_s"], line["data_wait_s"]) == pytest.approx((step, DATA_WAIT_S))
+        # The losses are step and step + 10.
+        assert (line["loss"], line["gradient_norm"], line["lr"]) == (step + 5, 2 * step, 0.25)
+        assert line.get("skipped", False) == (step == 2)
+
+
+def test_summary_has_throughput_after_warm_up(logged: dict[str, Any]) -> None:
+    """The slower rank's steps take 1.5 times their number in seconds; the first two are warm-up."""
+    summary = logged["summary"]
+    # Two steps of 20 samples on two ranks in 1.5 (3 + 4) s and 1.5 (5 + 6) s.
+    windows = summary["samples_per_s_per_gpu"]["windows"]
+    assert windows == pytest.approx([20 / 10.5, 20 / 16.5])
     assert summary["samples_per_s"] == pytest.approx(80 / 27)
     assert summary["step_time_s"] == pytest.approx(
         {"median": 4.5, "p95": 5.85, "slowest_rank_median": 6.75}
     )
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
-    joules = [
-        100 * (3 + 7 * n + 50 * n + 4 * (n == 2)) + 150 * (4.5 + 10.5 * n + 50 * n + 6 * (n == 2))
-        for n in range(3)
-    ]
-    assert summary["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
-    assert summary["joules_per_sample"] == pytest.approx(joules[2] / 120)
-    assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (
-        6,
-        120,
-        0.75,
-        11,
-    )
-    assert (
-        "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s"
-        in found["shown"]
-    )
-    assert "their rank's step needs 11: enough" in found["shown"]  # 10 in 0.9 s
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert [line.pop("train_s") > 1000 for line in history] == [True] * len(lines)
-    assert sum("train_s" in line and line.pop("train_s") > 1000 for line in lines) == 3
-    assert history == lines
-    evaluations = [line for line in lines if line["phase"] == "evaluation"]
-    assert [line["joules_per_sample"] for line in evaluations] == pytest.approx(
-        [joules[n] / (40 * n + 40) for n in range(3)]
-    )
-    lines = [line for line in lines if line["phase"] != "evaluation"]
-    assert "the checkpoint of step 7 could not be saved: disk full" in summary["warnings"]
-    assert [lines.pop()["saved"] for _ in range(4)] == [False] * 4
-    for failed, unsaved in (("3 checkpoints", "3.0 hours"), ("4 checkpoints", "4.0 hours")):
-        (line,) = [
-            line
-            for line in found["errors"].splitlines()
-            if line.startswith(f"error: {failed} in a row")
-        ]
-        assert unsaved in line
-    saved = lines.pop()
-    assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (
-        7.5,
-        1.25,
-        [100.0, 101.25],
-    )
-    for step, line in enumerate(lines, start=1):
-        assert (line["time_s"], line["data_wait_s"]) == (pytest.approx(step), pytest.approx(0.1))
-        assert (line["loss"], line["gradient_norm"], line.get("skipped", False)) == (
-            step + 5,
-            2 * step,
-            step == 2,
-        )
-        assert (line["step"], line["samples"], line["epoch"], line["lr"]) == (
-            step,
-            20 * step,
-            step / 8,
-            0.25,
-        )
-    scalars: dict[str, list[Any]] = {}
-    for tag, value, samples in found["scalars"]:
+    assert (summary["step"], summary["samples"], summary["epoch"]) == (6, 120, 0.75)
+    assert summary["loss"] == 11
+
+
+def test_log_returns_samples_per_s_without_data_wait(logged: dict[str, Any]) -> None:
+    # 10 of the 20 samples are rank 0's.
+    expected = [[10 / (step - DATA_WAIT_S), 10 / (step + 1 - DATA_WAIT_S)] for step in (1, 3, 5)]
+    for rates, expected_rates in zip(logged["rates"], expected, strict=True):
+        assert rates == pytest.approx(expected_rates)
+
+
+def test_energy_includes_evaluations_before(logged: dict[str, Any]) -> None:
+    # Seconds from the start to each evaluation.
+    rank_0_s = [3, 10 + EVALUATION_S, 21 + 2 * EVALUATION_S]
+    rank_1_s = [4.5, 15 + EVALUATION_S, 31.5 + 2 * EVALUATION_S]
+    joules = [100 * s + 150 * slow_s for s, slow_s in zip(rank_0_s, rank_1_s, strict=True)]
+    per_sample = [line["joules_per_sample"] for line in lines_of(logged, "evaluation")]
+    assert per_sample == pytest.approx([joules[0] / 40, joules[1] / 80, joules[2] / 120])
+    assert logged["summary"]["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
+    assert logged["summary"]["joules_per_sample"] == pytest.approx(joules[2] / 120)
+
+
+def test_history_has_same_lines_with_training_time(logged: dict[str, Any]) -> None:
+    # Training took 1,000 s before this start.
+    assert all(line.pop("train_s") > 1000 for line in logged["history"])
+    metrics = [{**line} for line in logged["metrics"]]
+    for line in metrics:
+        line.pop("train_s", None)
+    assert logged["history"] == metrics
+
+
+def test_saves_are_reported_and_failures_in_a_row_state_lost_time(logged: dict[str, Any]) -> None:
+    saved, *failed = lines_of(logged, "checkpoint")
+    assert (saved["seconds"], saved["stalled_s"], saved["saved"]) == (7.5, 1.25, True)
+    assert saved["checkpoint"] == [100.0, 101.25]
+    message = "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s"
+    assert message in logged["output"]
+    assert [line["saved"] for line in failed] == [False] * 4
+    warning = "the checkpoint of step 7 could not be saved: disk full"
+    assert warning in logged["summary"]["warnings"]
+    third, fourth = logged["errors"].splitlines()
+    assert third.startswith("error: 3 checkpoints in a row")
+    assert "3.0 hours" in third
+    assert fourth.startswith("error: 4 checkpoints in a row")
+    assert "4.0 hours" in fourth
+
+
+def test_scalars_are_by_samples(logged: dict[str, Any]) -> None:
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    for tag, value, samples in logged["scalars"]:
         scalars.setdefault(tag, []).append((samples, value))
     assert scalars["train/loss"] == [(20 * step, step + 5) for step in range(1, 7)]
     assert scalars["train/data_wait_percent"][0] == (40, pytest.approx(100 * 0.4 / 4.5))
@@ -183,27 +216,50 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert {"train/lr", "train/gradient_norm", "train/logit_scale"} <= set(scalars)
 
 
-@pytest.mark.parametrize(("items", "warns"), [(63, True), (64, False), (None, False)])
-def test_a_batch_larger_than_the_data_is_a_warning(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, items: int | None, warns: bool
+@pytest.mark.parametrize(("epoch_samples", "warns"), [(63, True), (64, False), (None, False)])
+def test_batch_larger_than_data_is_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, epoch_samples: int | None, warns: bool
 ) -> None:
-    log_run_start(TrainPlan(640, 64, items), TrainState(), tmp_path, {})
+    log_run_start(TrainPlan(640, 64, epoch_samples), TrainState(), tmp_path, {})
     output = capsys.readouterr().out
     assert "10 steps" in output
     assert ("a global batch has 64 pairs, but the data only 63" in output) == warns
 
 
+TARGET = {"top1": 0.5}
+REACHED = {"target": TARGET, "time_to_target_s": 1.0, "target_step": 3}
+
+
 @pytest.mark.parametrize(
-    ("preset", "export"),
+    ("state", "message"),
     [
-        ("htsat_tiny_roberta_base", "--format open_clip"),
-        ("clap_htsat_tiny_roberta_base", "FOLDER"),
-        ("demo", None),
+        (TrainState(10, 640), "nothing left to train: all 640 samples are consumed"),
+        (TrainState(3, 192, extra=REACHED), "nothing left to train: target reached at step 3"),
     ],
 )
-def test_the_end_names_an_export_that_the_model_has(
-    write_run: Callable[..., Path], preset: str, export: str | None
+def test_start_of_complete_run_trains_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, state: TrainState, message: str
 ) -> None:
-    first, *rest = next_commands(load_run(write_run(clap={"model": {"preset": preset}})))
-    assert first.startswith("clap-ds evaluate ")
-    assert [line.endswith(export or "") for line in rest] == [True] * (export is not None)
+    plan = TrainPlan(640, 64, target_metrics=TARGET)
+    assert plan.is_done(state)
+    log_run_start(plan, state, tmp_path, {})
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("htsat_tiny_roberta_base", ["--format open_clip"]),
+        ("clap_htsat_tiny_roberta_base", ["FOLDER"]),
+        ("demo", []),
+    ],
+)
+def test_next_commands_have_export_that_model_allows(
+    write_run: Callable[..., Path], preset: str, expected: list[str]
+) -> None:
+    run = load_run(write_run(clap={"model": {"preset": preset}}))
+    evaluate, *exports = next_commands(run)
+    assert evaluate.startswith("clap-ds evaluate ")
+    assert len(exports) == len(expected)
+    for command, end in zip(exports, expected, strict=True):
+        assert command.endswith(end)

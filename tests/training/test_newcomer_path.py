@@ -22,6 +22,8 @@ import transformers  # isort: skip
 pytestmark = pytest.mark.end_to_end
 HEADING = "## From a folder of sounds to a model that others load"
 KINDS = ("hum", "whistle", "click")
+MODULES: dict[str, list[str]] = {"python": [], "clap-ds": ["-m", "clap_ds"]}
+"""Commands that tests fork; others are for DeepSpeed's launcher."""
 
 
 def write_sounds(folder: Path) -> None:
@@ -44,17 +46,18 @@ def in_docs(language: str) -> str:
     return text.split(f"```{language}\n")[1].split("```")[0]
 
 
-def run(folder: Path, command: list[str], *more: str) -> str:
-    program, *arguments = (
-        str(*folder.glob(word)) if word.endswith("-checkpoints") else word for word in command
-    )
-    modules = {"python": [], "clap-ds": ["-m", "clap_ds"]}
-    if (module := modules.get(program)) is not None:
-        return processes.run(
-            [*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True
-        ).stdout
-    launched = [*commands.deepspeed_launcher(), *arguments, *more]
+def run(folder: Path, command: list[str], *options: str) -> str:
+    """Run a command as the docs have it, with the path of the only folder of checkpoints."""
+    program, *arguments = command
+    arguments = [
+        str(*folder.glob(argument)) if argument.endswith("-checkpoints") else argument
+        for argument in arguments
+    ]
     env = commands.environment()
+    if program in MODULES:
+        forked = [*MODULES[program], *arguments, *options]
+        return processes.run(forked, cwd=folder, env=env, check=True).stdout
+    launched = [*commands.deepspeed_launcher(), *arguments, *options]
     result = subprocess.run(
         launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env
     )
@@ -62,39 +65,40 @@ def run(folder: Path, command: list[str], *more: str) -> str:
     return result.stdout
 
 
-def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
+def test_docs_lead_from_sounds_to_exported_model(tmp_path: Path) -> None:
     (tmp_path / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
     write_sounds(tmp_path)
-    lines = in_docs("console").splitlines()
     build, train, evaluate, export = (
-        shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ ")
+        shlex.split(line.removeprefix("$ "))
+        for line in in_docs("console").splitlines()
+        if line.startswith("$ ")
     )
     output = run(tmp_path, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
-    data = json.loads(re.search(r'^"data": (\{.*?^\})', output, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
-    data |= {"num_workers": 0, "shuffle_buffer": 8}
+    # The section to paste into the run's JSON.
+    section = re.search(r'^"data": (\{.*?^\})', output, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    data = json.loads(section[1]) | {"num_workers": 0, "shuffle_buffer": 8}
     held_out = "shards/held_out-*.tar"
     evaluation = {task: {"shards": held_out} for task in ("retrieval", "zero_shot")}
     clap = {"data": data, "train": {"max_samples": 2 * 4 * 6}, "evaluation": evaluation}
     (tmp_path / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
     run(tmp_path, train)
-    shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "found.json")
-    assert "16 text tokens" in shown  # as trained
-    found = json.loads((tmp_path / "found.json").read_text())
-    (record,) = (
-        path for path in (tmp_path / "runs").glob("my_run-*") if (path / "summary.json").exists()
-    )
-    in_training = json.loads((record / "summary.json").read_text())["evaluation"]
+
+    output = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "results.json")
+    # As trained.
+    assert "16 text tokens" in output
+    metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
+    (summary,) = (tmp_path / "runs").glob("my_run-*/summary.json")
+    in_training = json.loads(summary.read_text())["evaluation"]
     # One rank here, two there.
-    assert found["metrics"] == pytest.approx(
-        {name: in_training[name] for name in found["metrics"]}, abs=1e-9
-    )
+    for name, value in metrics.items():
+        assert value == pytest.approx(in_training[name], abs=1e-9)
+
     run(tmp_path, export)
-    found = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
-    assert found.context_length == 16
-    trained = found.build()
+    weights = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
+    assert weights.context_length == 16
     exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
-    assert torch.equal(
-        exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight
-    )
-    shown = run(tmp_path, ["python", "-c", in_docs("python")])
-    assert re.search(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", shown)
+    name = "audio_projection.linear1.weight"
+    assert torch.equal(exported.get_parameter(name), weights.build().get_parameter(name))
+    output = run(tmp_path, ["python", "-c", in_docs("python")])
+    assert re.search(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", output)

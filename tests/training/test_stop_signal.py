@@ -14,38 +14,37 @@ from tests.rank_pool import RankPool
 LIMIT = timedelta(seconds=60)
 
 
-def _agreed(signalled: int, number: int) -> tuple[list[tuple[int, bool]], bool]:
+def agree_in_four_steps(signaled_rank: int, number: int) -> tuple[list[tuple[int, bool]], bool]:
     """Return the agreed signal after each of four steps, and whether signal handlers are restored.
-    Signals arrive after ranks have asked. In each step, another rank asks after the previous one
-    has continued, which must not wait for it."""
-    before = list(map(signal.getsignal, watchdog.SIGNALS))
-    answers = []
+
+    The signal arrives in step 1, after ranks have asked, and another one in step 2. In each step,
+    one rank asks after the other one has continued, which must not wait for it.
+    """
+    rank = dist.get_rank()
+    handlers = list(map(signal.getsignal, watchdog.SIGNALS))
+    agreed = []
     with stop_signal.StopRequest() as request:
         store = request._store
         key = request._key
         for step in range(4):
-            if dist.get_rank() != step % 2:
+            if rank != step % 2:
                 store.wait([f"{key} {step}"], LIMIT)
-            request.ask(is_late=step == 2 and dist.get_rank() == 0)
+            request.ask(is_late=step == 2 and rank == 0)
             store.set(f"{key} {step}", "")
-            store.set(f"{key} {step} {dist.get_rank()}", "")
-            if dist.get_rank() == signalled and step in (1, 2):
-                store.wait([f"{key} {step} {rank}" for rank in range(2)], LIMIT)
+            store.set(f"{key} {step} {rank}", "")
+            if rank == signaled_rank and step in (1, 2):
+                store.wait([f"{key} {step} 0", f"{key} {step} 1"], LIMIT)
                 os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
             if step == 1:
                 store.wait([key], LIMIT)
-            answers.append(request.wait())
-    return answers, before == list(map(signal.getsignal, watchdog.SIGNALS))
+            agreed.append(request.wait())
+    return agreed, handlers == list(map(signal.getsignal, watchdog.SIGNALS))
 
 
-@pytest.mark.parametrize(
-    ("signalled", "number"),
-    [(at % 2, number) for at, number in enumerate(watchdog.SIGNALS)],
-)
-def test_all_ranks_stop_after_the_same_step(
-    two_ranks: RankPool, signalled: int, number: signal.Signals
+@pytest.mark.parametrize(("index", "number"), [*enumerate(watchdog.SIGNALS)])
+def test_signal_to_one_rank_stops_all_after_same_step(
+    two_ranks: RankPool, index: int, number: signal.Signals
 ) -> None:
-    assert (
-        two_ranks.run(_agreed, signalled, int(number))
-        == [([(0, False), (0, False), (number, True), (number, False)], True)] * 2
-    )
+    expected = [(0, False), (0, False), (number, True), (number, False)]
+    results = two_ranks.run(agree_in_four_steps, index % 2, int(number))
+    assert results == [(expected, True)] * 2

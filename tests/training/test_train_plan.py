@@ -1,4 +1,5 @@
-"""Problems of a run's JSON for training are reported before anything is loaded."""
+"""A run's length, the actions due after each step, and problems of its JSON, which are reported
+before torch is loaded."""
 
 import importlib.util
 import subprocess
@@ -6,84 +7,164 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
-from clap_ds.training.plan import problems_for_training
+from clap_ds.checkpoint.train_state import TrainState
+from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.training.plan import StepActions, TrainPlan, problems_for_training
 from tests.processes import ROOT
 from tests.training.reference_steps import settings
 
+
+@examples(deadline=None)
+@given(
+    samples=st.integers(1, 5000),
+    batch=st.integers(1, 500),
+    samples_before=st.integers(0, 5000),
+    ramp_starts=st.lists(st.integers(1, 3000), max_size=3),
+)
+def test_last_step_equals_count_of_steps(
+    samples: int, batch: int, samples_before: int, ramp_starts: list[int]
+) -> None:
+    ramp = [[start, batch + number] for number, start in enumerate(sorted({0, *ramp_starts}))]
+    plan = TrainPlan(samples, ramp[-1][1], ramp=ramp)
+    state = TrainState(samples=samples_before)
+    last_step = plan.last_step(state)
+    batches = []
+    while not plan.is_done(state):
+        batches.append(plan.batch(state.samples))
+        plan.advance(state)
+    assert (state.step, state.samples) == (last_step, samples_before + sum(batches))
+    assert batches == sorted(batches)
+
+
+def test_batch_ramp_starts_at_samples() -> None:
+    plan = TrainPlan(100, 32, ramp=[[0, 8], [20, 16], [50, 32]])
+    state = TrainState()
+    samples = []
+    while not plan.is_done(state):
+        plan.advance(state)
+        samples.append(state.samples)
+    assert samples == [8, 16, 24, 40, 56, 88, 120]
+
+
+def test_epochs_are_counted_in_samples() -> None:
+    data = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
+    clap = settings(train={"epochs": 2.5}, data=data).clap
+    sizes = BatchSizes(3, 2, 12)
+    plan = TrainPlan.from_settings(clap, sizes, 101)
+    state = TrainState(samples=190)
+    plan.advance(state)
+    assert (plan.samples, state.samples, state.epoch) == (253, 202, 2)
+    with pytest.raises(ValueError, match=r"clap\.train\.epochs"):
+        TrainPlan.from_settings(clap, sizes, None)
+
+
+NOTHING = StepActions(log=False, evaluate=False, save=False, stop=False)
+EVERYTHING = StepActions(log=True, evaluate=True, save=True, stop=True)
+TARGET = {"top1": 0.5}
+PLAN = TrainPlan(100, 10, log_every=3, evaluate_every=4, save_every=5, target_metrics=TARGET)
+REACHED = {"target": TARGET, "time_to_target_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "signal", "expected"),
+    [
+        (TrainState(1, 10), 0, NOTHING),
+        (TrainState(3, 30), 0, NOTHING._replace(log=True)),
+        (TrainState(4, 40), 0, NOTHING._replace(log=True, evaluate=True)),
+        (TrainState(5, 50), 0, NOTHING._replace(log=True, save=True)),
+        # Not saved after step 5.
+        (TrainState(7, 70), 0, NOTHING._replace(log=True, save=True)),
+        (TrainState(7, 70, saved_step=5), 0, NOTHING),
+        (TrainState(4, 40), 15, EVERYTHING._replace(evaluate=False)),
+        (TrainState(10, 100, saved_step=5), 0, EVERYTHING),
+        (TrainState(4, 40, extra=REACHED), 0, EVERYTHING),
+    ],
+)
+def test_due_actions_after_step(state: TrainState, signal: int, expected: StepActions) -> None:
+    assert PLAN.due(state, signal) == expected
+    assert PLAN.due(state, signal, is_late=True) == expected._replace(log=True, save=True)
+
+
+TRAIN = {"max_samples": 9}
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
-STOP = {"max_samples": 9, "target_metrics": {"zero_shot_top1": 0.9}}
-SHARDS = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
-NO_EPOCHS = "clap.train.epochs: synthetic"
+TOP1_TARGET = TRAIN | {"target_metrics": {"zero_shot_top1": 0.9}}
 ONE_PAIR = "train_micro_batch_size_per_gpu: 1 on 1 rank"
 
 
-def copied_to(url: str) -> dict[str, Any]:
-    return {"train": {"max_samples": 9}, "checkpoint": {"remote_sync": url}}
+def with_url(url: str) -> dict[str, Any]:
+    return {"train": TRAIN, "checkpoint": {"remote_sync": url}}
 
 
-def sized(accumulation: str, micro_batch: int = 1, steps: int = 4) -> dict[str, Any]:
-    sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": steps}
-    return {"train": {"max_samples": 9, "accumulation": accumulation}, **sizes}
+def with_ramp(*ramp: list[int]) -> dict[str, Any]:
+    return {"train": TRAIN | {"batch_ramp": ramp}, "gradient_accumulation_steps": 4}
 
 
-CASES: list[tuple[dict[str, Any], str | None]] = [
+def with_one_pair(accumulation: str, steps: int) -> dict[str, Any]:
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps}
+    return {"train": TRAIN | {"accumulation": accumulation}, **sizes}
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({}, "clap.train: max_samples and epochs are missing"),
-    ({"train": {"epochs": 1.0}}, NO_EPOCHS),
+    ({"train": {"epochs": 1.0}}, "clap.train.epochs: synthetic"),
     (
-        {"train": {"max_samples": 9, "target_metrics": {"top1": 0.9}}, "evaluation": ZERO_SHOT},
+        {"train": TRAIN | {"target_metrics": {"top1": 0.9}}, "evaluation": ZERO_SHOT},
         "available: zero_shot_top1",
     ),
     (
-        {"train": STOP, "evaluation": ZERO_SHOT | {"every_steps": None}},
+        {"train": TOP1_TARGET, "evaluation": ZERO_SHOT | {"every_steps": None}},
         "clap.evaluation.every_steps is missing",
     ),
-    ({"train": STOP, "evaluation": ZERO_SHOT}, None),
     (
-        {"train": {"max_samples": 9}, "checkpoint": {"best_metric": "top1"}},
+        {"train": TRAIN, "checkpoint": {"best_metric": "top1"}},
         "clap.checkpoint.best_metric: no evaluation computes",
     ),
     (
-        copied_to("s3://key:hush@bucket/run"),
+        with_url("s3://key:hush@bucket/run"),
         "remote_sync: the s3 URL of bucket contains credentials",
     ),
-    (copied_to("gopher://host/run"), "gopher"),
-    (sized("plain"), ONE_PAIR),
-    (sized("gradcache"), None),
-    (sized("gradcache", steps=1), ONE_PAIR),
-    *(
-        (
-            {"train": {"max_samples": 9, "batch_ramp": ramp}, "gradient_accumulation_steps": 4},
-            problem,
-        )
-        for ramp, problem in (
-            ([[0, 6], [30, 12]], None),
-            ([[9, 6], [30, 12]], "the first 0"),
-            ([[0, 6], [0, 12]], "the first 0"),
-            ([[0, 7], [30, 12]], "multiples of 3, the micro-batches of all ranks, found [7]"),
-            ([[0, 3], [30, 6]], "global batch 12 as the last one, found 6"),
-        )
-    ),
+    (with_url("gopher://host/run"), "gopher"),
+    (with_one_pair("plain", 4), ONE_PAIR),
+    (with_one_pair("gradcache", 1), ONE_PAIR),
+    (with_ramp([9, 6], [30, 12]), "the first 0"),
+    (with_ramp([0, 6], [0, 12]), "the first 0"),
+    (with_ramp([0, 7], [30, 12]), "multiples of 3, the micro-batches of all ranks, found [7]"),
+    (with_ramp([0, 3], [30, 6]), "global batch 12 as the last one, found 6"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), CASES)
-def test_problems_name_the_field(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str | None
+@pytest.mark.parametrize(("changes", "expected"), MISTAKES)
+def test_mistake_for_training_names_field(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str
 ) -> None:
+    # Without s3fs, as on most login nodes.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run = settings(**changes)
-    found = problems_for_training(run.clap, run.deepspeed, 1)
-    assert len(found) == (expected is not None)
-    assert (expected or "") in "".join(found)
-    assert "hush" not in "".join(found)
-    if expected == ONE_PAIR:  # not a problem for more ranks, or an unknown number
-        assert not problems_for_training(run.clap, run.deepspeed, 2) + problems_for_training(
-            run.clap, run.deepspeed
-        )
+    (problem,) = problems_for_training(run.clap, run.deepspeed, 1)
+    assert expected in problem
+    assert "hush" not in problem
 
 
-def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
+@pytest.mark.parametrize(
+    ("changes", "world_size"),
+    [
+        ({"train": TOP1_TARGET, "evaluation": ZERO_SHOT}, 1),
+        (with_one_pair("gradcache", 4), 1),
+        (with_one_pair("plain", 4), 2),
+        (with_one_pair("plain", 4), None),
+        (with_ramp([0, 6], [30, 12]), 1),
+    ],
+)
+def test_correct_run_has_no_problems(changes: dict[str, Any], world_size: int | None) -> None:
+    run = settings(**changes)
+    assert problems_for_training(run.clap, run.deepspeed, world_size) == []
+
+
+def test_checks_load_neither_torch_nor_deepspeed() -> None:
     program = (
         "import sys, clap_ds.train; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
     )

@@ -22,15 +22,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def deepspeed_launcher() -> list[str]:
     """Return the launcher's command for two local ranks."""
-    return [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    return [*launcher, "--num_gpus", "2", "--master_port", str(free_port())]
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -65,17 +58,22 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 
 
 class RunningRanks:
-    """Ranks of one run as separate processes, which can be signaled alone; `constants`: as for
-    `processes.Command`."""
+    """Ranks of one run as separate processes, which can be signaled alone.
+
+    Args:
+        constants: as for `processes.Command`.
+    """
 
     def __init__(
         self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None
     ) -> None:
         self.config = config
         # Without a launcher, other ranks continue after one has ended.
-        brief = {"clap_ds.distributed.init.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
+        constants = {"clap_ds.distributed.init.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
         arguments = ["clap_ds/train.py", "--deepspeed_config", config, *options]
-        self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
+        self.processes = processes.ranks(
+            arguments, world_size, env=environment(), constants=constants
+        )
         self.outputs: list[str] = []
 
     def wait_for_step(self, step: int) -> None:
@@ -91,7 +89,7 @@ class RunningRanks:
         self.processes[rank].send_signal(number)
 
     def wait(self) -> list[int]:
-        """Exit codes by rank."""
+        """Return exit codes by rank."""
         codes = [process.wait() for process in self.processes]
         self.outputs = [process.stdout + process.stderr for process in self.processes]
         return codes
@@ -105,7 +103,7 @@ def train(config: Path, world_size: int = 2, *options: str) -> str:
 
 
 def run_directories(config: Path) -> list[Path]:
-    """Return the summaries of all starts of a run, in order."""
+    """Return the directories of all starts of a run, in order."""
     root = Path(json.loads(config.read_text())["clap"]["output"]["dir"])
     return sorted(path for path in root.glob(f"{config.stem}-*Z*") if path.is_dir())
 
@@ -116,20 +114,19 @@ def summaries(config: Path) -> list[dict[str, Any]]:
 
 def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl` of all starts."""
-    files = [
-        path
-        for directory in run_directories(config)
-        if (path := directory / "metrics.jsonl").exists()
-    ]
-    texts = (
-        line for path in files for line in path.read_text().split("\n")[:-1]
-    )  # the last may be incomplete
-    return [line for line in map(json.loads, texts) if line["phase"] == phase]
+    records = []
+    for directory in run_directories(config):
+        path = directory / "metrics.jsonl"
+        if path.exists():
+            # The last line may be incomplete.
+            complete = path.read_text().split("\n")[:-1]
+            records += [json.loads(line) for line in complete]
+    return [record for record in records if record["phase"] == phase]
 
 
 def losses(config: Path) -> dict[int, float]:
     """Return the loss by step and require that every step was trained once."""
-    rows = lines(config)
-    found = {row["step"]: row["loss"] for row in rows}
-    assert len(found) == len(rows)
-    return found
+    records = lines(config)
+    by_step = {record["step"]: record["loss"] for record in records}
+    assert len(by_step) == len(records)
+    return by_step

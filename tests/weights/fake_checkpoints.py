@@ -29,7 +29,7 @@ def make_checkpoint(
         (manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0
     )
     fields = {"model": {}, "engine": {}, "tokenizer": tokenizer, "metrics": metrics or {}, **told}
-    with checkpoint_files.begin(folder, step) as draft:
+    with checkpoint_files.atomic_dir(folder, step) as draft:
         files = {
             name: checkpoint_files.write_file(draft / name, content)
             for name, content in contents.items()

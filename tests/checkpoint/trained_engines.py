@@ -1,0 +1,127 @@
+"""Engines that the ranks of checkpoint tests train a few steps on tones, with the micro model."""
+
+import io
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as world_size
+
+from clap_ds.checkpoint.manager import Checkpointer
+from clap_ds.checkpoint.train_state import TrainState
+from clap_ds.config.settings import RunSettings
+from clap_ds.data.batch import Batch
+from clap_ds.distributed.collectives import reduce_on_rank0
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import freeze
+from clap_ds.engine.loss import LOSSES
+from clap_ds.model.clap import ClapModel
+from tests.training.reference_steps import engine_of, run_settings
+
+ROWS = 6
+"""Rows of a global batch for any number of ranks."""
+SCHEDULER = {
+    "type": "WarmupCosineLR",
+    "params": {
+        "total_num_steps": 12,
+        "warmup_num_steps": 4,
+        "warmup_type": "linear",
+        "cos_min_ratio": 0.1,
+    },
+}
+
+
+@contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """Collect printed warnings, available after the block."""
+    warnings: list[str] = []
+    with redirect_stderr(io.StringIO()) as text:
+        yield warnings
+    warnings += [line for line in text.getvalue().splitlines() if line.startswith("warning: ")]
+
+
+def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
+    """Return a run of `fp32`, `bf16` or `autocast`, with a global batch of `ROWS`."""
+    run: dict[str, Any] = {
+        "bf16": {"enabled": precision == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
+        "train_micro_batch_size_per_gpu": ROWS // world_size(),
+    }
+    if precision == "autocast":
+        run["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return run_settings(**run | changes)
+
+
+def build_engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
+    """Build a new engine; `noisy`: with dropout, stochastic depth and SpecAugment."""
+    torch.manual_seed(seed)
+    probability = 0.3 if noisy else 0.0
+    model = ClapModel(
+        run.clap.preset(),
+        drop_path=probability,
+        text_dropout=probability,
+        spec_augment=noisy,
+        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
+    )
+    freeze(model, run.clap.train.freeze)
+    engine = engine_of(run, model)
+    torch.manual_seed(seed + 10 + rank())
+    if not noisy:
+        # Statistics of one rank's rows would depend on the number of ranks.
+        norm = model.audio.batch_norm.eval()
+        norm.running_mean.fill_(-20)
+        norm.running_var.fill_(90)
+    return engine
+
+
+def batches(start: int) -> Iterator[Batch]:
+    """Yield this rank's rows of the global batches from `start` on: tones and captions, constant
+    except for noise."""
+    num_rows = ROWS // world_size()
+    rows = slice(rank() * num_rows, (rank() + 1) * num_rows)
+    # An octave between neighboring rows' tones.
+    pitches = 200 * 2 ** torch.arange(ROWS)[:, None]
+    tones = torch.sin(2 * torch.pi * pitches * torch.arange(48000) / 48000)
+    ids = torch.randint(3, 512, (ROWS, 16), generator=torch.Generator().manual_seed(0))
+    for number in itertools.count(start):
+        noise = torch.randn(ROWS, 48000, generator=torch.Generator().manual_seed(number))
+        audio = 0.3 * tones + 0.01 * noise
+        yield Batch(audio[rows], ids[rows], torch.ones_like(ids[rows]))
+
+
+def train(engine: ClapEngine, start: int, num_steps: int) -> list[float]:
+    """Take steps on the batches from `start` on, and return the global batch's losses."""
+    source = batches(start)
+    return [reduce_on_rank0(float(engine.step(source)), fmean) for _ in range(num_steps)]
+
+
+def trained_engine(num_steps: int = 1) -> ClapEngine:
+    """Return the engine of a bf16 run."""
+    engine = build_engine(settings(), 1)
+    train(engine, 0, num_steps)
+    return engine
+
+
+def progress(step: int) -> TrainState:
+    return TrainState(
+        step=step,
+        samples=step * ROWS,
+        epoch=step / 7,
+        data=[{"rank": number, "step": step} for number in range(world_size())],
+        train_s=1.5,
+        best={"zero_shot_top1": 0.25},
+        extra={"ramp": [1, 2]},
+    )
+
+
+def load(
+    checkpointer: Checkpointer, engine: ClapEngine, path: Path | None = None, **options: Any
+) -> TrainState:
+    checkpoint = checkpointer.find(path and str(path))
+    assert checkpoint is not None
+    return checkpointer.load(checkpoint, engine, **options)
