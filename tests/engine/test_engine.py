@@ -1,9 +1,7 @@
 """Compare the engine's losses and weights with plain torch's step by step, on two ranks."""
 
 import copy
-import json
 import math
-import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,16 +12,15 @@ from torch import Tensor
 
 from clap_ds.checkpoint.restore import engine_state, fp32_state
 from clap_ds.config.model import INT16_SCALE
-from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.config.settings import RunSettings
 from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
-from clap_ds.data.dataloader import build_batches
+from clap_ds.data.dataloader import BatchSource
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.model.clap import ClapModel
-from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
-from tests.training.reference_steps import engine_of
+from tests.training.reference_steps import batch_source, engine_of, run_settings
 
 # A pool of CPU ranks sees no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,26 +47,16 @@ def settings(
     precision: str, accumulation: int | None, sync: str = "overlap", **changes: Any
 ) -> RunSettings:
     """Return a micro run with `PRECISIONS`; without accumulation the global batch of 12 is set."""
-    clap = {"gradient_sync": sync, "bucket_cap_mb": 0.05}
-    sizes = {"train_batch_size": None if accumulation else 12, "train_micro_batch_size_per_gpu": 3}
-    sizes["gradient_accumulation_steps"] = accumulation
-    content = micro_run(
-        **{**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, "clap": clap, **changes}
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(content, file)
-        file.flush()
-        return load_run(file.name, dist.get_world_size() if dist.is_initialized() else 1)
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation}
+    sizes["train_batch_size"] = None if accumulation else 12
+    clap = {"gradient_sync": sync, **changes.pop("clap", {})}
+    fields = {**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, **changes}
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return run_settings(world_size, **fields, clap=clap)
 
 
-def batches_of(run: RunSettings) -> Any:
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    return build_batches(
-        run.clap.data.model_copy(update={"num_batches": 3, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
-        rank=rank, world_size=world_size, seed=7, device=DEVICE,
-    )  # fmt: skip
+def batches_of(run: RunSettings) -> BatchSource:
+    return batch_source(run, dist.get_rank(), dist.get_world_size(), 3, DEVICE)
 
 
 def model_of(run: RunSettings) -> ClapModel:

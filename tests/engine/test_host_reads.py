@@ -16,12 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clap_ds.data.dataloader import build_batches
 from clap_ds.engine import grad_cache
 from clap_ds.engine.factory import build_model
 from tests.engine.test_engine import settings
 from tests.rank_pool import RankPool
-from tests.training.reference_steps import engine_of
+from tests.training.reference_steps import batch_source, engine_of
 
 CPU = torch.device("cpu")
 # Modules whose objects may hold tensors of the engine.
@@ -72,11 +71,7 @@ def _step_with_fake_tensors(precision: str, accumulation: str, num_micro_batches
     run = settings(precision, num_micro_batches, gradient_clipping=1.0, clap=clap)
     engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     engine.norm_wanted = True
-    source = build_batches(
-        run.clap.data.model_copy(update={"num_batches": 2, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
-        rank=0, world_size=2, seed=7, device=CPU,
-    )  # fmt: skip
+    source = batch_source(run, 0, 2, 2)
     engine.step(source)
     mode = FakeTensorMode()
     batches = iter([next(source).map(mode.from_tensor) for _ in range(num_micro_batches)])

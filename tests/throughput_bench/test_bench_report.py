@@ -121,10 +121,7 @@ def lines(summary: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 def test_summary_has_throughput_of_the_slowest_rank(summary: dict[str, Any]) -> None:
     # A window's nine steps of 1 s and one of 4 s take rank 1 1.5 times as long: 80 samples per rank.
     window_s = 1.5 * 13
-    rates = summary["samples_per_s_per_gpu"]
-    assert rates["mean"] == pytest.approx(80 / window_s)
-    assert rates["windows"] == pytest.approx([80 / window_s] * 3)
-    assert rates["window_s"] == pytest.approx([window_s] * 3)
+    assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([80 / window_s] * 3)
     assert summary["samples_per_s"] == pytest.approx(2 * 80 / window_s)
     assert summary["step_time_s"] == pytest.approx(
         {"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
-from clap_ds.data.dataloader import build_batches
+from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.clap import ClapModel
@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 CLAP_FIELDS = ("train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync")
 
 
-def run_settings(**changes: Any) -> RunSettings:
+def run_settings(world_size: int | None = None, **changes: Any) -> RunSettings:
     """`micro_run` as settings, with gradients in many buckets."""
     clap = {"bucket_cap_mb": 0.05, **changes.pop("clap", {})}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(micro_run(**changes, clap=clap), file)
         file.flush()
-        return load_run(file.name)
+        return load_run(file.name, world_size)
 
 
 def settings(**changes: Any) -> RunSettings:
@@ -49,21 +49,26 @@ def engine_of(run: RunSettings, model: ClapModel) -> ClapEngine:
     return ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
 
 
-def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
-    """Return the first micro-batches of a rank, all different."""
-    data = run.clap.data.model_copy(
-        update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}
-    )
-    source = build_batches(
-        data,
+def batch_source(
+    run: RunSettings, rank: int, world_size: int, number: int, device: torch.device = CPU
+) -> BatchSource:
+    """Return a rank's endless source, of which `number` micro-batches are different."""
+    changes = {"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}
+    return build_batches(
+        run.clap.data.model_copy(update=changes),
         model=run.clap.preset(),
         context_length=run.clap.context_length,
         micro_batch=run.micro_batch,
         rank=rank,
         world_size=world_size,
         seed=7,
-        device=CPU,
+        device=device,
     )
+
+
+def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
+    """Return the first micro-batches of a rank, all different."""
+    source = batch_source(run, rank, world_size, number)
     return [next(source) for _ in range(number)]
 
 
