@@ -52,6 +52,7 @@ def join_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     """Join the process group and yield the device. User errors begin with the run's file."""
     debug = run.clap.debug
     try:
+        # A rank may also raise one later, in the body.
         yield initialize(
             ranks,
             collective_timeout_s=debug.collective_timeout_s,
@@ -73,6 +74,7 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     record = RunDirectory(path)
     if ranks.is_main_process:
         if ranks.job_folder is not None:
+            # The supervisor finds the run by it.
             write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
         nodes = len({place["host"] for place in places})
         print(f"run directory: {path}\nranks: {ranks.world_size}, nodes: {nodes}", flush=True)
@@ -110,8 +112,10 @@ def setup_model(run: RunSettings, ranks: Ranks, device: torch.device) -> Contras
     clap = run.clap
     require_memory(run, ranks, device)
     with raise_on_all_ranks():
+        # One rank per host downloads, before all read.
         fetch_from_hub(clap.model, clap.data, ranks)
     with raise_on_all_ranks():
+        # The same seed on every rank gives all the same weights.
         torch.manual_seed(clap.seed)
         model = build_model(clap.model, clap.loss, device, clap.train.freeze).to(device)
     return model
@@ -231,9 +235,8 @@ def record_outcome(
         except (StopSignal, Exception) as error:
             # Launchers send signals as soon as another rank has ended.
             _ignore_signals()
-            code = _report_failure(
-                error, classify_error(error, largest_allocation()), record, ranks
-            )
+            outcome = classify_error(error, largest_allocation())
+            code = _report_failure(error, outcome, record, ranks)
             if isinstance(error, NonFiniteError):
                 # If another rank left, a launcher would end rank 0 before it has printed.
                 dist.barrier()
@@ -264,6 +267,7 @@ def _raise_on_signals(record: RunDirectory) -> Iterator[None]:
         yield
     finally:
         signal.alarm(0)
+        # Tests and notebooks go on.
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 

@@ -51,6 +51,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 def is_16_bit_wrapper(optimizer: Any) -> bool:
     """Return whether DeepSpeed keeps fp32 copies of 16-bit weights, and clips gradients itself."""
+    # Both wrappers, for flat and other optimizers, have it.
     return hasattr(optimizer, "_global_grad_norm")
 
 
@@ -98,6 +99,7 @@ def masters_by_group(optimizer: Any) -> list[list[Tensor]]:
             _unflatten_dense_tensors(flat, parameters)
             for flat, parameters in zip(optimizer.fp32_groups_flat, groups, strict=True)
         ]
+    # Neither wrapper: the optimizer steps the model's own fp32 weights.
     masters: list[list[Tensor]] = getattr(optimizer, MASTERS, groups)
     return masters
 
@@ -132,12 +134,14 @@ def defer_monitor_events(
 def without_process_group() -> Iterator[None]:
     """Make DeepSpeed forget its process groups in the body, where torch's is another one. There it
     doesn't compile its all-reduce in shared memory either."""
+    # They would refer to groups of torch that don't exist in the body.
     groups = deepspeed.utils.groups
     comm = deepspeed.comm.comm
     operations = deepspeed.ops.__compatible_ops__
     world_group, backend, compiled = groups._WORLD_GROUP, comm.cdb, dict(operations)
     groups._WORLD_GROUP = None
     comm.cdb = None
+    # Reading it must not compile anything.
     operations["deepspeed_shm_comm"] = False
     try:
         yield
@@ -166,6 +170,7 @@ class StepToStepTimer(ThroughputTimer):
     def start(self) -> None:
         """Start the clock unless it is running, when the GPU has finished earlier work. DeepSpeed
         calls this in each forward pass."""
+        # The clock runs from step to step; DeepSpeed's `stop` needs `started`.
         if self.start_time > 0:
             self.started = True
         elif self.config.enabled:
@@ -183,6 +188,7 @@ class StepToStepTimer(ThroughputTimer):
             # DeepSpeed prints the batch over this time as `CurrSamplesPerSec`. Single steps vary
             # with the host's lead, so it is the mean since the last line.
             self.step_elapsed_time = self._unprinted_s / self._unprinted_steps
+        # DeepSpeed adds its own duration, which is zero: `_count_time` has just moved `start_time`.
         super().stop(global_step, report_speed)
         if global_step and self._is_report_boundary():
             self._unprinted_s = 0.0
@@ -197,6 +203,7 @@ class StepToStepTimer(ThroughputTimer):
     def samples_per_s(self) -> float | None:
         """Return the samples/s of all steps but the first `start_step`, which aren't timed; None if
         there are no others."""
+        # DeepSpeed's average would divide by zero or less.
         if self.global_step_count <= self.start_step or self.total_elapsed_time == 0:
             return None
         return float(self.avg_samples_per_sec())

@@ -99,7 +99,9 @@ class ClapEngine:
 
         with quiet_deepspeed():
             self.deepspeed = wrap(model, deepspeed, settings, train)
-        deepspeed_compat.disable_fp32_clipping(self.deepspeed)  # `_update` clips
+        # `_update` clips.
+        deepspeed_compat.disable_fp32_clipping(self.deepspeed)
+        # Without it, DeepSpeed's wrapper reads norms on the host and skips steps itself.
         self._flat_step: FlatStep | None = None
         if FlatStep.is_applicable(self.deepspeed.optimizer):
             self._flat_step = FlatStep(self.deepspeed.optimizer, self.deepspeed.gradient_clipping())
@@ -135,6 +137,7 @@ class ClapEngine:
         if self.device.type == "cuda":
             set_compile_cache()
             autocast = self.deepspeed.torch_autocast_enabled()
+            # Trial passes draw random numbers.
             with torch.random.fork_rng([self.device]):
                 choices["kernels"] = replace_failing_kernels(model, self.model, autocast=autocast)
         mode = resolve_compile_mode(compile_setting, self.device)
@@ -190,11 +193,13 @@ class ClapEngine:
         num_micro_batches = self.deepspeed.gradient_accumulation_steps()
         if self.uses_gradcache:
             return self._accumulate_with_gradcache(batches, num_micro_batches)
+        # The host must not read losses, so they are added up on the device.
         loss_sum = torch.zeros((), device=self.device)
         for number in range(num_micro_batches):
             with self._phase("data_wait"):
                 batch = next(batches)
             is_last = number == num_micro_batches - 1
+            # DeepSpeed averages gradients over ranks and updates weights only at the boundary.
             self.deepspeed.set_gradient_accumulation_boundary(is_last)
             with self._phase("forward"):
                 features = self.deepspeed(*batch.model_inputs())
@@ -216,6 +221,7 @@ class ClapEngine:
             leaves, rng_states = first_pass(self.deepspeed, self.model, micro_batches)
         with self._phase("loss"):
             loss = self.loss(*leaves)
+            # By the features of all micro-batches, and by the scalars.
             gradients = torch.autograd.grad(loss, leaves)
         for number, (batch, rng_state) in enumerate(zip(micro_batches, rng_states, strict=True)):
             is_last = number == num_micro_batches - 1
@@ -279,6 +285,7 @@ class ClapEngine:
     def _note_skip(self, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
         """Record on the device whether the step was skipped, and then restore the batch norm's
         `statistics`, as the new ones may include a NaN."""
+        # fp32 runs never skip; fp16 runs and other optimizers skip on the host.
         if self._flat_step is None:
             # DeepSpeed has counted it.
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
@@ -302,6 +309,7 @@ class ClapEngine:
 
     def count_skipped(self) -> None:
         """Update `consecutive_skips` and DeepSpeed's `skipped_steps`. Waits for the device."""
+        # One read for both.
         num_skipped, self.consecutive_skips = self._skips.tolist()
         self.deepspeed.skipped_steps += num_skipped
         self._skips[0] = 0
@@ -323,10 +331,12 @@ class ClapEngine:
         were skipped. A collective that waits for the device."""
         self.count_skipped()
         first_bad_step = self._first_bad_step.clone()
+        # Ranks have different losses, but must stop together.
         dist.all_reduce(first_bad_step, op=dist.ReduceOp.MIN)
         if int(first_bad_step) != NEVER:
             name = "the loss or its gradient" if self.norm_wanted else "the loss"
             raise NonFiniteError(f"{name} is NaN or infinite at step {int(first_bad_step)}")
+        # A loss scale may be found after several skips, unless the run ends here.
         max_skips = 1 if at_once else MAX_CONSECUTIVE_SKIPS
         if self.consecutive_skips >= max_skips:
             since = self.steps - self.consecutive_skips + 1

@@ -191,6 +191,7 @@ def _parameter_groups(
     lr_scale: dict[Any, float],
     fp32_values: dict[nn.Parameter, torch.Tensor],
 ) -> Iterator[dict[str, Any]]:
+    # By now DeepSpeed has cast the parameters.
     for parameter, value in fp32_values.items():
         parameter.data = value
     groups: dict[tuple[int, float], list[nn.Parameter]] = defaultdict(list)

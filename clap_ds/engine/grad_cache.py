@@ -24,7 +24,7 @@ features, logit scale and, if any, logit bias."""
 
 
 @contextmanager
-def preserve_statistics(model: ContrastiveModel) -> Iterator[None]:
+def kept_statistics(model: ContrastiveModel) -> Iterator[None]:
     """Restore the batch norm's running statistics afterwards."""
     buffers = model.running_statistics()
     values = [buffer.clone() for buffer in buffers]
@@ -44,10 +44,11 @@ def first_pass(
     """
     outputs = []
     rng_states = []
-    with preserve_statistics(model):
+    with kept_statistics(model):
         for batch in micro_batches:
             rng_states.append(random_state(batch.device))
             outputs.append(forward(*batch.model_inputs()))
+    # By output instead of by micro-batch.
     audio_parts, text_parts, *_ = zip(*outputs, strict=True)
     # The scalars are parameters, the same for each micro-batch.
     _, _, *scalars = outputs[0]
@@ -72,6 +73,7 @@ def second_pass(
     restore_random_state(rng_state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
     audio_gradient, text_gradient, *scalar_gradients = gradients
+    # Leaves have the micro-batches' rows one after the other.
     rows = slice(number * len(batch), (number + 1) * len(batch))
     terms = [(audio * audio_gradient[rows]).sum(), (text * text_gradient[rows]).sum()]
     for scalar, gradient in zip(scalars, scalar_gradients, strict=True):

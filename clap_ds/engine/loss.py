@@ -43,11 +43,13 @@ class _Gather:
     """An all-gather that has been started."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype) -> None:
+        # Collectives require contiguous memory.
         self._local = local.detach().to(dtype).contiguous()
         self._gathered = self._local
         self._work: dist.Work | None = None
         if world_size() > 1:
             self._gathered = self._local.new_empty(world_size() * len(local), *local.shape[1:])
+            # On a GPU it runs beside the work queued afterwards.
             self._work = _all_gather(self._gathered, self._local, async_op=True)
 
     def wait(self) -> Tensor:
@@ -60,6 +62,7 @@ class _Gather:
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
     """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with
     equal similarities."""
+    # A row's positives share its target equally.
     targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
     audio_to_text_B = F.cross_entropy(logits_BB, targets_BB, reduction="none")
     text_to_audio_B = F.cross_entropy(logits_BB.T, targets_BB, reduction="none")
@@ -129,6 +132,7 @@ class ContrastiveLoss:
         Returns the mean over this rank's pairs, a scalar. Its mean over ranks is the global batch's
         loss; likewise gradients.
         """
+        # Hooks may have started these during the forward pass.
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
         with self._peer_wait():
@@ -136,6 +140,7 @@ class ContrastiveLoss:
             text_ND = text.wait()
         scalars = [logit_scale, logit_bias] if self.needs_bias else [logit_scale]
         compute = partial(self.compute, audio_ND, text_ND, *scalars)
+        # Gathered features are constants to autograd: their ranks compute their gradients.
         loss: Tensor = _WithGradient.apply(compute, audio_BD, text_BD, *scalars)
         return loss
 
@@ -151,6 +156,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
+        # The chain rule for a scalar; `compute` isn't an input with a gradient.
         gradients = [gradient * upstream[0] for gradient in ctx.saved_tensors]
         return None, *gradients
 
@@ -173,19 +179,24 @@ class SoftmaxLoss(ContrastiveLoss):
         first_pair = rank() * num_local
         audio_BD = audio_ND[first_pair : first_pair + num_local]
         text_BD = text_ND[first_pair : first_pair + num_local]
+        # Rows compare own audio with all texts, columns own texts with all audio:
+        # -log softmax is the log-sum-exp minus the pair's own logit.
         row_lse_B, row_target_B = tiled_row_sums(audio_BD, text_ND, scale, first_pair)
         column_lse_B, column_target_B = tiled_row_sums(text_BD, audio_ND, scale, first_pair)
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
         if not needs_gradients:
             return loss, ()
 
+        # A row's gradient needs its columns' log-sum-exps, which other ranks have.
         lses = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype)
         with self._peer_wait():
             lse_R2B = lses.wait()
+        # (R, 2, B) → (2, N)
         row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
         audio_grad_BD, scale_grad = tiled_softmax_gradient(
             audio_BD, text_ND, row_lse_B, column_lse_N, scale, first_pair
         )
+        # Rows alone give the scale's gradient, as ranks' rows together are the whole matrix.
         text_grad_BD, _ = tiled_softmax_gradient(
             text_BD, audio_ND, column_lse_B, row_lse_N, scale, first_pair
         )
@@ -237,6 +248,7 @@ class SigmoidLoss(ContrastiveLoss):
             scale_grad += (row_weight_BB * similarity_BB).sum()
             bias_grad += row_weight_BB.sum()
             audio_grad_BD += weighted_sum(row_weight_BB, other_text_BD, scale.dtype)
+            # The own block has this rank's columns as well as its rows.
             column_weight_BB = row_weight_BB.T
             if distance > 0:
                 similarity_BB = similarities(text_BD, other_audio_BD, scale.dtype)
@@ -272,6 +284,7 @@ def build_loss(
 ) -> Any:
     """Build a loss. It sends features in bf16 if the run or its autocast uses bf16, else in
     fp32."""
+    # Their rounding, by up to 2⁻⁹, is that of the run's own activations.
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
     return LOSSES[settings.kind](torch.bfloat16 if in_bf16 else torch.float32, peer_wait)
 
@@ -302,6 +315,7 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
     targets = []
     if pairs:
         targets.append((logits_BK * _are_pairs(pairs)).sum(dim=1))
+    # log Σ exp(x) = m + log Σ exp(x - m) can't overflow.
     maximum_B1 = logits_BK.amax(dim=1, keepdim=True)
     total_B1 = logits_BK.sub_(maximum_B1).exp_().sum(dim=1, keepdim=True)
     return [(maximum_B1 + total_B1.log()).squeeze(1), *targets]
@@ -356,6 +370,7 @@ def _weights(
 ) -> Tensor:
     """Return 2N times the loss's derivative by one tile's logits."""
     logits_BK = similarity_BK * scale
+    # exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]
     weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
     weight_BK += logits_BK.sub_(other_lse_K).exp_()
     if pairs:

@@ -65,6 +65,7 @@ class FlatAdamW(torch.optim.AdamW, StandInForFusedAdam):
         if grads is None or output_params is None:
             super().step()
             return
+        # Groups that torch's kernel steps are stepped together at the end.
         stepped_by_torch: list[tuple[Tensor, Tensor]] = []
         for group, gradients, (low,) in zip(self.param_groups, grads, output_params, strict=True):
             (master,) = group["params"]
@@ -104,6 +105,7 @@ class FlatAdamW(torch.optim.AdamW, StandInForFusedAdam):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(master)
             state["exp_avg_sq"] = torch.zeros_like(master)
+        # On a CPU, reading it waits for nothing.
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
@@ -156,7 +158,9 @@ class FlatStep:
         gradients = [self._gradients(parameters, low) for parameters, low in groups]
         norm = norm_of([*chain(*gradients)], natively=self._optimizer.cpu_kernels)
         deepspeed_compat.set_gradient_norm(self._wrapper, norm)
+        # Ranks have the same gradients after the all-reduce, so all decide alike.
         self.skipped = ~norm.isfinite()
+        # Clipped gradient: g / max(1, (‖g‖ + ε) / max_norm)
         divisor: float | Tensor = 1.0
         if self._max_norm > 0:
             divisor = ((norm + CLIP_EPSILON) / self._max_norm).clamp(min=1).float()
@@ -190,6 +194,7 @@ def scale_rates(optimizer: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
         unscaled_step(*args, **kwargs)
+        # Dividing by `lr_scale` would round.
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
@@ -198,6 +203,7 @@ def scale_rates(optimizer: Any) -> None:
 
 def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimizer's fp32 weights by name, in its order; they may be the model's own."""
+    # Both are in the optimizer's order.
     parameters = chain(*deepspeed_compat.parameters_by_group(optimizer))
     masters = chain(*deepspeed_compat.masters_by_group(optimizer))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -221,6 +227,7 @@ def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
     for tensor in tensors:
         # Squares are summed in rows: a single fp32 sum of 10⁸ would be wrong by percents.
         remainder = tensor.numel() % NORM_ROW
+        # Full rows, and a last one with what remains.
         flat = tensor.view(-1)
         rows = flat[: tensor.numel() - remainder].view(-1, NORM_ROW)
         last_row = flat[tensor.numel() - remainder :].view(1, -1)
@@ -247,6 +254,7 @@ class ModelEma:
     @torch.no_grad()
     def update(self) -> None:
         """Update the average after a step: average = decay · average + (1 - decay) · weights."""
+        # lerp(a, w, t) = a + t · (w - a), for all tensors in few kernels.
         torch._foreach_lerp_([*self.weights.values()], self._masters, 1 - self._decay)
 
     @torch.no_grad()
@@ -259,6 +267,7 @@ class ModelEma:
     def in_place(self) -> Iterator[None]:
         """Replace the model's weights by the average, in their dtypes, and restore them exactly
         afterwards."""
+        # Without DeepSpeed's 16-bit wrapper these are the optimizer's own weights.
         weights = [parameter.detach() for parameter in self._parameters]
         copies = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, [*self.weights.values()])

@@ -26,6 +26,7 @@ class Progress:
         if not self._enabled:
             return
         elapsed_s = time.monotonic() - self._started_s
+        # Steps of earlier starts took none of this start's time.
         s_per_step = elapsed_s / max(self._done - self._first, 1)
         remaining = duration_of(s_per_step * (self._num_steps - self._done))
         print(f"step {self._done}/{self._num_steps}  {text}  {remaining} left", flush=True)
@@ -51,10 +52,12 @@ def run_title(summary: Summary) -> str:
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
     cells = [*rows(summary)]
+    # Names are aligned left, values right.
     name_width = max(len(name) for name, _ in cells)
     value_width = max(len(value) for _, value in cells)
     lines = [run_title(summary)]
     lines += [f"  {name:{name_width}}  {value:>{value_width}}" for name, value in cells]
+    # It tells how to state the peak of an unknown device.
     if "flops" in summary and summary["peak_tflops"] is None:
         lines.append(summary["peak_source"])
     lines += [f"warning: {text}" for text in summary.get("warnings", [])]
@@ -71,6 +74,7 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
     yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
     by_deepspeed = summary["deepspeed_samples_per_s"]
+    # DeepSpeed's timer leaves out two steps, which may be all.
     deepspeed_rate = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
     yield "samples/s (total), DeepSpeed's timer", deepspeed_rate
     yield "step time, median", f"{1000 * step['median']:,.1f} ms"
@@ -102,9 +106,11 @@ def _utilization_rows(
         yield "MFU", "– (unknown peak)"
         return
     published = summary["mfu_published_percent"]
+    # The published convention doesn't cover open_clip's models.
     if published is not None:
         name = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
         yield name, f"{published:.2f}% of {peak:g} TFLOPS"
     yield "MFU (executed FLOPs)", f"{summary['mfu_model_percent']:.2f}% of {peak:g} TFLOPS"
+    # Without recomputation HFU equals MFU.
     if flops["recomputed_gflops"]:
         yield "HFU (incl. recomputation)", f"{summary['hfu_percent']:.2f}% of {peak:g} TFLOPS"

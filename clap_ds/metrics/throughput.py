@@ -95,7 +95,8 @@ class Throughput:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        # Samples, seconds and seconds of data wait of each window.
+        # Samples, seconds and seconds of data wait of each window. Windows, unlike steps, begin and
+        # end with the device synchronized.
         self._windows: list[tuple[int, float, float]] = []
         # Of each step: rank 0's time, and the slowest rank's.
         self._step_s = array("d")
@@ -113,6 +114,7 @@ class Throughput:
         windows."""
         if not self._windows:
             return {}
+        # Neighbors are added up: rates of the sums, not means of rates.
         windows_per_group = math.ceil(len(self._windows) / MOST_WINDOWS)
         starts = range(0, len(self._windows), windows_per_group)
         samples, window_s, waited_s = np.add.reduceat(np.array(self._windows, float), starts).T

@@ -46,11 +46,11 @@ def _mark(device: torch.device) -> _Mark:
     return event
 
 
-def _seconds_between(before: _Mark, after: _Mark) -> float:
+def _seconds_between(begin: _Mark, end: _Mark) -> float:
     """Return the seconds between two marks that the device has reached."""
-    if isinstance(before, float):
-        return float(after - before)
-    return float(before.elapsed_time(after)) / 1000
+    if isinstance(begin, float):
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1000
 
 
 class _Span(NamedTuple):

@@ -23,6 +23,7 @@ def measure_breakdown(
     """
     if num_steps == 0:
         return []
+    # These steps are slower than usual.
     engine.deepspeed.tput_timer.config.enabled = False
     dist.barrier()
     # The first step is atypical.

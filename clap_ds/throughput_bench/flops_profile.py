@@ -88,6 +88,7 @@ def _executed_lengths(loader: BatchSource, batch: Batch) -> TextLengths:
     """Return the captions' lengths as executed: padded ones have the batch's."""
     if not batch.packed:
         return TextLengths.fixed(batch.input_ids.shape[1])
+    # More micro-batches than this one, and all ranks', as their means vary.
     lengths = [next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)]
     by_rank = gather_tensor(torch.cat(lengths).cpu())
     return TextLengths.of(torch.cat(by_rank).tolist())
@@ -101,8 +102,10 @@ def _closed_form(
     trained = trained_towers(engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     backward = backward_flops(config, lengths, trained=trained)
+    # A frozen tower has no backward pass that recomputes.
     checkpointed = [tower for tower in model.activation_checkpointing if tower in trained]
     recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=model.drop_path)
+    # GradCache runs each micro-batch forward twice.
     if engine.uses_gradcache:
         recomputed += forward
     return {

@@ -50,18 +50,22 @@ def measure_run(run: RunSettings, ranks: Ranks) -> None:
             setup_dataloader(run, ranks, engine) as loader,
             Scalars(engine, record.path) as scalars,
         ):
+            # Compiling needs a batch as the loader makes them.
             choices = engine.optimize_towers(loader, clap.model, clap.compile)
             if ranks.is_main_process:
                 record.update_summary(choices)
             report = BenchReport(record, engine, loader, scalars, ranks, num_steps)
             with garbage_collection_off():
+                # Each is a window of its own, to show how long the first ones take.
                 for _ in range(protocol.warmup_steps):
                     report.add(None, *measure_window(engine, loader, num_steps=1))
                 for number in range(1, protocol.windows + 1):
                     window = measure_window(engine, loader, protocol.steps_per_window)
                     report.add(number, *window)
                 phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
+            # After timing, as it changes the model's kernels for a while.
             flops = measure_flops(engine, loader, clap.model, profiler, record.path)
+            # The watchdog expects no more steps.
             ending()
             report.finish(phases_s, flops, clap.hardware.peak_tflops)
 

@@ -48,6 +48,7 @@ class BenchReport:
         self._batch_size = engine.deepspeed.train_batch_size()
         self._ranks = ranks
         self._throughput = Throughput(ranks.world_size)
+        # Of all GPUs when the warm-up ended.
         self._joules_before = math.nan
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
@@ -62,6 +63,7 @@ class BenchReport:
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
         """Record a window, or a warm-up step (None). A collective; raises NonFiniteError on all
         ranks if a loss isn't finite."""
+        # A loss is a window's only other figure.
         window = gather_window(times, torch.stack(losses)[:, None])
         if number is not None:
             rates = window.first_rank_rates(self._batch_size / self._ranks.world_size)
@@ -72,6 +74,7 @@ class BenchReport:
 
     def _write_window(self, number: int | None, window: Window) -> None:
         num_steps = len(window.step_s)
+        # Rank 0's peak so far; the summary has the largest rank's.
         memory_bytes = environment.peak_memory_bytes(self._engine.device)
         self._write_steps(number, window, memory_bytes)
         if number is None:
@@ -80,12 +83,15 @@ class BenchReport:
             return
         self._memory = window.memory
         self._throughput.add(window, self._batch_size)
+        # Rank 0's step times stand for all: the all-reduce makes ranks wait for each other.
         stragglers = self._stragglers.add(
             self._batch_size, window.step_s[:, 0], window.own_s, window.data_wait_s
         )
+        # Since the warm-up.
         num_samples = number * num_steps * self._batch_size
         energy = environment.energy(window.joules - self._joules_before, num_samples)
         self._record.update_summary(stragglers, energy, self._throughput.summary())
+        # Over the slowest rank's time, like the summary.
         rate = window.samples_per_s(self._batch_size)
         self._write_scalars(window, rate, memory_bytes)
         self._progress.advance(num_steps, f"window {number}: {rate:,.1f} samples/s")
@@ -104,6 +110,7 @@ class BenchReport:
         """Write a line per step. Its loss is the mean over ranks; its times are rank 0's, except
         for the slowest rank's."""
         # (steps, ranks, 1) → (steps,)
+        # In fp32, as losses are.
         losses = window.figures[..., 0].astype(np.float32).mean(axis=1)
         slowest_s = window.step_s.max(axis=1)
         first_step = self._engine.steps - len(losses) + 1
@@ -135,6 +142,7 @@ class BenchReport:
         self._loader.record_statistics(self._record)
         if not self._ranks.is_main_process:
             return
+        # The instrumented steps are the last ones, without the first of them.
         first_step = self._engine.steps - len(steps) + 1
         for step, phases_s in enumerate(steps, start=first_step):
             self._record.append_metrics(StepLine(step=step, phase="breakdown", phases_s=phases_s))

@@ -165,8 +165,7 @@ class TrainLogger:
         self._figures = []
         # The last lines are written before this raises an error.
         self._engine.check_loss()
-        work_s = (window.step_s - window.data_wait_s)[:, 0]
-        return (self._batch / self._ranks.world_size / work_s).tolist()
+        return window.first_rank_rates(self._batch / self._ranks.world_size)
 
     def _write_steps(self, window: Window) -> None:
         """Write the lines of a window's steps to the run directory, the history and TensorBoard.
@@ -210,7 +209,7 @@ class TrainLogger:
         self._joules = window.joules - self._joules_at_start
 
         # The slowest rank's time: it includes waits for all others.
-        samples_per_s = self._batch * num_steps / window.slowest_s
+        samples_per_s = window.samples_per_s(self._batch)
         data_wait_percent = 100 * window.waited_s / window.slowest_s
         rates = {"samples_per_s": samples_per_s, "data_wait_percent": data_wait_percent}
         self._scalars.write(_name_scalars("train", rates, line["samples"]))

@@ -1,5 +1,5 @@
-"""Implement the engine's reference: torch's DistributedDataParallel and AdamW, in bf16 with
-explicit fp32 master weights."""
+"""The engine's reference: torch's DistributedDataParallel and AdamW, in bf16 with explicit fp32
+master weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +17,8 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """Train `model` on its device, with `precision` fp32, bf16 or autocast, the engine's `sync` and
-    AdamW's `options`.
-
-    Gradients are clipped to norm `clip` unless it is 0.
+    """A model trained on its device, with `precision` fp32, bf16 or autocast, the engine's `sync`
+    and AdamW's `options`. Gradients are clipped to norm `clip` unless it is 0.
 
     Attributes:
         masters: fp32 weights by name; in bf16 the model has them rounded.
@@ -41,42 +39,30 @@ class PlainDDP:
         self.clip = clip
         self.model = model
         if precision == "bf16":
-            self.model.to(
-                torch.bfloat16
-            )  # DeepSpeed also copies master weights from cast parameters
-        groups = [
-            {**group, "params": list(group["params"])}
-            for group in parameter_groups(self.model, TrainSettings())
-        ]
+            # DeepSpeed also copies master weights from cast parameters.
+            self.model.to(torch.bfloat16)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self.masters = {
-            names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]
-        }
-        self.optimizer = torch.optim.AdamW(
-            [
-                {**group, "params": [self.masters[names[id(p)]] for p in group["params"]]}
-                for group in groups
-            ],
-            **options,
-        )
+        self.masters: dict[str, Tensor] = {}
+        groups = []
+        for group in parameter_groups(self.model, TrainSettings()):
+            masters = {names[id(p)]: p.detach().float().clone() for p in group["params"]}
+            self.masters |= masters
+            groups.append({**group, "params": [*masters.values()]})
+        self.optimizer = torch.optim.AdamW(groups, **options)
         self.ddp = DistributedDataParallel(self.model)
         if precision == "bf16" and sync == "deepspeed":
-            self.ddp.register_comm_hook(
-                None, _send_bf16
-            )  # DeepSpeed also sends the few fp32 gradients as bf16
+            # DeepSpeed also sends the few fp32 gradients as bf16.
+            self.ddp.register_comm_hook(None, _send_bf16)
         self.loss = SoftmaxLoss(torch.float32 if precision == "fp32" else torch.bfloat16)
 
     def step(self, batches: Iterator[Batch]) -> float:
         """Take one optimizer step and return the mean loss of its micro-batches."""
+        device_type = self.model.logit_scale.device.type
         total = 0.0
         for micro_step in range(self.accumulation):
             batch = next(batches)
             self.ddp.require_backward_grad_sync = micro_step == self.accumulation - 1
-            with torch.autocast(
-                self.model.logit_scale.device.type,
-                torch.bfloat16,
-                enabled=self.precision == "autocast",
-            ):
+            with torch.autocast(device_type, torch.bfloat16, enabled=self.precision == "autocast"):
                 features = self.ddp(*batch.tensors())
             loss = self.loss(*features)
             (loss / self.accumulation).backward()
@@ -85,9 +71,8 @@ class PlainDDP:
             assert parameter.grad is not None
             self.masters[name].grad = parameter.grad.float()
             parameter.grad = None
-        self.norm = float(
-            torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or torch.inf)
-        )
+        max_norm = self.clip or torch.inf
+        self.norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm))
         assert self.norm > 2 * self.clip
         self.optimizer.step()
         self.take(self.masters)

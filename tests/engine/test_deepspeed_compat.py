@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -25,80 +24,67 @@ from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of, micro_batches, settings
 
-MODULE_NAMES = [
+NAMES = [
     (deepspeed.utils.groups, "_WORLD_GROUP"),
     (deepspeed.comm.comm, "cdb"),
     (deepspeed.ops, "__compatible_ops__"),
-]
-METHODS = [
     (DeepSpeedEngine, "clip_fp32_gradients"),
-    (DeepSpeedEngine, "get_global_grad_norm"),
     (FP16_Optimizer, "refresh_fp32_params"),
     (FP16_Optimizer, "step_fused_adam"),
     (FP16_UnfusedOptimizer, "refresh_fp32_params"),
     (ThroughputTimer, "_is_report_boundary"),
-    (ThroughputTimer, "avg_samples_per_sec"),
 ]
-ATTRIBUTES: dict[type, list[str]] = {
-    DeepSpeedEngine: ["enable_backward_allreduce", "tput_timer", "monitor"],
-    FP16_Optimizer: [
-        "_global_grad_norm",
-        "fp16_groups",
-        "fp16_groups_flat",
-        "fp32_groups_flat",
-        "loss_scale_config",
-        "optimizer",
-    ],
-    FP16_UnfusedOptimizer: ["_global_grad_norm", "fp16_groups", "fp32_groups", "optimizer"],
-    ThroughputTimer: [
-        "global_step_count",
-        "start_step",
-        "start_time",
-        "started",
-        "step_elapsed_time",
-        "steps_per_output",
-        "total_elapsed_time",
-    ],
+TIMER_ATTRIBUTES = "start_step start_time started step_elapsed_time steps_per_output"
+# Attributes that constructors set.
+ATTRIBUTES = {
+    DeepSpeedEngine: "enable_backward_allreduce monitor tput_timer",
+    FP16_Optimizer: "_global_grad_norm fp16_groups fp16_groups_flat loss_scale_config optimizer",
+    FP16_UnfusedOptimizer: "_global_grad_norm fp16_groups optimizer",
+    ThroughputTimer: f"{TIMER_ATTRIBUTES} global_step_count total_elapsed_time",
 }
-"""Attributes that constructors set."""
+MASTERS = {
+    FP16_Optimizer: deepspeed_compat.FLAT_MASTERS,
+    FP16_UnfusedOptimizer: deepspeed_compat.MASTERS,
+}
 
 
-@pytest.mark.parametrize(("owner", "name"), MODULE_NAMES + METHODS, ids=lambda value: str(value))
-def test_deepspeed_internal_name_exists(owner: Any, name: str) -> None:
+@pytest.mark.parametrize(("owner", "name"), NAMES, ids=str)
+def test_internal_name_exists_in_deepspeed(owner: Any, name: str) -> None:
     assert hasattr(owner, name), f"DeepSpeed {deepspeed.__version__} has no {owner.__name__}.{name}"
 
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
-def test_deepspeed_internal_attributes_are_set(owner: type) -> None:
+def test_internal_attributes_are_set_by_deepspeed(owner: type) -> None:
     source = inspect.getsource(owner)
-    missing = [name for name in ATTRIBUTES[owner] if not re.search(rf"self\.{name} = ", source)]
+    missing = [name for name in ATTRIBUTES[owner].split() if f"self.{name} = " not in source]
     assert not missing, f"{owner.__name__} of DeepSpeed {deepspeed.__version__} sets no {missing}"
 
 
-@pytest.mark.parametrize("wrapper", [FP16_Optimizer, FP16_UnfusedOptimizer])
-def test_state_of_16_bit_wrapper_has_the_checkpoints_names(wrapper: type) -> None:
-    masters = deepspeed_compat.FLAT_MASTERS
-    if wrapper is FP16_UnfusedOptimizer:
-        masters = deepspeed_compat.MASTERS
-    source = inspect.getsource(wrapper.state_dict)  # type: ignore[attr-defined]
-    assert f"['{masters}']" in source
-    assert "[OPTIMIZER_STATE_DICT]" in source
+@pytest.mark.parametrize("wrapper", MASTERS)
+def test_16_bit_wrapper_has_masters_and_saves_them_by_name(wrapper: Any) -> None:
+    source = inspect.getsource(wrapper)
+    assert f"self.{MASTERS[wrapper]} = " in source
+    assert f"state_dict['{MASTERS[wrapper]}'] = " in source
+    assert "state_dict[OPTIMIZER_STATE_DICT] = " in source
 
 
-def test_16_bit_wrapper_uses_the_replaced_update() -> None:
-    """DeepSpeed's `step` calls it for flat groups."""
+def test_16_bit_wrapper_calls_the_replaced_update() -> None:
     assert "self.step_fused_adam()" in inspect.getsource(FP16_Optimizer.step)
 
 
-def test_without_process_group_restores_deepspeeds_state() -> None:
-    operations = deepspeed.ops.__compatible_ops__
-    before = (deepspeed.utils.groups._WORLD_GROUP, deepspeed.comm.comm.cdb, dict(operations))
+def test_body_without_process_group_has_none_and_restores_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deepspeed.utils.groups, "_WORLD_GROUP", "group")
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", "backend")
+    operations = {"deepspeed_shm_comm": True}
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", operations)
     with without_process_group():
-        assert deepspeed.utils.groups._WORLD_GROUP is None
-        assert deepspeed.comm.comm.cdb is None
-        assert not operations["deepspeed_shm_comm"]
-    after = (deepspeed.utils.groups._WORLD_GROUP, deepspeed.comm.comm.cdb, dict(operations))
-    assert after == before
+        assert deepspeed.utils.groups._WORLD_GROUP is deepspeed.comm.comm.cdb is None
+        assert operations == {"deepspeed_shm_comm": False}
+    assert deepspeed.utils.groups._WORLD_GROUP == "group"
+    assert deepspeed.comm.comm.cdb == "backend"
+    assert operations == {"deepspeed_shm_comm": True}
 
 
 LOG_INTERVAL = 5  # steps per line of DeepSpeed's log
@@ -170,12 +156,10 @@ def _train(accumulation: str) -> tuple[str, int, dict[int, float]]:
     training_s = dict[int, float]()
     excluded_s = 0.0
     begun_s = 0.0
-    with (
-        _deepspeed_log() as log,
-        mock.patch("time.time", side_effect=lambda: device.now_s),
-        mock.patch.object(get_accelerator(), "synchronize", device.synchronize),
-        mock.patch("clap_ds.metrics.timers.synchronize", device.synchronize),
-    ):
+    with _deepspeed_log() as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.time", lambda: device.now_s)
+        patch.setattr(get_accelerator(), "synchronize", device.synchronize)
+        patch.setattr("clap_ds.metrics.timers.synchronize", device.synchronize)
         loader = batches()
         for step in range(1, STEPS + 1):
             if step == 3:

@@ -1,10 +1,8 @@
-"""Compare the weights' average with torch's `AveragedModel` on two ranks; check what is evaluated
-and saved."""
+"""The weights' EMA is torch's, and it is what a run evaluates and saves."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,75 +13,97 @@ from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.manager import Checkpointer
 from clap_ds.checkpoint.restore import fp32_state
 from clap_ds.checkpoint.train_state import TrainState
+from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
 from clap_ds.evaluation.evaluator import Evaluator
 from tests.engine.test_engine import PRECISIONS, batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
+DECAY = 0.75
 
-def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dict[str, bool]]:
-    """Return the average after three steps, and the results of checks."""
-    train = {"ema_decay": 0.75, "accumulation": accumulation, "freeze": ["text"]}
+
+def _train(precision: str, accumulation: str) -> ClapEngine:
+    """Take three steps, and compare the EMA with torch's after each."""
+    train = {"ema_decay": DECAY, "accumulation": accumulation, "freeze": ["text"]}
     run = settings(precision if precision in PRECISIONS else "fp32", 2, clap={"train": train})
-    run.deepspeed |= {"fp16": {"enabled": precision == "fp16", "initial_scale_power": 8}}
+    run.deepspeed["fp16"] = {"enabled": precision == "fp16", "initial_scale_power": 8}
     model = model_of(run)
     freeze(model, ["text"])
-    with mock.patch.object(
-        get_accelerator(), "is_fp16_supported", return_value=True
-    ):  # true, but slow, on every CPU
+    with pytest.MonkeyPatch.context() as patch:
+        # True on every CPU, but slow.
+        patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
         engine = engine_of(run, model)
-        batches = batches_of(run)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    masters = torch.nn.ParameterList(fp32_state(engine)[name].clone() for name in names)
-    torchs = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-    torchs.update_parameters(masters)  # the first is a copy
+    assert engine.average is not None
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert engine.average.weights.keys() == trained
+
+    weights = torch.nn.ParameterList(fp32_state(engine)[name].clone() for name in sorted(trained))
+    reference = AveragedModel(weights, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    # The first update copies the weights.
+    reference.update_parameters(weights)
+    batches = batches_of(run)
     for _ in range(3):
         engine.step(batches)
-        for kept, name in zip(masters, names, strict=True):
-            kept.data.copy_(fp32_state(engine)[name])
-        torchs.update_parameters(masters)
+        for weight, name in zip(weights, sorted(trained), strict=True):
+            weight.data.copy_(fp32_state(engine)[name])
+        reference.update_parameters(weights)
+        for name, average in zip(sorted(trained), reference.module, strict=True):
+            assert torch.equal(engine.average.weights[name], average), name
+    return engine
+
+
+def _check_evaluation(engine: ClapEngine) -> None:
+    """Check that the average, in the model's dtypes, is evaluated, and the weights restored."""
     assert engine.average is not None
-    assert engine.average.weights.keys() == {*names}
-    state = {name: engine.average.weights[name] for name in names}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average = engine.average.weights
+    initial = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 
-    def compare(model: Any) -> Any:
-        same = all(
-            torch.equal(p, state.get(name, p).to(p.dtype)) for name, p in model.named_parameters()
-        )
-        return SimpleNamespace(
-            metrics=same, chances=not torch.equal(model.logit_scale, before["logit_scale"])
-        )
+    def evaluate_model(model: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            expected = average.get(name, initial[name]).to(parameter.dtype)
+            assert torch.equal(parameter, expected), name
+        return SimpleNamespace(metrics={"evaluated": 1.0}, chances={})
 
-    stand_in: Any = SimpleNamespace(evaluate=compare)
-    evaluated: Any = Evaluator.evaluate_engine(stand_in, engine)
-    (path,) = (each.path for each in Checkpointer(folder).save(engine, TrainState(3)))
-    assert path is not None
-    saved = load_weights(path)
-    raw = load_weights(path, raw=True)
+    evaluator: Any = SimpleNamespace(evaluate=evaluate_model)
+    evaluated = Evaluator.evaluate_engine(evaluator, engine)
+    assert evaluated.metrics == {"evaluated": 1.0}
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter, initial[name]), name
+
+
+def _check_checkpoint(engine: ClapEngine, folder: str) -> None:
+    """Check that a checkpoint's weights are the average, and that the others are beside it."""
+    assert engine.average is not None
+    (saved,) = Checkpointer(folder).save(engine, TrainState(3))
+    assert saved.path is not None
     weights = fp32_state(engine)
-    found = {
-        "torch's": all(map(torch.equal, state.values(), torchs.module)),
-        "evaluated": (evaluated.metrics, evaluated.chances) == (True, True),
-        "put back": all(torch.equal(p, before[name]) for name, p in model.named_parameters()),
-        "saved": all(
-            torch.equal(tensor, state.get(name, weights[name]))
-            for name, tensor in saved.state.items()
-        ),
-        "raw": all(torch.equal(tensor, weights[name]) for name, tensor in raw.state.items()),
-        "said": saved.reached.endswith("moving average of the weights") and raw.reached == "step 3",
-    }
-    return torch.cat([each.flatten() for each in state.values()]).numpy().tobytes(), found
+    averaged = load_weights(saved.path)
+    for name, tensor in averaged.state.items():
+        assert torch.equal(tensor, engine.average.weights.get(name, weights[name])), name
+    assert averaged.reached.endswith("moving average of the weights")
+    raw = load_weights(saved.path, raw=True)
+    for name, tensor in raw.state.items():
+        assert torch.equal(tensor, weights[name]), name
+    assert raw.reached == "step 3"
 
 
-KINDS = [("fp32", "plain"), ("bf16", "gradcache"), ("autocast", "gradcache"), ("fp16", "plain")]
+def _run(precision: str, accumulation: str, folder: str) -> bytes:
+    """Return the average, which must be the same on all ranks."""
+    engine = _train(precision, accumulation)
+    _check_evaluation(engine)
+    _check_checkpoint(engine, folder)
+    assert engine.average is not None
+    averages = [average.flatten() for average in engine.average.weights.values()]
+    return torch.cat(averages).numpy().tobytes()
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), KINDS)
-def test_it_is_torchs_and_what_is_evaluated_and_saved(
+@pytest.mark.parametrize(
+    ("precision", "accumulation"),
+    [("fp32", "plain"), ("bf16", "gradcache"), ("autocast", "gradcache"), ("fp16", "plain")],
+)
+def test_ema_is_torchs_and_is_evaluated_and_saved(
     two_ranks: RankPool, tmp_path: Path, precision: str, accumulation: str
 ) -> None:
-    (one, found), (other, there) = two_ranks.run(_average, precision, accumulation, str(tmp_path))
-    assert one == other
-    assert {*found.values(), *there.values()} == {True}, (found, there)
+    first, second = two_ranks.run(_run, precision, accumulation, str(tmp_path))
+    assert first == second

@@ -1,11 +1,9 @@
 """Compare the engine's losses and weights with plain torch's step by step, on two ranks."""
 
 import copy
-import json
 import math
-import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,19 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.checkpoint.restore import engine_state, fp32_state
-from clap_ds.config.model import INT16_SCALE, load_preset
-from clap_ds.config.schema import TrainSettings
-from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.config.model import INT16_SCALE
+from clap_ds.config.settings import RunSettings
 from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
-from clap_ds.data.dataloader import build_batches
+from clap_ds.data.dataloader import BatchSource
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
-from clap_ds.engine.factory import parameter_groups
 from clap_ds.model.clap import ClapModel
-from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
-from tests.training.reference_steps import engine_of
+from tests.training.reference_steps import batch_source, engine_of, run_settings
 
 # A pool of CPU ranks sees no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,6 +31,8 @@ OPTIMIZER: dict[str, Any] = {
     "type": "AdamW",
     "params": {"lr": LEARNING_RATE, "eps": 1e-3, "weight_decay": 0.2},
 }
+# DeepSpeed's wrapper around torch's AdamW.
+BY_PARAMETER = "parameter by parameter"
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": {"enabled": False}},
     "bf16": {"bf16": {"enabled": True}},
@@ -50,26 +47,16 @@ def settings(
     precision: str, accumulation: int | None, sync: str = "overlap", **changes: Any
 ) -> RunSettings:
     """Return a micro run with `PRECISIONS`; without accumulation the global batch of 12 is set."""
-    clap = {"gradient_sync": sync, "bucket_cap_mb": 0.05}
-    sizes = {"train_batch_size": None if accumulation else 12, "train_micro_batch_size_per_gpu": 3}
-    sizes["gradient_accumulation_steps"] = accumulation
-    content = micro_run(
-        **{**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, "clap": clap, **changes}
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(content, file)
-        file.flush()
-        return load_run(file.name, dist.get_world_size() if dist.is_initialized() else 1)
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation}
+    sizes["train_batch_size"] = None if accumulation else 12
+    clap = {"gradient_sync": sync, **changes.pop("clap", {})}
+    fields = {**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, **changes}
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return run_settings(world_size, **fields, clap=clap)
 
 
-def batches_of(run: RunSettings) -> Any:
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    return build_batches(
-        run.clap.data.model_copy(update={"num_batches": 3, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
-        rank=rank, world_size=world_size, seed=7, device=DEVICE,
-    )  # fmt: skip
+def batches_of(run: RunSettings) -> BatchSource:
+    return batch_source(run, dist.get_rank(), dist.get_world_size(), 3, DEVICE)
 
 
 def model_of(run: RunSettings) -> ClapModel:
@@ -80,17 +67,16 @@ def model_of(run: RunSettings) -> ClapModel:
     return model
 
 
-def _engine(run: RunSettings, stepping: str) -> ClapEngine:
-    if stepping == "parameter by parameter":
+def make_engine(run: RunSettings, stepping: str = "") -> ClapEngine:
+    if stepping == BY_PARAMETER:
         run.deepspeed["optimizer"]["params"]["torch_adam"] = True
     return engine_of(run, model_of(run))
 
 
-def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
+def roundings(actual: Tensor, expected: Tensor, smallest: float) -> float:
     """Return the largest difference in fp32 roundings of values at least as large as `smallest`."""
-    return float(
-        ((ours - theirs).abs() / (torch.finfo(torch.float32).eps * (theirs.abs() + smallest))).max()
-    )
+    unit = torch.finfo(torch.float32).eps * (expected.abs() + smallest)
+    return float(((actual - expected).abs() / unit).max())
 
 
 def _difference(
@@ -112,38 +98,37 @@ def _difference(
     run = settings(precision, accumulation, sync, gradient_clipping=clip)
     if "FusedAdam" in stepping:
         run.clap = run.clap.model_copy(update={"optimizer_implementation": "deepspeed"})
-    model = model_of(run).to(DEVICE)
-    params = OPTIMIZER["params"]
-    engine = _engine(run, stepping)
-    plain = PlainDDP(model, accumulation or 2, precision, sync, params, clip)
+    engine = make_engine(run, stepping)
     engine.norm_wanted = True
     batches = batches_of(run)
+    model = model_of(run).to(DEVICE)
+    plain = PlainDDP(model, accumulation or 2, precision, sync, OPTIMIZER["params"], clip)
     plain_batches = batches_of(run)
-    found = []
+    differences = []
     for _ in range(steps):
         loss = engine.step(batches).cpu()
         plain_loss = torch.tensor(plain.step(plain_batches))
-        assert float(engine.gradient_norm) == pytest.approx(plain.norm, rel=1e-3)  # type: ignore[arg-type]
-        found.append(_roundings(loss, plain_loss, 0.0))
+        assert engine.gradient_norm is not None
+        assert float(engine.gradient_norm) == pytest.approx(plain.norm, rel=1e-3)
+        differences.append(roundings(loss, plain_loss, 0.0))
         weights = fp32_state(engine)
         assert weights.keys() == plain.model.state_dict().keys()
-        # An update is about as large as the learning rate for any gradient.
-        found += [
-            _roundings(weights[name], master, LEARNING_RATE)
-            for name, master in plain.masters.items()
-        ]
+        for name, master in plain.masters.items():
+            # An update is about as large as the learning rate for any gradient.
+            differences.append(roundings(weights[name], master, LEARNING_RATE))
         plain.take(weights)
         for name, parameter in engine.model.named_parameters():
-            assert torch.equal(parameter, plain.model.get_parameter(name)), (
-                f"{name} isn't its master's rounding"
-            )
+            rounded = plain.model.get_parameter(name)
+            assert torch.equal(parameter, rounded), f"{name} isn't its master's rounding"
     if dist.get_rank() == 0:
         # DDP copies rank 0's batch-norm statistics to all ranks; in the engine each rank has its
         # own, and rank 0's are saved.
-        ours, theirs = (module.audio.batch_norm for module in (engine.model, plain.model))
-        found.append(_roundings(ours.running_mean, theirs.running_mean, 1.0))
-        found.append(_roundings(ours.running_var, theirs.running_var, 0.0))
-    return float(torch.tensor(found).max())  # NaN if any is
+        norm = engine.model.audio.batch_norm
+        plain_norm = plain.model.audio.batch_norm
+        differences.append(roundings(norm.running_mean, plain_norm.running_mean, 1.0))
+        differences.append(roundings(norm.running_var, plain_norm.running_var, 0.0))
+    # NaN if any is.
+    return float(torch.tensor(differences).max())
 
 
 # Loss and gradient are the same operations on the same numbers in all precisions (two ranks add
@@ -155,10 +140,14 @@ ROUNDINGS = 64
 @pytest.mark.parametrize(
     ("precision", "accumulation", "sync", "stepping", "clip"),
     [
-        *((precision, 2, "overlap", "", clip) for precision in PRECISIONS for clip in (0.0, 0.1)),
+        ("fp32", 2, "overlap", "", 0.0),
+        ("fp32", 2, "overlap", "", 0.1),
+        ("bf16", 2, "overlap", "", 0.1),
+        ("autocast", 2, "overlap", "", 0.0),
+        ("autocast", 2, "overlap", "", 0.1),
         ("bf16", 1, "overlap", "", 0.0),
         ("fp32", None, "deepspeed", "", 0.0),
-        ("bf16", None, "deepspeed", "parameter by parameter", 0.0),
+        ("bf16", None, "deepspeed", BY_PARAMETER, 0.0),
     ],
 )
 def test_steps_agree_with_plain_ddp(
@@ -194,55 +183,31 @@ def test_ten_steps_agree_with_plain_ddp_on_gpus(
     assert all(difference <= GPU_ROUNDINGS for difference in differences), differences
 
 
-def _scales_after_a_step(precision: str, first: float) -> tuple[list[float], set[str]]:
-    """Return the logit scale and its master after a step from `first`, and names of fp32
-    parameters."""
+def _step_from_scale(precision: str, initial: float) -> tuple[list[float], set[str]]:
+    """Return the logit scale and its master after a step, and names of fp32 parameters."""
     run = settings(precision, 1)
     run.clap = run.clap.model_copy(update={"max_logit_scale": 5.0})
     model = model_of(run)
-    model.logit_scale.data.fill_(math.log(first))
+    model.logit_scale.data.fill_(math.log(initial))
     engine = engine_of(run, model)
     engine.step(batches_of(run))
-    scales = [
-        float(each.exp()) for each in (engine.model.logit_scale, fp32_state(engine)["logit_scale"])
-    ]
-    fp32 = {
-        name
-        for name, parameter in engine.model.named_parameters()
-        if parameter.dtype == torch.float32
-    }
-    return scales, fp32
+    log_scales = [engine.model.logit_scale, fp32_state(engine)["logit_scale"]]
+    fp32 = {name for name, p in engine.model.named_parameters() if p.dtype == torch.float32}
+    return [float(log_scale.exp()) for log_scale in log_scales], fp32
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("first", "bounded"), [(14.3, 5.0), (0.1, 1.0)])
+@pytest.mark.parametrize(("initial", "bounded"), [(14.3, 5.0), (0.1, 1.0)])
 def test_logit_scale_is_bounded_also_in_the_master_copy_and_stays_fp32(
-    two_ranks: RankPool, precision: str, first: float, bounded: float
+    two_ranks: RankPool, precision: str, initial: float, bounded: float
 ) -> None:
-    for scales, fp32 in two_ranks.run(_scales_after_a_step, precision, first):
+    fp32_in_bf16 = {"logit_scale", "audio.batch_norm.weight", "audio.batch_norm.bias"}
+    for scales, fp32 in two_ranks.run(_step_from_scale, precision, initial):
         assert scales == pytest.approx([bounded, bounded])
-        kept = {"logit_scale", "audio.batch_norm.weight", "audio.batch_norm.bias"}
-        assert fp32 == kept if precision == "bf16" else fp32 > kept
-
-
-def test_biases_norms_position_biases_and_scalars_are_not_decayed() -> None:
-    model = ClapModel(load_preset("micro"), learns_bias=True)
-    model.text.requires_grad_(False)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = {group["name"]: group for group in parameter_groups(model, TrainSettings())}
-    decays = {"decay": None, "no_decay": 0.0, "fp32": 0.0, "logit_scale": 0.0}
-    assert {name: group.get("weight_decay") for name, group in groups.items()} == decays
-    found = {
-        name: {names[id(parameter)] for parameter in group["params"]}
-        for name, group in groups.items()
-    }
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert set.union(*found.values()) == trained
-    tables = {name for name in trained if name.endswith("relative_position_bias")}
-    assert (
-        found["decay"] == {name for name in trained if model.get_parameter(name).ndim > 1} - tables
-    )
-    assert found["fp32"] == {"logit_bias", "audio.batch_norm.weight", "audio.batch_norm.bias"}
+        if precision == "bf16":
+            assert fp32 == fp32_in_bf16
+        else:
+            assert fp32 > fp32_in_bf16
 
 
 def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -255,58 +220,70 @@ def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield poisoned
 
 
-def _skipped_steps(
-    sync: str, stepping: str
-) -> tuple[list[str], list[int], str, list[float], list[int]]:
-    """Return names of what a skipped step changes, numbers of steps skipped in a row after it and
-    in total, the error after too many, all learning rates, and a checkpoint's number of skipped
-    steps."""
-    warm_up = {
-        "type": "WarmupLR",
-        "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"},
-    }
-    run = settings("bf16", 1, sync, scheduler=warm_up)
-    engine = _engine(run, stepping)
-    batches = batches_of(run)
-    rates = list[float]()
+class SkippedSteps(NamedTuple):
+    """What steps leave of which the second, fourth and fifth overflow.
+
+    Attributes:
+        changed: names of what the second step changes.
+        consecutive: consecutive skips after it.
+        total, saved: skipped steps in the end, by DeepSpeed's counter and in a checkpoint.
+        error: after too many.
+        rates: each step's learning rate.
+    """
+
+    changed: list[str]
+    consecutive: int
+    total: int
+    saved: int
+    error: str
+    rates: list[float]
+
+
+def _skip_steps(sync: str, stepping: str) -> SkippedSteps:
+    params = {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}
+    run = settings("bf16", 1, sync, scheduler={"type": "WarmupLR", "params": params})
+    engine = make_engine(run, stepping)
     engine.norm_wanted = True
+    batches = batches_of(run)
+    rates = []
 
     def step(*, poisoned: bool) -> None:
         rates.append(engine.deepspeed.get_lr()[0])
         engine.step(_poisoned_on_rank_1(batches) if poisoned else batches)
 
     step(poisoned=False)
-    before = copy.deepcopy(engine.model.state_dict())
+    state_before = copy.deepcopy(engine.model.state_dict())
     step(poisoned=True)
     engine.check_loss()
-    changed = [
-        name
-        for name, tensor in engine.model.state_dict().items()
-        if not torch.equal(tensor, before[name])
-    ]
-    counted = [engine.consecutive_skips]
-    for poisoned in (False, True, True):
-        step(poisoned=poisoned)
+    state = engine.model.state_dict()
+    changed = [name for name in state if not torch.equal(state[name], state_before[name])]
+    consecutive = engine.consecutive_skips
+    step(poisoned=False)
+    step(poisoned=True)
+    step(poisoned=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clap_ds.engine.engine.MAX_CONSECUTIVE_SKIPS", 2)
-        with pytest.raises(NonFiniteError) as caught:
+        with pytest.raises(NonFiniteError) as error:
             engine.check_loss()
     saved = engine_state(engine)["skipped_steps"]
-    return changed, [*counted, engine.deepspeed.skipped_steps], str(caught.value), rates, saved
+    total = engine.deepspeed.skipped_steps
+    return SkippedSteps(changed, consecutive, total, saved, str(error.value), rates)
 
 
 @pytest.mark.parametrize(
-    ("sync", "stepping"), [("overlap", ""), ("deepspeed", "parameter by parameter")]
+    ("sync", "stepping", "rates"),
+    [
+        # The flat step doesn't shift the schedule.
+        ("overlap", "", [0, 0, 0.01, 0.02, 0.03]),
+        ("deepspeed", BY_PARAMETER, [0, 0, 0, 0.01, 0.01]),
+    ],
 )
-def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
-    two_ranks: RankPool, sync: str, stepping: str
+def test_steps_that_overflow_in_16_bits_are_skipped_and_counted(
+    two_ranks: RankPool, sync: str, stepping: str, rates: list[float]
 ) -> None:
-    """Check also that the flat step doesn't shift the schedule."""
-    for changed, counted, end, rates, saved in two_ranks.run(_skipped_steps, sync, stepping):
-        assert changed == []
-        assert counted == [1, 3]
-        assert end == "the loss or its gradient is NaN or infinite in every step from step 4 on"
-        assert rates == pytest.approx(
-            [0, 0, 0.01, 0.02, 0.03] if not stepping else [0, 0, 0, 0.01, 0.01]
-        )
-        assert saved == 3
+    for skipped in two_ranks.run(_skip_steps, sync, stepping):
+        assert skipped.changed == []
+        assert skipped.consecutive == 1
+        assert skipped.total == skipped.saved == 3
+        assert "in every step from step 4 on" in skipped.error
+        assert skipped.rates == pytest.approx(rates)

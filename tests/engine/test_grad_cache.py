@@ -1,8 +1,7 @@
-"""Check gradients of accumulated micro-batches: of one loss over the batch if cached, of the mean
-loss if independent."""
+"""Gradients of accumulated micro-batches: with GradCache of one loss over the step's batch, else of
+the mean loss of the micro-batches."""
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -10,119 +9,119 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clap_ds.data.batch import Batch
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import LOSSES
 from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
-from tests.training.reference_steps import engine_of
 
+# Micro-batches of each step.
 RAMP = (3, 1, 2)
-"""Micro-batches of each step."""
+# Relative to the largest gradient. Every product sums rows in another order, and logits have 14
+# times the error of similarities. Errors are 10 to 33 roundings; those of a wrong gradient are 10⁶.
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
-"""Relative to the largest gradient. Every product sums rows in another order, and logits have 14
-times the error of similarities. Errors are 10 to 33 roundings; those of a wrong gradient are
-10⁶."""
 NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
 SIGMOID = {"kind": "sigmoid"}
+REFERENCES = {"plain": reference.independent_loss, "gradcache": reference.whole_loss}
 
 
-def _engine(accumulation: str = "gradcache", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
+def _engine(accumulation: str, changes: dict[str, Any]) -> tuple[Any, ClapEngine, ClapModel]:
     """Return settings, an engine, and a copy of its model."""
-    sgd = {"type": "SGD", "params": {"lr": 0.01}}
     run = reference.settings(
         train={"accumulation": accumulation},
-        optimizer=sgd,
+        optimizer={"type": "SGD", "params": {"lr": 0.01}},
         gradient_accumulation_steps=3,
         **changes,
     )
-    options = run.clap.model.model_dump(include=set(NOISY)) | {
-        "learns_bias": LOSSES[run.clap.loss.kind].needs_bias
-    }
+    options = run.clap.model.model_dump(include=set(NOISY))
+    options["learns_bias"] = LOSSES[run.clap.loss.kind].needs_bias
     torch.manual_seed(3)
     model = ClapModel(run.clap.preset(), **options, attention="matmul")
     plain = copy.deepcopy(model)
-    return run, engine_of(run, model), plain
+    return run, reference.engine_of(run, model), plain
 
 
 def _gradients(model: ClapModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[float]:
-    """Return, for each step, differences from the reference `whole` of losses and (relative to the
-    largest) of gradients."""
-    run, engine, plain = _engine(accumulation, **changes)
+def _batches_by_rank(run: Any) -> list[list[Batch]]:
     world_size = dist.get_world_size()
-    step = engine.deepspeed.step
-    averaged = dict[str, Tensor]()
     by_rank = [
         reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)
     ]
-    if "loss" in changes:
-        for batch in itertools.chain.from_iterable(by_rank):
-            if run.clap.text_packing:
+    if run.clap.text_packing:
+        for batches in by_rank:
+            for batch in batches:
                 batch.pack()
+    return by_rank
 
-    def catch() -> None:
-        """Record averaged gradients before the weights' update."""
-        if engine.deepspeed.is_gradient_accumulation_boundary():
-            averaged.update(_gradients(engine.model))
-        step()
 
-    engine.deepspeed.step = catch
-    found = list[float]()
-    own = iter(by_rank[dist.get_rank()])
+def _errors(accumulation: str, changes: dict[str, Any]) -> list[float]:
+    """Return, for each step, differences from the reference of losses and (relative to the largest)
+    of gradients."""
+    run, engine, plain = _engine(accumulation, changes)
+    world_size = dist.get_world_size()
+    by_rank = _batches_by_rank(run)
+    local_batches = iter(by_rank[dist.get_rank()])
+    gradients = dict[str, Tensor]()
+    # With the averaged gradients, before the weights' update.
+    engine.pre_step_hook = lambda: gradients.update(_gradients(engine.model))
+    errors = []
     start = 0
-    for number in RAMP:
+    for num_micro_batches in RAMP:
         plain.load_state_dict(engine.model.state_dict())
-        generator = torch.get_rng_state()
-        engine.set_accumulation_steps(number)
-        loss = engine.step(own)
+        rng_state = torch.get_rng_state()
+        engine.set_accumulation_steps(num_micro_batches)
+        loss = engine.step(local_batches)
         dist.all_reduce(loss)
-        torch.set_rng_state(generator)
-        expected = getattr(reference, whole)(
-            plain, [batches[start : start + number] for batches in by_rank]
-        )
+
+        # The reference draws the same random numbers.
+        torch.set_rng_state(rng_state)
+        of_step = [batches[start : start + num_micro_batches] for batches in by_rank]
+        expected = REFERENCES[accumulation](plain, of_step)
         plain.zero_grad()
         expected.backward()
-        theirs = _gradients(plain)
-        assert averaged.keys() == theirs.keys()
-        largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-        off = max(float((averaged[name] - theirs[name]).abs().max()) for name in theirs)
-        found += [abs(float(loss) / world_size - float(expected.detach())), off / largest]
-        start += number
+        expected_gradients = _gradients(plain)
+        assert gradients.keys() == expected_gradients.keys()
+        largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+        for name, gradient in expected_gradients.items():
+            errors.append(float((gradients[name] - gradient).abs().max()) / largest)
+        errors.append(abs(float(loss) / world_size - float(expected.detach())))
+        start += num_micro_batches
     assert engine.deepspeed.global_samples == sum(RAMP) * run.micro_batch * world_size
-    ours = engine.model.audio.batch_norm
-    theirs_norm = plain.audio.batch_norm
-    if dist.get_world_size() == 1:
-        assert int(ours.num_batches_tracked) == int(theirs_norm.num_batches_tracked) == sum(RAMP)
-        torch.testing.assert_close(ours.running_var, theirs_norm.running_var, rtol=1e-4, atol=0)
-    return found
+    if world_size == 1:
+        _check_batch_norm(engine.model.audio.batch_norm, plain.audio.batch_norm)
+    return errors
+
+
+def _check_batch_norm(norm: Any, plain_norm: Any) -> None:
+    """Check that each micro-batch's statistics were used once."""
+    assert int(norm.num_batches_tracked) == int(plain_norm.num_batches_tracked) == sum(RAMP)
+    torch.testing.assert_close(norm.running_var, plain_norm.running_var, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "whole", "changes"),
+    ("accumulation", "changes"),
     [
-        ("plain", "independent_loss", {}),
-        ("plain", "independent_loss", {"gradient_sync": "deepspeed"}),
-        ("gradcache", "whole_loss", {"gradient_sync": "deepspeed"}),
-        ("plain", "independent_loss", {"loss": SIGMOID, "text_packing": False}),
-        ("gradcache", "whole_loss", {"loss": SIGMOID, "text_packing": True}),
+        ("plain", {}),
+        ("plain", {"gradient_sync": "deepspeed"}),
+        ("gradcache", {"gradient_sync": "deepspeed"}),
+        ("gradcache", {"loss": SIGMOID, "text_packing": True}),
     ],
 )
-def test_gradients_of_two_ranks_through_a_ramp(
-    two_ranks: RankPool, accumulation: str, whole: str, changes: dict[str, Any]
+def test_gradients_of_two_ranks_through_a_ramp_are_the_references(
+    two_ranks: RankPool, accumulation: str, changes: dict[str, Any]
 ) -> None:
-    for errors in two_ranks.run(_errors, accumulation, whole, changes):
+    for errors in two_ranks.run(_errors, accumulation, changes):
         assert max(errors) < TOLERANCE
 
 
 @pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text_packing": False}])
-def test_the_second_pass_draws_and_normalises_as_the_first(
+def test_second_pass_draws_and_normalizes_as_the_first(
     one_rank: RankPool, changes: dict[str, Any]
 ) -> None:
-    """The reference draws the same random numbers once, keeps every graph, and uses each
-    micro-batch's statistics once."""
-    (errors,) = one_rank.run(_errors, "gradcache", "whole_loss", changes)
+    """The reference keeps every graph."""
+    (errors,) = one_rank.run(_errors, "gradcache", changes)
     assert max(errors) < TOLERANCE

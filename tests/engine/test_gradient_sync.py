@@ -1,5 +1,4 @@
-"""Check that the overlapped all-reduce gives DeepSpeed's result, and runs during the backward
-pass."""
+"""The overlapped all-reduce gives DeepSpeed's result, and runs during the backward pass."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,20 +14,22 @@ from tests.engine.test_engine import batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
+# Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another
+# runs it later.
 CALL = "c10d::allreduce_"
 SEND = "gloo:all_reduce"
 BF16 = "c10::BFloat16"
 FP32 = "float"
-"""Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another
-runs it later."""
 
 
 def _events(action: Callable[[], object], *names: str) -> list[Any]:
     """Return events with these names from torch's profiler, in order."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         action()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() in names]
-    return sorted(events, key=lambda event: event.start_ns())
+    events = profiler.profiler.kineto_results.events()
+    return sorted(
+        (event for event in events if event.name() in names), key=lambda event: event.start_ns()
+    )
 
 
 def _gradients(
@@ -37,48 +38,46 @@ def _gradients(
     """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent.
     With `sync` "none" gradients are this rank's own."""
     run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
-    model = model_of(run)
-    engine = engine_of(run, model)
+    engine = engine_of(run, model_of(run))
     batches = batches_of(run)
-    found = list[Tensor]()
-    dtypes = set[str]()
+    gradients = []
+    dtypes = set()
     for _ in range(2):
         with engine.sync.off() if sync == "none" else nullcontext():
-            dtypes |= {
-                event.dtypes()[0] for event in _events(lambda: engine.accumulate(batches), SEND)
-            }
-        found += [
-            parameter.grad.double().flatten()
-            for parameter in model.parameters()
-            if parameter.grad is not None
-        ]
+            events = _events(lambda: engine.accumulate(batches), SEND)
+        dtypes |= {event.dtypes()[0] for event in events}
+        for parameter in engine.model.parameters():
+            assert parameter.grad is not None
+            gradients.append(parameter.grad.double().flatten())
         engine.deepspeed.zero_grad()
-    return torch.cat(found), dtypes
+    return torch.cat(gradients), dtypes
 
 
 def _error_over_deepspeeds(*case: Any) -> tuple[set[str], float]:
-    (exact, _), (ours, dtypes), (theirs, _) = (
-        _gradients(sync, *case) for sync in ("none", "overlap", "deepspeed")
-    )
+    exact, _ = _gradients("none", *case)
     dist.all_reduce(exact)
     exact /= dist.get_world_size()
-    return dtypes, float((ours - exact).norm() / (theirs - exact).norm())
+    overlapped, dtypes = _gradients("overlap", *case)
+    by_deepspeed, _ = _gradients("deepspeed", *case)
+    return dtypes, float((overlapped - exact).norm() / (by_deepspeed - exact).norm())
 
 
 @pytest.mark.parametrize(
     ("precision", "accumulation", "changes", "dtypes"),
     [
-        ("bf16", 1, {}, {BF16, FP32}),  # matrices, and the vectors that stay fp32
+        # Matrices, and the vectors that stay fp32.
+        ("bf16", 1, {}, {BF16, FP32}),
         ("fp32", 2, {}, {FP32}),
-        ("bf16", 1, {"communication_data_type": "fp32"}, {FP32}),  # by DeepSpeed
+        # By DeepSpeed.
+        ("bf16", 1, {"communication_data_type": "fp32"}, {FP32}),
     ],
 )
-def test_averages_are_as_exact_as_deepspeeds_own(
+def test_averages_are_as_exact_as_deepspeeds(
     two_ranks: RankPool, precision: str, accumulation: int, changes: Any, dtypes: Any
 ) -> None:
     """A sum of two has one order, and its half is exact."""
-    for found, error in two_ranks.run(_error_over_deepspeeds, precision, accumulation, changes):
-        assert found == dtypes
+    for sent, error in two_ranks.run(_error_over_deepspeeds, precision, accumulation, changes):
+        assert sent == dtypes
         assert error <= 1.0
 
 
@@ -94,39 +93,34 @@ def _order_of_events(sync: str) -> list[str]:
     return [event.name() for event in _events(lambda: engine.step(batches), CALL, "ready")]
 
 
-def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: RankPool) -> None:
+def test_overlapped_gradients_are_sent_while_others_are_computed(two_ranks: RankPool) -> None:
     for events in two_ranks.run(_order_of_events, "overlap"):
         assert events.count(CALL) > 3
         assert events[: events.index(CALL)].count("ready") < events.count("ready") / 3
-    for events in two_ranks.run(_order_of_events, "deepspeed"):
-        assert "ready" not in events[events.index(CALL) :]
 
 
-def _sent(sync: str, accumulation: str) -> list[float]:
+def _sent_fractions(sync: str, accumulation: str) -> list[float]:
     """Return how often every gradient is reduced in each call."""
     run = settings("fp32", 1, clap={"gradient_sync": sync, "train": {"accumulation": accumulation}})
     engine = engine_of(run, model_of(run))
     batches = batches_of(run)
-    found = []
-
-    def note(action: Callable[..., object], *arguments: Any, off: bool) -> None:
-        with engine.sync.off() if off else nullcontext():
-            events = _events(lambda: action(*arguments), SEND)
-        elements = sum(torch.Size(event.shapes()[0]).numel() for event in events)
-        found.append(elements / sum(parameter.numel() for parameter in engine.model.parameters()))
-
+    num_elements = sum(parameter.numel() for parameter in engine.model.parameters())
     engine.set_accumulation_steps(2)
-    note(engine.step, batches, off=True)
-    note(engine.step, batches, off=False)
-    note(engine.accumulate, batches, off=True)
+
+    def sent(action: Callable[..., object], *, off: bool) -> float:
+        with engine.sync.off() if off else nullcontext():
+            events = _events(lambda: action(batches), SEND)
+        return sum(torch.Size(event.shapes()[0]).numel() for event in events) / num_elements
+
+    fractions = [sent(engine.step, off=True), sent(engine.step, off=False)]
+    fractions.append(sent(engine.accumulate, off=True))
     engine.deepspeed.zero_grad()
-    note(engine.step, batches, off=False)
-    return found
+    return [*fractions, sent(engine.step, off=False)]
 
 
 @pytest.mark.parametrize("accumulation", ["plain", "gradcache"])
 @pytest.mark.parametrize("sync", ["overlap", "deepspeed"])
-def test_gradients_travel_once_a_step_and_never_where_they_are_off(
+def test_gradients_are_sent_once_a_step_and_never_while_off(
     two_ranks: RankPool, sync: str, accumulation: str
 ) -> None:
-    assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 1]] * 2
+    assert two_ranks.run(_sent_fractions, sync, accumulation) == [[0, 1, 0, 1]] * 2

@@ -1,4 +1,4 @@
-"""Check that the host reads nothing from the device in a step: gradients, clipping and update.
+"""The host reads nothing from the device in a step: gradients, clipping and update.
 
 After an engine's first step every tensor it holds is replaced by a fake one, and reading its value
 raises. The group has two ranks, of which only this one exists, and collectives do nothing.
@@ -8,20 +8,23 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clap_ds.data.dataloader import build_batches
 from clap_ds.engine import grad_cache
 from clap_ds.engine.factory import build_model
 from tests.engine.test_engine import settings
 from tests.rank_pool import RankPool
-from tests.training.reference_steps import engine_of
+from tests.training.reference_steps import batch_source, engine_of
 
 CPU = torch.device("cpu")
+# Modules whose objects may hold tensors of the engine.
+OWNERS = ("clap_ds", "deepspeed", "torch.nn", "torch.optim", "transformers")
 
 
 @pytest.fixture(scope="module")
@@ -31,57 +34,48 @@ def lone_rank() -> Iterator[RankPool]:
         yield pool
 
 
-def faked(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
+def fake(value: Any, mode: FakeTensorMode, visited: dict[int, Any]) -> Any:
     """Replace the tensors in `value` by fake ones, in place except in tuples."""
     if isinstance(value, Tensor):
         return mode.from_tensor(value)
-    if id(value) in seen:
+    if type(value) is tuple:
+        return tuple(fake(member, mode, visited) for member in value)
+    if id(value) in visited:
         return value
-    seen[id(value)] = value
-    ours = ("clap_ds", "deepspeed", "torch.nn", "torch.optim", "transformers")
+    visited[id(value)] = value
     if isinstance(value, dict):
-        items = [(faked(key, mode, seen), faked(each, mode, seen)) for key, each in value.items()]
+        items = [*value.items()]
         value.clear()
-        value.update(items)
+        for key, member in items:
+            value[fake(key, mode, visited)] = fake(member, mode, visited)
     elif isinstance(value, list):
-        value[:] = [faked(each, mode, seen) for each in value]
-    elif type(value) is tuple:
-        return tuple(faked(each, mode, seen) for each in value)
-    elif (
-        hasattr(value, "__dict__")
-        and not isinstance(value, type)
-        and type(value).__module__.startswith(ours)
-    ):
-        faked(vars(value), mode, seen)
+        value[:] = [fake(member, mode, visited) for member in value]
+    elif type(value).__module__.startswith(OWNERS) and hasattr(value, "__dict__"):
+        fake(vars(value), mode, visited)
     return value
 
 
-def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
+def _join_fake_group() -> None:
+    # Don't compile DeepSpeed's all-reduce in shared memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    deepspeed.init_distributed(verbose=False)
+
+
+def _step_with_fake_tensors(precision: str, accumulation: str, num_micro_batches: int) -> None:
     """Take a step with fake tensors, then check its loss, which reads."""
     if not dist.is_initialized():
-        import deepspeed
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # don't compile it
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-        deepspeed.init_distributed(verbose=False)
-    clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", **changes.pop("clap", {})}
-    run = settings(
-        precision, changes.pop("accumulation", 1), gradient_clipping=1.0, clap=clap, **changes
-    )
+        _join_fake_group()
+    train = {"accumulation": accumulation}
+    clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", "train": train}
+    run = settings(precision, num_micro_batches, gradient_clipping=1.0, clap=clap)
     engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     engine.norm_wanted = True
-    source = build_batches(
-        run.clap.data.model_copy(update={"num_batches": 2, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
-        rank=0, world_size=2, seed=7, device=CPU,
-    )  # fmt: skip
-    mode = FakeTensorMode()
+    source = batch_source(run, 0, 2, 2)
     engine.step(source)
-    batches = iter(
-        [next(source).map(mode.from_tensor) for _ in range(run.gradient_accumulation_steps)]
-    )
-    faked(engine, mode, {})
+    mode = FakeTensorMode()
+    batches = iter([next(source).map(mode.from_tensor) for _ in range(num_micro_batches)])
+    fake(engine, mode, {})
     with pytest.MonkeyPatch.context() as patch, mode:
         # Generator states are on the host, and couldn't be restored from fake tensors.
         patch.setattr(grad_cache, "random_state", lambda device: {})
@@ -91,15 +85,11 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
             engine.check_loss()
 
 
-STEPS: list[tuple[str, dict[str, Any]]] = [
-    ("bf16", {"accumulation": 2}),
-    ("bf16", {"accumulation": 2, "clap": {"train": {"accumulation": "gradcache"}}}),
-    ("autocast", {}),
-]
-
-
-@pytest.mark.parametrize(("precision", "changes"), STEPS)
-def test_no_step_reads_on_the_host(
-    lone_rank: RankPool, precision: str, changes: dict[str, Any]
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "num_micro_batches"),
+    [("bf16", "plain", 2), ("bf16", "gradcache", 2), ("autocast", "plain", 1)],
+)
+def test_step_reads_nothing_on_the_host(
+    lone_rank: RankPool, precision: str, accumulation: str, num_micro_batches: int
 ) -> None:
-    lone_rank.run(_fake_steps, precision, changes)
+    lone_rank.run(_step_with_fake_tensors, precision, accumulation, num_micro_batches)

@@ -50,8 +50,10 @@ def _start_twice(folder: str, section: dict[str, Any]) -> None:
 def _scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    scalars = {}
+    for tag in events.Tags()["scalars"]:
+        scalars[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return scalars
 
 
 # Steps 4 to 7 are the second start's, from 30 samples on.
@@ -106,11 +108,11 @@ def _write_histograms(folder: str) -> dict[str, tuple[int, float, float]]:
     tensors = {}
     with Scalars(engine, Path(folder), 2):
         engine.step(batches)
-        before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
         engine.step(batches)
         for name, parameter in engine.model.named_parameters():
-            tensors[f"parameters/{name}"] = before[name]
-            tensors[f"gradients/{name}"] = (before[name] - parameter.detach()) / 0.1
+            tensors[f"parameters/{name}"] = weights[name]
+            tensors[f"gradients/{name}"] = (weights[name] - parameter.detach()) / 0.1
         engine.step(batches)
     return {tag: (len(t.flatten()), t.min().item(), t.max().item()) for tag, t in tensors.items()}
 

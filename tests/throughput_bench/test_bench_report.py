@@ -32,7 +32,6 @@ TITLE: dict[str, Any] = {
 }
 # Number and steps: two warm-up steps, then three windows.
 WINDOWS = [(None, 1), (None, 1), (1, 10), (2, 10), (3, 10)]
-STEPS = range(1, 33)
 BATCH_SIZE = 16
 
 
@@ -122,10 +121,7 @@ def lines(summary: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 def test_summary_has_throughput_of_the_slowest_rank(summary: dict[str, Any]) -> None:
     # A window's nine steps of 1 s and one of 4 s take rank 1 1.5 times as long: 80 samples per rank.
     window_s = 1.5 * 13
-    rates = summary["samples_per_s_per_gpu"]
-    assert rates["mean"] == pytest.approx(80 / window_s)
-    assert rates["windows"] == pytest.approx([80 / window_s] * 3)
-    assert rates["window_s"] == pytest.approx([window_s] * 3)
+    assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([80 / window_s] * 3)
     assert summary["samples_per_s"] == pytest.approx(2 * 80 / window_s)
     assert summary["step_time_s"] == pytest.approx(
         {"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5}
@@ -170,12 +166,14 @@ def test_lines_are_warm_up_windows_and_breakdown(lines: list[dict[str, Any]]) ->
 def test_lines_have_rank_0s_times_the_slowest_ranks_and_the_mean_loss(
     lines: list[dict[str, Any]],
 ) -> None:
-    columns = {name: [line[name] for line in lines[:32]] for name in lines[0]}
-    assert columns["window_s"] == pytest.approx([1.5] * 2 + [19.5] * 30)
-    assert columns["window_data_wait_s"] == pytest.approx([0.2] * 2 + [2.0] * 30)
-    assert columns["time_s"] == pytest.approx([step_s(step) for step in STEPS])
-    assert columns["slowest_rank_time_s"] == pytest.approx([1.5 * step_s(step) for step in STEPS])
-    assert columns["loss"] == [step + 5 for step in STEPS]
+    for line in lines[:32]:
+        is_warm_up = line["window"] is None
+        assert line["window_s"] == pytest.approx(1.5 if is_warm_up else 19.5)
+        assert line["window_data_wait_s"] == pytest.approx(0.2 if is_warm_up else 2.0)
+        assert line["time_s"] == pytest.approx(step_s(line["step"]))
+        assert line["data_wait_s"] == pytest.approx(0.1)
+        assert line["slowest_rank_time_s"] == pytest.approx(1.5 * step_s(line["step"]))
+        assert line["loss"] == line["step"] + 5
 
 
 def test_scalars_of_windows_are_written_at_their_last_sample(summary: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Reference steps of several ranks, computed in one process with plain torch from all ranks'
 micro-batches."""
 
+import itertools
 import json
 import tempfile
 from typing import Any
@@ -11,30 +12,29 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
-from clap_ds.data.dataloader import build_batches
+from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.clap import ClapModel
 from tests.conftest import micro_run
 
 CPU = torch.device("cpu")
+CLAP_FIELDS = ("train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync")
 
 
-def run_settings(**changes: Any) -> RunSettings:
+def run_settings(world_size: int | None = None, **changes: Any) -> RunSettings:
     """`micro_run` as settings, with gradients in many buckets."""
     clap = {"bucket_cap_mb": 0.05, **changes.pop("clap", {})}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(micro_run(**changes, clap=clap), file)
         file.flush()
-        return load_run(file.name)
+        return load_run(file.name, world_size)
 
 
 def settings(**changes: Any) -> RunSettings:
-    """Return an fp32 micro run with plain SGD, so that weights show the gradient. `train`,
-    `evaluation`, `checkpoint`, `data`, `loss`, `text_packing`, `gradient_sync` and `model` go into
-    `clap`."""
-    own = ("train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync")
-    clap = {name: changes.pop(name) for name in own if name in changes}
+    """Return an fp32 micro run with plain SGD, so that weights show the gradient. `CLAP_FIELDS` and
+    `model` go into `clap`."""
+    clap = {name: changes.pop(name) for name in CLAP_FIELDS if name in changes}
     if "model" in changes:
         clap["model"] = {"preset": "micro", **changes.pop("model")}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
@@ -49,17 +49,26 @@ def engine_of(run: RunSettings, model: ClapModel) -> ClapEngine:
     return ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
 
 
+def batch_source(
+    run: RunSettings, rank: int, world_size: int, number: int, device: torch.device = CPU
+) -> BatchSource:
+    """Return a rank's endless source, of which `number` micro-batches are different."""
+    changes = {"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}
+    return build_batches(
+        run.clap.data.model_copy(update=changes),
+        model=run.clap.preset(),
+        context_length=run.clap.context_length,
+        micro_batch=run.micro_batch,
+        rank=rank,
+        world_size=world_size,
+        seed=7,
+        device=device,
+    )
+
+
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
     """Return the first micro-batches of a rank, all different."""
-    data = run.clap.data.model_copy(
-        update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}}
-    )
-    sizes: dict[str, Any] = {
-        "context_length": run.clap.context_length,
-        "micro_batch": run.micro_batch,
-    }
-    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": 7, "device": CPU}
-    source = build_batches(data, model=run.clap.preset(), **sizes, **place)
+    source = batch_source(run, rank, world_size, number)
     return [next(source) for _ in range(number)]
 
 
@@ -78,18 +87,21 @@ def contrastive_loss(
 
 def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """Return the mean over micro-steps of the loss over all ranks' micro-batches."""
-    steps = zip(*by_rank, strict=True)
-    return torch.stack(
-        [whole_loss(model, [[batch] for batch in together]) for together in steps]
-    ).mean()
+    losses = []
+    for micro_step in zip(*by_rank, strict=True):
+        batch_by_rank = [[batch] for batch in micro_step]
+        losses.append(whole_loss(model, batch_by_rank))
+    return torch.stack(losses).mean()
 
 
 def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     """Return one loss over all micro-batches of all ranks, with separate forward passes in the
     ranks' order."""
-    outputs = [model(*batch.model_inputs()) for own in by_rank for batch in own]
-    audio, text, scale, *bias = zip(*outputs, strict=True)
-    ids_NL = torch.cat([batch.input_ids for own in by_rank for batch in own])
-    return contrastive_loss(
-        torch.cat(audio), torch.cat(text), scale[0], bias[0][0] if bias else None, ids_NL
-    )
+    batches = [*itertools.chain.from_iterable(by_rank)]
+    outputs = [model(*batch.model_inputs()) for batch in batches]
+    audio, text, *_ = zip(*outputs, strict=True)
+    # The same parameters in each output; only some losses have a bias.
+    scale, *biases = outputs[0][2:]
+    bias = biases[0] if biases else None
+    ids_NL = torch.cat([batch.input_ids for batch in batches])
+    return contrastive_loss(torch.cat(audio), torch.cat(text), scale, bias, ids_NL)
