@@ -18,7 +18,7 @@ from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0, world_size
 from clap_ds.engine.deepspeed_compat import autocast_if_enabled
-from clap_ds.engine.grad_cache import kept_statistics
+from clap_ds.engine.grad_cache import preserve_statistics
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.run_records.schema import Summary

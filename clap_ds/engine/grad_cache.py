@@ -24,7 +24,7 @@ features, logit scale and, if any, logit bias."""
 
 
 @contextmanager
-def kept_statistics(model: ContrastiveModel) -> Iterator[None]:
+def preserve_statistics(model: ContrastiveModel) -> Iterator[None]:
     """Restore the batch norm's running statistics afterwards."""
     buffers = model.running_statistics()
     values = [buffer.clone() for buffer in buffers]
@@ -44,7 +44,7 @@ def first_pass(
     """
     outputs = []
     rng_states = []
-    with kept_statistics(model):
+    with preserve_statistics(model):
         for batch in micro_batches:
             rng_states.append(random_state(batch.device))
             outputs.append(forward(*batch.model_inputs()))
