@@ -31,8 +31,8 @@ def draw_constant_seed(*_: Any, device: torch.device, **__: Any) -> Tensor:
 def store_other_mask(values: Tensor, p: float) -> Tensor:
     """Scale by one mask forward and by another one backward."""
     seed = torch.randint(-(2**31), 2**31, (), dtype=torch.int32)
-    forward = dropout._dropped(values.detach(), seed, p)
-    backward = dropout._dropped(values, seed + 1, p)
+    forward = dropout._drop(values.detach(), seed, p)
+    backward = dropout._drop(values, seed + 1, p)
     return backward + (forward - backward).detach()
 
 
