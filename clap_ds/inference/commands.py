@@ -57,6 +57,7 @@ def embed(argv: Sequence[str] | None = None) -> int:
 
     sources = find_sources(arguments.inputs)
     clap = load_model(arguments.checkpoint, arguments)
+    # No progress bar in a log file.
     rows = tqdm(embed_sources(clap, sources, arguments), unit="row", disable=None)
     # `clap-ds search` finds a local model again from any folder.
     model = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
@@ -88,6 +89,7 @@ def classify(argv: Sequence[str] | None = None) -> int:
     labels = _read_labels(arguments)
     sources = find_sources(arguments.inputs)
     clap = load_model(arguments.checkpoint, arguments)
+    # Without templates, those of zero-shot evaluation.
     templates = {"templates": arguments.template} if arguments.template else {}
     classes = clap.class_embeddings(labels, **templates)
 
@@ -102,8 +104,10 @@ def classify(argv: Sequence[str] | None = None) -> int:
         cells: list[str | float] = []
         if row.vector is None:
             skipped.append((row.source, row.error))
+            # An empty label and probability each.
             cells = [""] * (2 * num_labels)
         else:
+            # One row of len(labels).
             (probabilities,) = clap.probabilities(row.vector[None], classes)
             # Of equal probabilities, the label that comes first is printed first.
             for label in np.argsort(-probabilities, kind="stable")[:num_labels]:
@@ -155,6 +159,7 @@ def search(argv: Sequence[str] | None = None) -> None:
     metadata, batches = read_table(arguments.table)
     _use_recorded_model(arguments, metadata)
     clap = load_model(arguments.model, arguments)
+    # Cosines between embeddings of different models mean nothing.
     if (metadata.fingerprint, metadata.dim) != (clap.fingerprint, clap.dim):
         raise UserError(
             f"{arguments.table} is from another model, {metadata.model}; {clap.source} has different weights"
@@ -166,6 +171,7 @@ def search(argv: Sequence[str] | None = None) -> None:
         (query,) = clap.embed_audio(arguments.sound, pooling=pooling)
     else:
         (query,) = clap.embed_text(arguments.query)
+
     rows: list[list[Any]] = [["file", "start_s", "end_s", "score"]]
     for row in nearest(batches, query, arguments.top):
         times = [round(row["start_s"], 3), round(row["end_s"], 3)]
@@ -229,6 +235,7 @@ def score(argv: Sequence[str] | None = None) -> int:
     entries = []
     for source in arguments.inputs:
         entries += read_entries(Path(source), arguments)
+    # Each caption is embedded once, in the order of its first use.
     captions = list(dict.fromkeys(caption for entry in entries for caption in entry.captions))
     clap = load_model(arguments.checkpoint, arguments)
     vectors = dict(zip(captions, clap.embed_text(captions), strict=True))
@@ -242,6 +249,7 @@ def score(argv: Sequence[str] | None = None) -> int:
         if row.vector is None:
             skipped.append((row.source, row.error))
             continue
+        # Both have length 1.
         cosines = [float(vectors[caption] @ row.vector) for caption in entry.captions]
         for caption, cosine in zip(entry.captions, cosines, strict=True):
             rows.append([row.source, caption, round(cosine, 6)])

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from clap_ds.inference.model import EmbeddingRow
 
 PARQUET = ".parquet"
+# Key of the schema's metadata.
 METADATA = b"clap_ds"
+# Rows in memory and in a Parquet row group: 32 MB if vectors have 512 elements.
 ROWS = 16384
-"""Rows in memory and in a Parquet row group: 32 MB if vectors have 512 elements."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def write_table(
     options: Any = {"compression": "none", "use_dictionary": ["file", "error"]}
     with pyarrow.parquet.ParquetWriter(file, schema, **options) as writer:
         unwritten = iter(rows)
+        # A row group at a time, in constant memory.
         while group := list(islice(unwritten, ROWS)):
             files = [text_of(row.source) for row in group]
             errors = [text_of(row.error) for row in group]
@@ -138,6 +140,7 @@ def nearest(batches: Iterable[Any], query: NDArray[np.float32], top: int) -> lis
     """
     best: list[dict[str, Any]] = []
     for batch in batches:
+        # Only foreign tables have them.
         if any(column.null_count for column in batch.columns):
             raise ValueError("a table of vectors contains empty cells")
         vectors = batch.column("vector").flatten().to_numpy(False).reshape(-1, len(query))

@@ -40,13 +40,13 @@ from clap_ds.weights.key_mapping import (
 METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
+# Prefixes of HTSAT's AudioSet classifier, which isn't used.
 _CLASSIFIER = ("audio.tscam_conv.", "audio.head.")
-"""Prefixes of HTSAT's AudioSet classifier, which isn't used."""
+# Parts of names of tensors that may be missing, in all formats.
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_t")
-"""Parts of names of tensors that may be missing, in all formats."""
 _FUSION = (".mel_conv2d.", ".fusion_model.")
+# Suffixes of constants that other CLAPs save as tensors.
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
-"""Suffixes of constants that other CLAPs save as tensors."""
 
 
 class MismatchError(ValueError):
