@@ -28,9 +28,9 @@ from clap_ds.inference.options import (
 from clap_ds.inference.vectors import (
     TableMetadata,
     check_suffix,
-    nearest,
+    find_nearest,
     read_table,
-    text_of,
+    to_utf8,
     write_table,
 )
 from clap_ds.metrics.intervals import COVERAGE, student_t
@@ -100,7 +100,7 @@ def classify(argv: Sequence[str] | None = None) -> int:
     rows: list[list[Any]] = [header]
     skipped = []
     for row in embed_sources(clap, sources, arguments):
-        place = [text_of(row.source), round(row.start_s, 3), round(row.end_s, 3)]
+        place = [to_utf8(row.source), round(row.start_s, 3), round(row.end_s, 3)]
         cells: list[str | float] = []
         if row.vector is None:
             skipped.append((row.source, row.error))
@@ -112,7 +112,7 @@ def classify(argv: Sequence[str] | None = None) -> int:
             # Of equal probabilities, the label that comes first is printed first.
             for label in np.argsort(-probabilities, kind="stable")[:num_labels]:
                 cells += [labels[label], round(float(probabilities[label]), 6)]
-        rows.append([*place, text_of(row.error), *cells])
+        rows.append([*place, to_utf8(row.error), *cells])
     write_csv(arguments.output, rows)
     return report_skipped(len(sources), skipped)
 
@@ -173,7 +173,7 @@ def search(argv: Sequence[str] | None = None) -> None:
         (query,) = clap.embed_text(arguments.query)
 
     rows: list[list[Any]] = [["file", "start_s", "end_s", "score"]]
-    for row in nearest(batches, query, arguments.top):
+    for row in find_nearest(batches, query, arguments.top):
         times = [round(row["start_s"], 3), round(row["end_s"], 3)]
         rows.append([row["file"], *times, round(row["score"], 6)])
     write_csv(arguments.output, rows)

@@ -19,7 +19,7 @@ from clap_ds.data.build_shards.caption_lists import (
     audio_files_in,
     read_paths,
 )
-from clap_ds.inference.vectors import text_of
+from clap_ds.inference.vectors import to_utf8
 from clap_ds.utils.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def find_sources(inputs: Sequence[str]) -> dict[str, AudioSource]:
         # A file that is named twice has its first place.
         for source in _sources_in(argument):
             name = source if isinstance(source, Path) else source.name
-            sources.setdefault(text_of(name), source)
+            sources.setdefault(to_utf8(name), source)
     return sources
 
 

@@ -68,11 +68,12 @@ def test_exported_front_end_computes_the_models_features() -> None:
 def test_sizes_have_open_clips_fields(
     preset: str, variant: str, projection: str, pooler: str
 ) -> None:
-    sizes = open_clip_weights.model_cfg(load_preset(preset), 77)
+    config = load_preset(preset)
+    sizes = open_clip_weights.model_cfg(config, 77)
     audio = {"model_name": variant, "clip_samples": 480000, "hop_size": 480, "class_num": 527}
     audio |= {"fmin": 50, "enable_fusion": preset.endswith("fused")}
     text = {"hf_model_name": "roberta-base", "hf_proj_type": projection, "hf_pooler_type": pooler}
-    assert sizes["embed_dim"] == 512
+    assert sizes["embed_dim"] == config.joint_dim
     assert sizes["audio_cfg"].items() >= audio.items()
     assert sizes["text_cfg"].items() >= text.items()
 
