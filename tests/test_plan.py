@@ -114,7 +114,8 @@ def test_memory_grows_with_ranks_and_is_compared_with_the_gpus(
     monkeypatch.setattr(plan, "gpu_named", lambda _: small_gpu)
     alone = plan_run("--gpus_per_node 1")
     assert alone["fits"] is False
-    alone_gib, many_gib = alone["memory_gib"], many["memory_gib"]
+    alone_gib = alone["memory_gib"]
+    many_gib = many["memory_gib"]
     libraries = "context and libraries (assumed)"
     assert many_gib[libraries] > alone_gib[libraries]
     # Features of all ranks in bf16, and similarities of this rank's with all in fp32.

@@ -233,12 +233,14 @@ def score(argv: Sequence[str] | None = None) -> int:
     arguments = parse_with_model_options(parser, argv)
 
     entries = []
+    # Each caption is embedded once. A dict has the order of first use.
+    captions: dict[str, None] = {}
     for source in arguments.inputs:
-        entries += read_entries(Path(source), arguments)
-    # Each caption is embedded once, in the order of its first use.
-    captions = list(dict.fromkeys(caption for entry in entries for caption in entry.captions))
+        for entry in read_entries(Path(source), arguments):
+            entries.append(entry)
+            captions |= dict.fromkeys(entry.captions)
     clap = load_model(arguments.checkpoint, arguments)
-    vectors = dict(zip(captions, clap.embed_text(captions), strict=True))
+    vectors = dict(zip(captions, clap.embed_text([*captions]), strict=True))
     skipped = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     usable = [entry for entry in entries if not entry.problem]
     paths = dict(enumerate(entry.path for entry in usable))

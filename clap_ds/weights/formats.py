@@ -6,7 +6,7 @@ lists the tensors that don't fit.
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -272,8 +272,13 @@ def htsat_alone(state: Mapping[str, Tensor]) -> State:
     return {
         name: tensor
         for name, tensor in state.items()
-        if name.startswith("audio.") and not any(part in name for part in _FUSION)
+        if name.startswith("audio.") and not contains_any(name, _FUSION)
     }
+
+
+def contains_any(name: str, parts: Iterable[str]) -> bool:
+    """Return whether a tensor's name contains one of the parts."""
+    return any(part in name for part in parts)
 
 
 @cache
@@ -293,7 +298,7 @@ def _check_tensors(
     unexpected = []
     reshaped = []
     for name in expected:
-        if name not in tensors and not any(part in name for part in _OPTIONAL):
+        if name not in tensors and not contains_any(name, _OPTIONAL):
             missing.append(name)
     for name, tensor in tensors.items():
         if name in expected:

@@ -21,7 +21,12 @@ from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.utils.errors import some
 from clap_ds.utils.files import pinned
-from clap_ds.weights.formats import Checkpoint, MismatchError, renamed_checkpoint
+from clap_ds.weights.formats import (
+    Checkpoint,
+    MismatchError,
+    contains_any,
+    renamed_checkpoint,
+)
 from clap_ds.weights.key_mapping import State, laion_names, open_clip_names
 from clap_ds.weights.open_clip_weights import front_end_tensors
 
@@ -130,11 +135,7 @@ def from_state_dict(path: str | Path, content: Any, config: ClapConfig | None = 
     if names is None:
         raise _unsupported(path, tensors, _describe_keys(content))
     tensors = _without_prefix(tensors, _MARKS[names], path)
-    weights = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not any(part in name for part in _IGNORED)
-    }
+    weights = {name: tensor for name, tensor in tensors.items() if not contains_any(name, _IGNORED)}
     has_fusion = any(".mel_conv2d." in name for name in weights)
     mismatches = []
     for sizes in [config] if config else _known_configs(has_fusion):

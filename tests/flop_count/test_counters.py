@@ -97,9 +97,9 @@ def test_replaced_attributes_are_restored() -> None:
         inherited = 1
 
     class Target(Base):
-        own = classmethod(lambda cls: cls.__name__)
+        label = classmethod(lambda cls: cls.__name__)
 
-    with counters.replaced_attributes(Target, own=staticmethod(str), inherited=2):
-        assert (Target.own(), Target.inherited) == ("", 2)
-    assert (Target.own(), Target.inherited) == ("Target", 1)
+    with counters.replaced_attributes(Target, label=staticmethod(str), inherited=2):
+        assert (Target.label(), Target.inherited) == ("", 2)
+    assert (Target.label(), Target.inherited) == ("Target", 1)
     assert "inherited" not in vars(Target)
