@@ -35,8 +35,8 @@ from clap_ds.utils.errors import UserError, run_alone
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
 
+# Relative tolerance for equal counts: both are integers stored as floats.
 EXACT = 1e-9
-"""Relative tolerance for equal counts: both are integers stored as floats."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,6 +90,7 @@ def render(
         forward_components(config, lengths, convention) for convention in CONVENTIONS
     )
     forward = [published["forward"], executed["forward"]]
+    # The published convention counts three forward passes.
     training = [
         TRAINING_OVER_FORWARD * published["forward"],
         executed["forward"] + backward_flops(config, lengths),
@@ -99,6 +100,7 @@ def render(
     if counts:
         profiled = [count.counted for count in counts]
         rows.append(_row("DeepSpeed's profiler alone, 2 × MACs", profiled))
+        # Published counts have a convolution instead, so their cell is empty.
         rows.append(_row("+ FFT, not profiled", [count.ffts for count in counts]))
     rows.append(_row("with the backward pass", training))
     for name in executed:
@@ -116,6 +118,7 @@ def render(
     notes.append(
         f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
     )
+    # RoBERTa's positions start after its padding id.
     if tokens > usable:
         notes.append(
             f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions"

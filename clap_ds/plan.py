@@ -28,10 +28,10 @@ from clap_ds.inference.options import check_output
 from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.utils.files import show_results
 
+# Operation classes printed with their efficiencies.
 MAX_CLASSES = 4
-"""Operation classes printed with their efficiencies."""
+# Published series whose step-time growth with nodes is assumed.
 GROWTH_SERIES = "jupiter_htsat_tiny"
-"""Published series whose step-time growth with nodes is assumed."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,6 +104,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         nodes[-1] * arguments.gpus_per_node,
         find_micro_batch=arguments.find_micro_batch,
     )
+    # Of one rank's step.
     num_samples = run.micro_batch * run.gradient_accumulation_steps
     return {
         "predicted": True,
@@ -128,6 +129,7 @@ def predict_scales(
     Ranges cover all step times, each growing by as many seconds or as large a share as published;
     the middle, half each. `num_samples` are those of a rank's step.
     """
+    # Every step time, with both kinds of growth.
     laws = [
         _scaling_law(num_samples, seconds, fraction)
         for seconds in step_s.values()
@@ -137,8 +139,10 @@ def predict_scales(
     rows = []
     for num_nodes in nodes:
         rate = middle.rate(num_nodes)
+        # Samples per second and GPU.
         rates = [law.rate(num_nodes) for law in laws]
         num_gpus = num_nodes * arguments.gpus_per_node
+        # In percent of the smallest scale's rate under the same law.
         efficiencies = [100 * law.rate(num_nodes) / law.rate(nodes[0]) for law in laws]
         row: dict[str, Any] = {
             "nodes": num_nodes,
@@ -175,6 +179,7 @@ def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> La
 def list_assumptions(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     """Return sentences on the data sheet, the efficiencies of the slowest classes and the growth
     with nodes."""
+    # Slowest first.
     by_time = sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])
     shares = []
     for name, efficiency in by_time[:MAX_CLASSES]:

@@ -21,9 +21,7 @@ def list_architecture() -> set[str]:
 def read_table() -> list[str]:
     """Return the paths in the first column of the section's table."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (section,) = re.findall(
-        r"^## Where is what\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL
-    )
+    (section,) = re.findall(r"^## Where is what\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     paths = []
     for row in re.findall(r"^\|(.*)\|$", section, re.MULTILINE):
         first_column = row.split("|")[0]

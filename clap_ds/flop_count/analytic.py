@@ -18,10 +18,10 @@ Convention = Literal["published", "model"]
 CONVENTIONS: tuple[Convention, ...] = ("published", "model")
 PUBLISHED_ONLY = ("stft_convolution", "tscam_conv")
 MODEL_ONLY = ("fft", "stretch")
+# Components of the front end, which processes waveforms.
 FRONT_END = ("stft_convolution", "fft", "mel")
-"""Components of the front end, which processes waveforms."""
+# Components that split the sum of the stages by operation.
 STAGE_VIEWS = ("block_linears", "window_attention", "patch_mergings")
-"""Components that split the sum of the stages by operation."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, cast
 from clap_ds.run_records.schema import Summary
 from clap_ds.utils.errors import UserError, did_you_mean
 
+# In the published convention, every forward product has two in the backward pass, for its input and
+# its weight.
 TRAINING_OVER_FORWARD = 3
-"""In the published convention, every forward product has two in the backward pass, for its input
-and its weight."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ _TABLE = (
     Gpu("MI325X, MI325X OAM, MI325X VF", 1307.4, _AMD.format("MI325X")),
 )
 # fmt: on
+# GPUs that plans support.
 GPUS = {gpu.name: gpu for gpu in _TABLE if gpu.name}
-"""GPUs that plans support."""
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
 
 

@@ -26,8 +26,8 @@ from clap_ds.data.shard_manifest import DAMAGE, expand_shards, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.clips import Clip, Middle, empty_row, list_clips
 
+# Frames decoded at a time.
 _BLOCK = 2**18
-"""Frames decoded at a time."""
 
 Pooling = Literal["none", "mean", "center"]
 
@@ -66,8 +66,8 @@ class EmbeddingRow:
         return self.start_s == self.end_s
 
 
+# A row without its embedding and its waveform, or the end of a source.
 Window = tuple[EmbeddingRow, Tensor | None]
-"""A row without its embedding and its waveform, or the end of a source."""
 
 
 def clips_in_shards(pattern: str) -> list[Clip | Broken]:
@@ -94,6 +94,7 @@ def read_windows(
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"section": "inference", "batch_size": None, "num_workers": 0}
     if num_workers:
+        # All streams together prefetch `ahead`, each at least two.
         options |= {"num_workers": 1, "prefetch_factor": max(2, ahead // num_streams)}
     loaders: list[Loader[Window]] = []
     for stream in range(num_streams):
@@ -101,6 +102,7 @@ def read_windows(
         loaders.append(Loader(windows, **options))
     try:
         for number in range(len(sources)):
+            # The stream that this source was dealt to continues where it stopped.
             for row, waveform in loaders[number % num_streams]:
                 yield row, waveform
                 if waveform is None:
@@ -154,6 +156,7 @@ class _Windows(IterableDataset[Window]):
                 return
             blocks = _mix_blocks(opened)
             if ratio != 1:
+                # The filter overshoots full scale.
                 blocks = (block.clamp_(-1, 1) for block in decoding.resample_blocks(blocks, ratio))
             for start, window in _slide(blocks, length, self._hop):
                 yield start / rate, (start + length) / rate, window
@@ -193,6 +196,7 @@ def _mix_blocks(file: soundfile.SoundFile) -> Iterator[Tensor]:
         is_silent = is_silent and is_block_silent
         num_frames += len(frames)
         yield torch.from_numpy(mixed)
+    # Silence and length are only known at the end.
     decoding.check_samples(num_frames, file.frames, is_silent)
 
 
@@ -221,4 +225,5 @@ def _slide(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[in
         return
     last_end = start - hop + length
     if last_end < end:
+        # It overlaps the previous window by more than others.
         yield end - length, buffer[-length:].clone()

@@ -28,9 +28,9 @@ from clap_ds.inference.options import (
 from clap_ds.inference.vectors import (
     TableMetadata,
     check_suffix,
-    nearest,
+    find_nearest,
     read_table,
-    text_of,
+    to_utf8,
     write_table,
 )
 from clap_ds.metrics.intervals import COVERAGE, student_t
@@ -57,6 +57,7 @@ def embed(argv: Sequence[str] | None = None) -> int:
 
     sources = find_sources(arguments.inputs)
     clap = load_model(arguments.checkpoint, arguments)
+    # No progress bar in a log file.
     rows = tqdm(embed_sources(clap, sources, arguments), unit="row", disable=None)
     # `clap-ds search` finds a local model again from any folder.
     model = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
@@ -88,6 +89,7 @@ def classify(argv: Sequence[str] | None = None) -> int:
     labels = _read_labels(arguments)
     sources = find_sources(arguments.inputs)
     clap = load_model(arguments.checkpoint, arguments)
+    # Without templates, those of zero-shot evaluation.
     templates = {"templates": arguments.template} if arguments.template else {}
     classes = clap.class_embeddings(labels, **templates)
 
@@ -98,17 +100,19 @@ def classify(argv: Sequence[str] | None = None) -> int:
     rows: list[list[Any]] = [header]
     skipped = []
     for row in embed_sources(clap, sources, arguments):
-        place = [text_of(row.source), round(row.start_s, 3), round(row.end_s, 3)]
+        place = [to_utf8(row.source), round(row.start_s, 3), round(row.end_s, 3)]
         cells: list[str | float] = []
         if row.vector is None:
             skipped.append((row.source, row.error))
+            # An empty label and probability each.
             cells = [""] * (2 * num_labels)
         else:
+            # One row of len(labels).
             (probabilities,) = clap.probabilities(row.vector[None], classes)
             # Of equal probabilities, the label that comes first is printed first.
             for label in np.argsort(-probabilities, kind="stable")[:num_labels]:
                 cells += [labels[label], round(float(probabilities[label]), 6)]
-        rows.append([*place, text_of(row.error), *cells])
+        rows.append([*place, to_utf8(row.error), *cells])
     write_csv(arguments.output, rows)
     return report_skipped(len(sources), skipped)
 
@@ -155,6 +159,7 @@ def search(argv: Sequence[str] | None = None) -> None:
     metadata, batches = read_table(arguments.table)
     _use_recorded_model(arguments, metadata)
     clap = load_model(arguments.model, arguments)
+    # Cosines between embeddings of different models mean nothing.
     if (metadata.fingerprint, metadata.dim) != (clap.fingerprint, clap.dim):
         raise UserError(
             f"{arguments.table} is from another model, {metadata.model}; {clap.source} has different weights"
@@ -166,8 +171,9 @@ def search(argv: Sequence[str] | None = None) -> None:
         (query,) = clap.embed_audio(arguments.sound, pooling=pooling)
     else:
         (query,) = clap.embed_text(arguments.query)
+
     rows: list[list[Any]] = [["file", "start_s", "end_s", "score"]]
-    for row in nearest(batches, query, arguments.top):
+    for row in find_nearest(batches, query, arguments.top):
         times = [round(row["start_s"], 3), round(row["end_s"], 3)]
         rows.append([row["file"], *times, round(row["score"], 6)])
     write_csv(arguments.output, rows)
@@ -227,11 +233,14 @@ def score(argv: Sequence[str] | None = None) -> int:
     arguments = parse_with_model_options(parser, argv)
 
     entries = []
+    # Each caption is embedded once. A dict has the order of first use.
+    captions: dict[str, None] = {}
     for source in arguments.inputs:
-        entries += read_entries(Path(source), arguments)
-    captions = list(dict.fromkeys(caption for entry in entries for caption in entry.captions))
+        for entry in read_entries(Path(source), arguments):
+            entries.append(entry)
+            captions |= dict.fromkeys(entry.captions)
     clap = load_model(arguments.checkpoint, arguments)
-    vectors = dict(zip(captions, clap.embed_text(captions), strict=True))
+    vectors = dict(zip(captions, clap.embed_text([*captions]), strict=True))
     skipped = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     usable = [entry for entry in entries if not entry.problem]
     paths = dict(enumerate(entry.path for entry in usable))
@@ -242,6 +251,7 @@ def score(argv: Sequence[str] | None = None) -> int:
         if row.vector is None:
             skipped.append((row.source, row.error))
             continue
+        # Both have length 1.
         cosines = [float(vectors[caption] @ row.vector) for caption in entry.captions]
         for caption, cosine in zip(entry.captions, cosines, strict=True):
             rows.append([row.source, caption, round(cosine, 6)])

@@ -39,7 +39,8 @@ from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.hub import PreTrainedTokenizerBase
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
-MOST_CHANNELS = 8
+# Of an array whose orientation the caller states.
+MAX_CHANNELS = 8
 
 Array = NDArray[np.float32]
 Audio = str | Path | Clip | bytes | IO[bytes] | NDArray[Any] | Mapping[str, Any]
@@ -76,6 +77,7 @@ class Clap:
         self.model = weights.build_for(device, dtype)
         if tokenizer is not None:
             weights = replace(weights, tokenizer=tokenizer, trusts_tokenizer=True)
+        # The tensors are the model's by now.
         self._weights = replace(weights, state={})
 
     @cached_property
@@ -216,6 +218,7 @@ class Clap:
             raise ValueError(
                 f"templates: expected a list of texts with {{}} in the label's place, found {templates!r}"
             )
+        # Each label is a class with one name.
         captions = class_captions({label: [in_words(label)] for label in names}, sentences)
         text = torch.from_numpy(self.embed_text([*chain(*captions)]))
         return class_features(captions, text).numpy()
@@ -235,6 +238,7 @@ class Clap:
     def probabilities(self, audio: Array, classes: Array) -> Array:
         """Compute probabilities from embeddings of sounds (n, dim) and classes (K, dim): (n, K)
         float32."""
+        # In double precision, because the scale multiplies roundings by up to 100.
         cosines = torch.tensor(audio).double() @ torch.tensor(classes).double().T
         scale = self.model.logit_scale.detach().cpu().double().exp()
         return (scale * cosines).softmax(dim=1).float().numpy()
@@ -259,6 +263,7 @@ def _pool(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
 def _normalized_mean(vectors: list[Array]) -> Array:
     if len(vectors) == 1:
         return vectors[0]  # to the bit
+    # A mean's direction is the sum's.
     total: Any = np.sum(vectors, axis=0, dtype=np.float64)
     return (total / np.linalg.norm(total)).astype(np.float32)
 
@@ -322,13 +327,13 @@ def _from_array(
     elif channels_first is False:
         rows = array.T
     # In LAION-CLAP, (N, T) are N mono clips, so more channels must be confirmed.
-    most_channels = 2 if channels_first is None else MOST_CHANNELS
-    if rows.ndim != 2 or not 0 < len(rows) <= most_channels:
+    max_channels = 2 if channels_first is None else MAX_CHANNELS
+    if rows.ndim != 2 or not 0 < len(rows) <= max_channels:
         expected = "a path, samples (T,), (1, T) or stereo (2, T), or a dict of them"
         kind = f"{type(samples).__name__} of shape {array.shape}"
         raise ValueError(
             f"{name}: expected {expected}, found {kind}. Pass mono clips as a list: list(array). Pass one sound of at most "
-            f"{MOST_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
+            f"{MAX_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
         )
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(

@@ -19,7 +19,7 @@ from clap_ds.data.build_shards.caption_lists import (
     audio_files_in,
     read_paths,
 )
-from clap_ds.inference.vectors import text_of
+from clap_ds.inference.vectors import to_utf8
 from clap_ds.utils.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 AudioSource: TypeAlias = "Path | Clip | Broken"
 
+# Help of the inputs that `find_sources` accepts.
 INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl, .json), tars and patterns of tars"
+# Choices of `--pooling`, and their help.
 POOLING = {
     "mean": "the mean of all windows' vectors",
     "center": "the center window",
     "none": "a row per window",
 }
+# DeepSpeed's names → torch's.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -100,9 +103,10 @@ def find_sources(inputs: Sequence[str]) -> dict[str, AudioSource]:
     """
     sources: dict[str, AudioSource] = {}
     for argument in inputs:
+        # A file that is named twice has its first place.
         for source in _sources_in(argument):
             name = source if isinstance(source, Path) else source.name
-            sources.setdefault(text_of(name), source)
+            sources.setdefault(to_utf8(name), source)
     return sources
 
 
@@ -115,6 +119,7 @@ def _sources_in(argument: str) -> Iterable[AudioSource]:
         from clap_ds.inference.audio_windows import clips_in_shards  # imports torch
 
         return clips_in_shards(argument)
+    # Files of a list may be missing: they are reported as skipped.
     if suffix in (*LIST_SUFFIXES, ".txt"):
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
@@ -129,6 +134,7 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
     from clap_ds.distributed.init import keep_freed_memory
     from clap_ds.inference.model import load
 
+    # glibc would return each batch's memory to the kernel.
     keep_freed_memory()
     return load(
         source,
@@ -159,4 +165,5 @@ def report_skipped(num_files: int, skipped: Sequence[tuple[str, str]]) -> int:
         examples = "; ".join(printable(f"{name}: {reason}") for name, reason in skipped[:3])
         message = f"skipped {len(skipped)} of {num_files} files; the first: {examples}"
         print(message, file=sys.stderr)
+    # A list with many missing files is probably the wrong one.
     return int(100 * len(skipped) > num_files)

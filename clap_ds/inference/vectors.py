@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from clap_ds.inference.model import EmbeddingRow
 
 PARQUET = ".parquet"
+# Key of the schema's metadata.
 METADATA = b"clap_ds"
+# Rows in memory and in a Parquet row group: 32 MB if vectors have 512 elements.
 ROWS = 16384
-"""Rows in memory and in a Parquet row group: 32 MB if vectors have 512 elements."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TableMetadata:
     version: str
 
 
-def text_of(name: object) -> str:
+def to_utf8(name: object) -> str:
     """Return a file's or clip's name as valid UTF-8, with other bytes escaped like `\\xff`."""
     return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
@@ -92,9 +93,10 @@ def write_table(
     options: Any = {"compression": "none", "use_dictionary": ["file", "error"]}
     with pyarrow.parquet.ParquetWriter(file, schema, **options) as writer:
         unwritten = iter(rows)
+        # A row group at a time, in constant memory.
         while group := list(islice(unwritten, ROWS)):
-            files = [text_of(row.source) for row in group]
-            errors = [text_of(row.error) for row in group]
+            files = [to_utf8(row.source) for row in group]
+            errors = [to_utf8(row.error) for row in group]
             vectors = [no_vector if row.vector is None else row.vector for row in group]
             columns = [
                 files,
@@ -131,13 +133,16 @@ def read_table(path: Path) -> tuple[TableMetadata, Iterator[Any]]:
     return metadata, table.iter_batches(ROWS)
 
 
-def nearest(batches: Iterable[Any], query: NDArray[np.float32], top: int) -> list[dict[str, Any]]:
+def find_nearest(
+    batches: Iterable[Any], query: NDArray[np.float32], top: int
+) -> list[dict[str, Any]]:
     """Return the `top` rows with the highest cosines (`score`) to a query, (dim,) of length 1.
 
     Rows of equal scores stay in order. Unusable files are skipped.
     """
     best: list[dict[str, Any]] = []
     for batch in batches:
+        # Only foreign tables have them.
         if any(column.null_count for column in batch.columns):
             raise ValueError("a table of vectors contains empty cells")
         vectors = batch.column("vector").flatten().to_numpy(False).reshape(-1, len(query))

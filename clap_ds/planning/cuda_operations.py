@@ -24,6 +24,7 @@ def cuda_semantics(*, compiled: bool = False) -> Iterator[None]:
 
     In `compiled` towers dropout has no mask.
     """
+    # With a mask, the forward pass stores it for the backward pass.
     dropout: Any = {"native_dropout": _dropout_without_mask} if compiled else {}
     with (
         replaced_attributes(Tensor, is_cuda=True),
@@ -57,10 +58,12 @@ def _attention(
     if mask is None and query.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout)[0]
     if mask is not None:
+        # A mask of booleans becomes one that is added to the scores.
         if mask.dtype == torch.bool:
             bias = torch.zeros_like(mask, dtype=query.dtype)
             mask = bias.masked_fill_(mask.logical_not(), -torch.inf)
         length = mask.shape[-1]
+        # The padding is only memory: its view has the original length.
         mask = F.pad(mask, (0, -length % 16))[..., :length].to(query.dtype)
         mask = mask.expand(*query.shape[:-1], length)
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -77,6 +80,7 @@ def _as_one_kernel(name: str) -> Any:
     return operation
 
 
+# What the loss computes between its products, by name in `loss`.
 _LOSS_KERNELS: Any = {name: _as_one_kernel(name) for name in ("_row_sums", "_weights")}
 
 

@@ -26,11 +26,12 @@ from clap_ds.flop_count.analytic import TextLengths, forward_flops
 from clap_ds.run_records.environment import MemoryLimit, memory_limits
 from clap_ds.utils.errors import CollectiveUserError, count_of
 
+# Of this project's bf16 kernels with AVX-512. AMX is twice as fast (`results/cpu`), torch's
+# operations slower.
 TFLOPS_PER_CORE = 0.15
-"""Of this project's bf16 kernels with AVX-512. AMX is twice as fast (`results/cpu`), torch's
-operations slower."""
 SLOW_STEP_S = 60.0
-SMALLEST_TRIED = 8  # by `clap.bench.find_micro_batch`
+# By `clap.bench.find_micro_batch`.
+SMALLEST_TRIED = 8
 
 
 class TooLittleMemoryError(CollectiveUserError):
@@ -69,20 +70,27 @@ def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
     """Compute the bound of a run on a device from the sizes of its model."""
     clap = run.clap
     preset = clap.preset()
-    weights = trained = 0
-    if not preset.open_clip:  # it can't build models without memory
+    num_weights = 0
+    num_trained = 0
+    activation_bytes = 0
+    # Models of open_clip can't be built without memory.
+    if not preset.open_clip:
         settings = clap.model.model_copy(update={"pretrained_text": False})
         with torch.device("meta"):
             model = build_model(settings, clap.loss, device, clap.train.freeze)
-        weights = sum(parameter.numel() for parameter in model.parameters())
-        trained = sum(
-            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
-        )
+        for parameter in model.parameters():
+            num_weights += parameter.numel()
+            if parameter.requires_grad:
+                num_trained += parameter.numel()
+        activation_bytes = least_activations(run, device)
 
-    weight_bytes = 2 if run.precision in ("bf16", "fp16") else 4
-    bytes_per_trained = 4 if weight_bytes == 2 else 0  # fp32 master weights
+    is_16_bit = run.precision in ("bf16", "fp16")
+    weight_bytes = 2 if is_16_bit else 4
+    # fp32 master weights.
+    bytes_per_trained = 4 if is_16_bit else 0
     if run.deepspeed.get("optimizer", {}).get("type", "").lower() in ADAMS:
-        bytes_per_trained += 8  # two fp32 moments
+        # Two fp32 moments.
+        bytes_per_trained += 8
     if clap.train.ema_decay:
         bytes_per_trained += 4
 
@@ -91,11 +99,10 @@ def least_memory(run: RunSettings, device: torch.device) -> LeastMemory:
     if device.type == "cpu" and isinstance(clap.data, SyntheticData):
         num_batches += clap.data.num_batches
     batch_bytes = num_batches * 2 * math.prod(preset.audio.clip_shape)
-    activation_bytes = 0 if preset.open_clip else least_activations(run, device)
     return LeastMemory(
-        weight_bytes * weights + bytes_per_trained * trained,
-        weight_bytes * trained,
-        batch_bytes + activation_bytes,
+        state=weight_bytes * num_weights + bytes_per_trained * num_trained,
+        gradients=weight_bytes * num_trained,
+        per_sample=batch_bytes + activation_bytes,
     )
 
 
@@ -111,36 +118,48 @@ def least_activations(run: RunSettings, device: torch.device) -> int:
     clap = run.clap
     audio = clap.preset().audio
     text = clap.preset().text
-    stages = zip(audio.depths, audio.stage_grids, audio.stage_dims, strict=True)
-    num_tokens = (
-        2 if clap.text_packing else clap.context_length
-    )  # packed captions have at least a start and an end
-    # Elements of each block's input. The last text layer may compute only the first token.
-    blocks = {
-        "audio": [grid**2 * dim for depth, grid, dim in stages for _ in range(depth)],
-        "text": [num_tokens * text.hidden_size] * (text.num_layers - text.ends_with_first_token),
-    }
-    mlp_ratios = {"audio": audio.mlp_ratio, "text": text.intermediate_size // text.hidden_size}
-    at_start = in_largest = 0
-    for tower in blocks.keys() - set(clap.train.freeze):
-        width = 8 + 2 * mlp_ratios[tower]
-        if device.type == "cuda" or resolve_compile_mode(clap.compile, device) != "off":
-            width = 6 if tower == "audio" else 6 + mlp_ratios[tower]
-        kept_width = 1 if tower in clap.model.activation_checkpointing else width
-        at_start += kept_width * sum(blocks[tower])
-        in_largest = max(in_largest, width * max(blocks[tower], default=0))
-    return (4 if run.precision == "fp32" else 2) * max(at_start, in_largest)
+    # Elements of each block's input.
+    audio_sizes = []
+    for depth, grid, dim in zip(audio.depths, audio.stage_grids, audio.stage_dims, strict=True):
+        audio_sizes += [grid**2 * dim] * depth
+    # Packed captions have at least a start and an end.
+    num_tokens = 2 if clap.text_packing else clap.context_length
+    # The last layer may compute only the first token.
+    num_layers = text.num_layers - text.ends_with_first_token
+    text_sizes = [num_tokens * text.hidden_size] * num_layers
+    text_ratio = text.intermediate_size // text.hidden_size
+
+    recomputes = device.type == "cuda" or resolve_compile_mode(clap.compile, device) != "off"
+    # Stored elements per element of the input.
+    audio_width = 6 if recomputes else 8 + 2 * audio.mlp_ratio
+    text_width = 6 + text_ratio if recomputes else 8 + 2 * text_ratio
+    at_start = 0
+    in_largest = 0
+    towers = {"audio": (audio_sizes, audio_width), "text": (text_sizes, text_width)}
+    for tower, (sizes, width) in towers.items():
+        if tower in clap.train.freeze:
+            continue
+        # A checkpointed block stores its input only.
+        stored_width = 1 if tower in clap.model.activation_checkpointing else width
+        at_start += stored_width * sum(sizes)
+        in_largest = max(in_largest, width * max(sizes, default=0))
+    element_bytes = 4 if run.precision == "fp32" else 2
+    return element_bytes * max(at_start, in_largest)
 
 
 def require_memory(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     """Raise TooLittleMemoryError on all ranks if a step certainly needs more memory than a GPU, or
-    a host's ranks, have. Print a warning if a step takes minutes on CPUs. A collective."""
+    a host's ranks, have.
+
+    Print a warning if a step takes minutes on CPUs. A collective.
+    """
     micro_batch = SMALLEST_TRIED if run.clap.bench.find_micro_batch else run.micro_batch
     with raise_on_all_ranks():
         least = least_memory(run, device)
     limits = [(ranks.host, limit) for limit in memory_limits(device)]
     describe = partial(describe_shortage, least, micro_batch, device.type)
-    if shortage := reduce_on_rank0(limits, describe):
+    shortage = reduce_on_rank0(limits, describe)
+    if shortage:
         raise TooLittleMemoryError(shortage)
     if device.type == "cpu" and ranks.is_main_process and not run.clap.preset().open_clip:
         warn_of_slow_steps(run)
@@ -153,8 +172,9 @@ def describe_shortage(
     by_rank: list[list[tuple[str, MemoryLimit]]],
 ) -> str:
     """Return what to print if the limits of all ranks, each with its host, are too low for the
-    bound; empty if they aren't. Ranks with the same limit of a host share it."""
+    bound; empty if they aren't."""
     limits = list(chain.from_iterable(by_rank))
+    # Ranks with the same limit of a host share it.
     num_sharing = Counter((host, name) for host, (name, _) in limits)
     available, host, name, free = min(
         (free / num_sharing[host, name], host, name, free) for host, (name, free) in limits
@@ -177,7 +197,8 @@ def warn_of_slow_steps(run: RunSettings) -> None:
     """Warn if a step takes minutes on this rank's cores."""
     num_samples = run.micro_batch * run.gradient_accumulation_steps
     forward = forward_flops(run.clap.preset(), TextLengths.fixed(run.clap.context_length), "model")
-    step_tflop = 3 * num_samples * forward / 1e12  # a backward pass is two forward passes
+    # A backward pass is two forward passes.
+    step_tflop = 3 * num_samples * forward / 1e12
     num_cores = torch.get_num_threads()
     step_s = step_tflop / (TFLOPS_PER_CORE * num_cores)
     if step_s > SLOW_STEP_S:

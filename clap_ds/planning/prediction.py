@@ -23,15 +23,15 @@ from clap_ds.planning.step import CUDA, Step, compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
 
 GIB = 2**30
+# CUDA context, kernels and cuBLAS workspace: 0.5 to 0.8 on H100 (assumed).
 CONTEXT_GIB = 0.7
-"""CUDA context, kernels and cuBLAS workspace: 0.5 to 0.8 on H100 (assumed)."""
+# Channel buffers if there is more than one rank (assumed).
 NCCL_GIB = 0.8
-"""Channel buffers if there is more than one rank (assumed)."""
+# Fraction of live memory that PyTorch's allocator holds in addition: 0.3% to 1.6% on an H200
+# (`results/h200`).
 FRAGMENTATION = 0.016
-"""Fraction of live memory that PyTorch's allocator holds in addition: 0.3% to 1.6% on an H200
-(`results/h200`)."""
+# Of the micro-batch if a larger one needs no more memory.
 GROWTH = 4
-"""Of the micro-batch if a larger one needs no more memory."""
 MAX_TRIES = 8
 
 

@@ -20,23 +20,27 @@ from clap_ds.planning.tracing import TOWERS, Operation
 from clap_ds.utils.files import read_json
 from clap_ds.utils.paths import work_folder
 
+# Estimate → sign of the efficiency's uncertainty.
 ESTIMATES = {"low": -1, "middle": 0, "high": 1}
-"""Estimate → sign of the efficiency's uncertainty."""
+# Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle.
 HOST_S = 8e-6
-"""Python's time to launch an operation: 5 to 25 µs; it only matters if the GPU is idle."""
+# Minimum time of a kernel, including the gap before it.
 KERNEL_S = 2e-6
-"""Minimum time of a kernel, including the gap before it."""
+# Relative uncertainty of an efficiency on the measured architecture, from other shapes, clocks and
+# temperature; and on others.
 SPREAD = 0.1
 SPREAD_ELSEWHERE = 0.3
-"""Relative uncertainty of an efficiency on the measured architecture, from other shapes, clocks and
-temperature; and on others."""
 # Most bytes of a normalized row.
 NARROW_ROW = 256
 MEDIUM_ROW = 1024
+# Below it, a product is memory-bound: the ridge points of an A100 and an H100 are 153 and 295.
 RIDGE_FLOPS_PER_BYTE = 200
-"""Below it, a product is memory-bound: the ridge points of an A100 and an H100 are 153 and 295."""
+# Class of Inductor's kernels.
 FUSED = "fused kernel"
-"""Class of Inductor's kernels."""
+# Fraction of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products.
+# `attention` (from an A100, xformers #434 and #467), `softmax` (a guess) and `triton gelu backward`
+# (as fused kernels) weren't measured. The text tower's attention by Triton, not measured, has
+# window attention's.
 EFFICIENCY = {
     FUSED: 0.65, "wide product": 0.73, "thin product": 0.57, "thin weight gradient": 0.87, "other product": 0.76,
     "flash attention": 0.27, "flash attention backward": 0.15, "attention": 0.28, "attention backward": 0.13,
@@ -45,13 +49,9 @@ EFFICIENCY = {
     "narrow norm backward": 0.13, "softmax": 0.70, "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39,
     "scatter": 0.06, "optimizer": 0.80, "triton gelu backward": 0.65,
 }  # fmt: skip
-"""Fraction of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention`
-(from an A100, xformers #434 and #467), `softmax` (a guess) and `triton gelu backward` (as fused
-kernels) weren't measured. The text tower's attention by Triton, not measured, has window
-attention's."""
+# Streaming multiprocessors or compute units by family or name. Other families are Hopper's, with an
+# H200's number.
 NUM_SMS = {"v100": 80, "a100": 108, "rtx": 82, "h100-pcie": 114, "b200": 148, "mi300x": 304}
-"""Streaming multiprocessors or compute units by family or name. Other families are Hopper's, with
-an H200's number."""
 H200_NUM_SMS = 132
 _NAMES = {
     "product": "mm addmm",
@@ -70,8 +70,8 @@ _NAMES = {
 }
 _CLASSES = {name: name_class for name_class, names in _NAMES.items() for name in names.split()}
 
+# Class → `efficiency_range`.
 Efficiencies = dict[str, dict[str, Any]]
-"""Class → `efficiency_range`."""
 
 
 def efficiency_range(middle: float, spread: float, source: str) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from clap_ds.utils.errors import UserError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+# DeepSpeed's sections that affect a step's computation and memory.
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
-"""DeepSpeed's sections that affect a step's computation and memory."""
+# Phase of the engine's step → part of its operations outside the towers and autograd, unless of the
+# same name.
 PARTS = {"data_wait": "batches", "forward": "gradients", "backward": "gradients"}
-"""Phase of the engine's step → part of its operations outside the towers and autograd, unless of
-the same name."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from torch.utils.flop_counter import flop_registry
 from clap_ds.flop_count.analytic import fft_flops
 
 TOWERS = ("audio", "text")
+# Operations that don't read what they overwrite: their first argument.
 _OVERWRITING = ("aten.copy_", "aten.fill_", "aten.zero_")
-"""Operations that don't read what they overwrite: their first argument."""
+# Prefixes of operations that make tensors without launching a kernel.
 _ALLOCATING = ("aten._unsafe_view", "aten.empty", "aten.new_empty")
-"""Prefixes of operations that make tensors without launching a kernel."""
+# Prefixes of namespaces: queries of devices, and collectives.
 _UNRECORDED = ("prim", "c10d", "_c10d")
-"""Prefixes of namespaces: queries of devices, and collectives."""
 
 
 class Operation(NamedTuple):

@@ -6,7 +6,7 @@ lists the tensors that don't fit.
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -40,13 +40,13 @@ from clap_ds.weights.key_mapping import (
 METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
+# Prefixes of HTSAT's AudioSet classifier, which isn't used.
 _CLASSIFIER = ("audio.tscam_conv.", "audio.head.")
-"""Prefixes of HTSAT's AudioSet classifier, which isn't used."""
+# Parts of names of tensors that may be missing, in all formats.
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_t")
-"""Parts of names of tensors that may be missing, in all formats."""
 _FUSION = (".mel_conv2d.", ".fusion_model.")
+# Suffixes of constants that other CLAPs save as tensors.
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
-"""Suffixes of constants that other CLAPs save as tensors."""
 
 
 class MismatchError(ValueError):
@@ -272,8 +272,13 @@ def htsat_alone(state: Mapping[str, Tensor]) -> State:
     return {
         name: tensor
         for name, tensor in state.items()
-        if name.startswith("audio.") and not any(part in name for part in _FUSION)
+        if name.startswith("audio.") and not contains_any(name, _FUSION)
     }
+
+
+def contains_any(name: str, parts: Iterable[str]) -> bool:
+    """Return whether a tensor's name contains one of the parts."""
+    return any(part in name for part in parts)
 
 
 @cache
@@ -293,7 +298,7 @@ def _check_tensors(
     unexpected = []
     reshaped = []
     for name in expected:
-        if name not in tensors and not any(part in name for part in _OPTIONAL):
+        if name not in tensors and not contains_any(name, _OPTIONAL):
             missing.append(name)
     for name, tensor in tensors.items():
         if name in expected:

@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 TEXT_FIELD = "clap.model.pretrained_text"
 TOKENIZER_FIELD = "clap.data.tokenizer"
+# Time limit of the Hub's first answer.
 HUB_TIMEOUT_S = 4.0
-"""Time limit of the Hub's first answer."""
 OFFLINE_HELP = "Without a network, name a local folder, or set HF_HOME to a cache folder that contains it, and HF_HUB_OFFLINE=1"
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 BUILT_IN = ("FacebookAI/roberta-base", "roberta-base", *preset_names())
+# Of trained tokenizers, with ids 0 to 4. RoBERTa has the first four.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-"""Of trained tokenizers, with ids 0 to 4. RoBERTa has the first four."""
 SMALL_VOCAB_SIZE = 512
 
 

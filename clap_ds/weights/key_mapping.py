@@ -16,8 +16,8 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before tr
 import transformers  # isort: skip
 
 State = dict[str, Tensor]
+# From a key of ours to the names of its tensors: several if it is their concatenation.
 NameMapping = Callable[[str], list[str]]
-"""From a key of ours to the names of its tensors: several if it is their concatenation."""
 
 # Replaced one after the other: our part of a name, and theirs.
 _TRANSFORMERS_PARTS = [

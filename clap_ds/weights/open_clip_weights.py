@@ -28,8 +28,8 @@ _FIXED = {
     "mlp_ratio": 4,
 }
 _AUDIO_FIELDS = {name: field for field, name in AUDIO.items()}
+# open_clip's fields → ours.
 _AUDIO_FIELDS |= {"class_num": "num_classes", "enable_fusion": "fusion", "mel_bins": "mel_bins"}
-"""open_clip's fields → ours."""
 
 
 def save_open_clip(model: ContrastiveModel, folder: Path, context_length: int) -> None:

@@ -21,18 +21,24 @@ from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.utils.errors import some
 from clap_ds.utils.files import pinned
-from clap_ds.weights.formats import Checkpoint, MismatchError, renamed_checkpoint
+from clap_ds.weights.formats import (
+    Checkpoint,
+    MismatchError,
+    contains_any,
+    renamed_checkpoint,
+)
 from clap_ds.weights.key_mapping import State, laion_names, open_clip_names
 from clap_ds.weights.open_clip_weights import front_end_tensors
 
+# Parts of names of tensors that the model doesn't have: LAION's unused transforms and the front
+# end, which is compared instead.
 _IGNORED = ("audio_transform.", "text_transform.", ".spectrogram_extractor.", ".logmel_extractor.")
-"""Parts of names of tensors that the model doesn't have: LAION's unused transforms and the front
-end, which is compared instead."""
+# A tensor that only state dicts with these names have.
 _MARKS = {laion_names: "audio_branch.bn0.weight", open_clip_names: "audio.encoder.bn0.weight"}
-"""A tensor that only state dicts with these names have."""
 _EXPECTED = (
     "expected weights of this project, LAION-CLAP, HTSAT, or open_clip's HTSAT with RoBERTa or BERT"
 )
+# Parts of tensors' names and shapes, and the reason to print.
 _UNSUPPORTED = {
     ".caption_encoder.": "Microsoft's CLAP (msclap) isn't supported",
     ".audio_branch.conv_block1.": "LAION-CLAP's PANN audio tower isn't supported, only HTSAT",
@@ -42,15 +48,14 @@ _UNSUPPORTED = {
     ".audio_model.audio_encoder.": "transformers' ClapModel is only loaded from its folder, with config.json",
     ".audio.encoder.": "models of open_clip with other towers than HTSAT and RoBERTa need the preset open_clip:NAME",
 }
-"""Parts of tensors' names and shapes, and the reason to print."""
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+# Of dicts in a file. Pickles may contain themselves.
 _MAX_NESTING = 4
-"""Of dicts in a file. Pickles may contain themselves."""
+# Parts of names that DDP, torch.compile, FSDP and activation checkpointing add.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts of names that DDP, torch.compile, FSDP and activation checkpointing add."""
+# Relative to the largest mel filter: torchaudio computes them from Hz in fp32, librosa in fp64 (up
+# to 31 roundings).
 _MEL_TOLERANCE = 64 * torch.finfo(torch.float32).eps
-"""Relative to the largest mel filter: torchaudio computes them from Hz in fp32, librosa in fp64 (up
-to 31 roundings)."""
 _TENSOR_PARTS = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
@@ -64,8 +69,8 @@ _NUMBER_PARTS = {
     ("numpy._core.multiarray", "scalar"),
     ("numpy.core.multiarray", "scalar"),
 }
+# Of objects beside HTSAT's tensors.
 _IGNORED_PACKAGES = ("pytorch_lightning", "lightning")
-"""Of objects beside HTSAT's tensors."""
 
 
 class _IgnoredObject:
@@ -130,11 +135,7 @@ def from_state_dict(path: str | Path, content: Any, config: ClapConfig | None = 
     if names is None:
         raise _unsupported(path, tensors, _describe_keys(content))
     tensors = _without_prefix(tensors, _MARKS[names], path)
-    weights = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not any(part in name for part in _IGNORED)
-    }
+    weights = {name: tensor for name, tensor in tensors.items() if not contains_any(name, _IGNORED)}
     has_fusion = any(".mel_conv2d." in name for name in weights)
     mismatches = []
     for sizes in [config] if config else _known_configs(has_fusion):

@@ -73,7 +73,7 @@ open(os.environ['TRITON_CACHE_DIR'] + '/../{folder.name}', 'w')
         ("raise ValueError('a|b')", "exit code 1", "ValueError: a/b"),
         ("os.kill(os.getpid(), 9)", "exit code -9", "has rows"),
         # The whole call is ended.
-        (f"import time; os.kill({os.getpid()}, 15); time.sleep(60)", "interrupted", ""),
+        ("import time; os.kill(PID_OF_TEST, 15); time.sleep(60)", "interrupted", ""),
     ],
 )
 def test_step_that_ends_badly_is_a_row_and_all_results_are_saved(
@@ -84,7 +84,8 @@ def test_step_that_ends_badly_is_a_row_and_all_results_are_saved(
     state: str,
     note: str,
 ) -> None:
-    set_steps(monkeypatch, GOOD, GOOD + code, GOOD, most_s=5)
+    bad_step = GOOD + code.replace("PID_OF_TEST", str(os.getpid()))
+    set_steps(monkeypatch, GOOD, bad_step, GOOD, most_s=5)
     (work_dir / "cache" / "clap_ds" / "gpu_check" / "triton").mkdir(parents=True)
     is_interrupted = state == "interrupted"
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -13,7 +13,7 @@ import pytest
 
 from clap_ds.inference import vectors
 from clap_ds.inference.audio_windows import EmbeddingRow
-from clap_ds.inference.vectors import TableMetadata, nearest, read_table, write_table
+from clap_ds.inference.vectors import TableMetadata, find_nearest, read_table, write_table
 from clap_ds.utils.errors import UserError
 
 METADATA = TableMetadata("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
@@ -72,7 +72,7 @@ def test_foreign_column_types_and_empty_cells_are_rejected(tmp_path: Path, colum
         changed = table.set_column(index, column, values)
         pyarrow.parquet.write_table(changed, tmp_path / "foreign.parquet")
         with pytest.raises(ValueError, match=r"columns|empty cells"):
-            nearest(read_table(tmp_path / "foreign.parquet")[1], np.ones(4, np.float32), 3)
+            find_nearest(read_table(tmp_path / "foreign.parquet")[1], np.ones(4, np.float32), 3)
 
 
 @pytest.mark.parametrize("rows_in_memory", [1, 7, 100])
@@ -87,6 +87,6 @@ def test_nearest_rows_equal_a_sort_of_all_rows(
     # Equal vectors have equal rounded scores, and stay in order.
     order = np.argsort(-scores.round(5), kind="stable")
     for top in (1, 10, 1000):
-        best = nearest(read_table(path)[1], query, top)
+        best = find_nearest(read_table(path)[1], query, top)
         assert [row["file"] for row in best] == [rows[number].source for number in order[:top]]
         np.testing.assert_allclose([row["score"] for row in best], scores[order[:top]], atol=4e-7)

@@ -25,27 +25,25 @@ PRECISION = {
 }
 
 
-def _run(precision: str) -> RunSettings:
+def make_run(precision: str) -> RunSettings:
     """Return a run with one batch on the device and dropout; with autocast, the towers are
     recomputed."""
     model: dict[str, Any] = {"preset": "demo", "attention_impl": "matmul"}
-    model |= {"activation_checkpointing": ["audio", "text"]} if precision == "autocast" else {}
+    if precision == "autocast":
+        model["activation_checkpointing"] = ["audio", "text"]
     data = {"source": "synthetic", "placement": "device", "num_batches": 1}
     clap = {"context_length": 64, "cpu_kernels": "off", "data": data, "model": model}
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}
     config = {
         "train_micro_batch_size_per_gpu": 16,
         "gradient_clipping": 0.0,
-        "optimizer": optimizer,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "log_level": "error",
+        **PRECISION[precision],
     }
-    return RunSettings(
-        Path("run.json"),
-        ClapSettings.model_validate(clap),
-        config | PRECISION[precision] | {"log_level": "error"},
-    )
+    return RunSettings(Path("run.json"), ClapSettings.model_validate(clap), config)
 
 
-def _second_step(run: RunSettings) -> Callable[[], object]:
+def second_step(run: RunSettings) -> Callable[[], object]:
     """Return the engine's step on one batch, after the first step."""
     engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     batches = build_batches(
@@ -57,7 +55,7 @@ def _second_step(run: RunSettings) -> Callable[[], object]:
     return step
 
 
-def _allocated(precision: str) -> int:
+def measure_peak(precision: str) -> int:
     """Return the CPU allocator's peak bytes during the step, including all memory of the engine."""
     gc.collect()  # else earlier tests' garbage would be freed, and counted, during the step
     # With AMX, oneDNN copies weights to its own layout, which plans don't include.
@@ -65,16 +63,18 @@ def _allocated(precision: str) -> int:
         torch.backends.mkldnn.flags(enabled=False),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        step = _second_step(_run(precision))
+        step = second_step(make_run(precision))
         gc.collect()
         with record_function("measured"):
             step()
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     events = sorted(results.events(), key=lambda event: event.start_ns())
     (window,) = [event for event in events if event.name() == "measured"]
-    live = peak = 0
+    live = 0
+    peak = 0
     for event in events:
-        live += event.nbytes() if event.name() == "[memory]" else 0
+        if event.name() == "[memory]":
+            live += event.nbytes()
         if window.start_ns() <= event.start_ns() <= window.end_ns():
             peak = max(peak, live)
     return peak
@@ -82,8 +82,7 @@ def _allocated(precision: str) -> int:
 
 @pytest.mark.end_to_end  # takes half a minute
 @pytest.mark.parametrize("precision", PRECISION)
-def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, precision: str) -> None:
-    (allocated,) = one_rank.run(_allocated, precision)
-    assert trace_step(_run(precision), 16, cuda=False).recorded.at_peak.total() == pytest.approx(
-        allocated, rel=0.005
-    )
+def test_planned_memory_equals_the_allocators(one_rank: RankPool, precision: str) -> None:
+    (measured,) = one_rank.run(measure_peak, precision)
+    planned = trace_step(make_run(precision), 16, cuda=False).recorder.at_peak.total()
+    assert planned == pytest.approx(measured, rel=0.005)

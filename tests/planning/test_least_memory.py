@@ -1,5 +1,5 @@
-"""The bound is below what autograd and the optimizer hold, and refuses runs by the limits that
-ranks share."""
+"""Test that the bound is below the memory of autograd and the optimizer, and rejects runs by the
+limits that ranks share."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
+from clap_ds.engine.deepspeed_compat import inner_optimizer
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.loss import build_loss
@@ -21,57 +22,56 @@ from clap_ds.planning.least_memory import (
 )
 from clap_ds.run_records.environment import MemoryLimit
 from tests.conftest import micro_run
+from tests.processes import ROOT
 from tests.rank_pool import RankPool
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 GB = 10**9
 BATCH = 4
 
 
-def _settings(folder: Path, **changes: Any) -> RunSettings:
+def write_settings(folder: Path, **changes: Any) -> RunSettings:
     path = folder / "run.json"
     path.write_text(json.dumps(micro_run(**changes)))
     return load_run(path, 1)
 
 
-def _kept_bytes(run: RunSettings) -> tuple[int, int]:
-    """Return the bytes that one step's forward pass keeps for the backward pass, and those of
+def stored_bytes(run: RunSettings) -> tuple[int, int]:
+    """Return the bytes that one step's forward pass stores for the backward pass, and those of
     weights and optimizer state."""
     model = build_model(run.clap.model, run.clap.loss, CPU, run.clap.train.freeze)
-    engine = ClapEngine(
-        model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train
-    )
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor
-
-    config = model.config
+    loss = build_loss(run.clap.loss, run.precision)
+    engine = ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
     ids = torch.full((BATCH, run.clap.context_length), 5)
-    batch = Batch(
-        torch.zeros(BATCH, *config.audio.clip_shape, dtype=torch.int16), ids, torch.ones_like(ids)
-    )
+    clips = torch.zeros(BATCH, *model.config.audio.clip_shape, dtype=torch.int16)
+    batch = Batch(clips, ids, torch.ones_like(ids))
     if run.clap.text_packing:
         batch.pack()
     engine.step(iter([batch]))
-    optimizer: Any = engine.deepspeed.optimizer
     tensors = [*model.parameters(), *engine.masters.values()]
-    for state in getattr(optimizer, "optimizer", optimizer).state.values():
-        tensors += [each for each in state.values() if each.dim()]
+    for state in inner_optimizer(engine.deepspeed.optimizer).state.values():
+        tensors += [tensor for tensor in state.values() if tensor.dim()]
     if engine.average is not None:
         tensors += engine.average.weights.values()
-    state_bytes = {
-        each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors
-    }
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        features = engine.deepspeed(*batch.model_inputs())
-    del features
-    activations = sum(each.nbytes() for key, each in kept.items() if key not in state_bytes)
+    state_bytes = storage_bytes(tensors)
+    saved: list[torch.Tensor] = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        engine.deepspeed(*batch.model_inputs())
+    activation_bytes = storage_bytes(saved)
+    activations = sum(activation_bytes[key] for key in activation_bytes.keys() - state_bytes.keys())
     return activations, sum(state_bytes.values())
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of distinct storages by address."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 @pytest.mark.parametrize(
@@ -87,58 +87,53 @@ def _kept_bytes(run: RunSettings) -> tuple[int, int]:
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     ],
 )
-def test_the_bound_is_below_what_a_step_keeps(
+def test_bound_is_slightly_below_a_steps_memory(
     one_rank: RankPool, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    run = _settings(tmp_path, **changes)
-    [(activations, state)] = one_rank.run(_kept_bytes, run)
-    least = least_memory(run, CPU)
+    run = write_settings(tmp_path, **changes)
+    [(activations, state)] = one_rank.run(stored_bytes, run)
     assert 0.3 * activations < BATCH * least_activations(run, CPU) <= activations
-    assert 0.95 * state < least.state <= state
+    assert 0.95 * state < least_memory(run, CPU).state <= state
 
 
-def test_checkpointed_towers_need_their_inputs_or_their_largest_block(tmp_path: Path) -> None:
+def test_checkpointed_or_compiled_towers_need_less(tmp_path: Path) -> None:
     model = {**micro_run()["clap"]["model"], "activation_checkpointing": ["audio", "text"]}
-    checkpointed = _settings(tmp_path, clap={"model": model})
-    plain = _settings(tmp_path)
-    assert 0 < least_activations(checkpointed, CPU) < 0.6 * least_activations(plain, CPU)
-    compiled = _settings(tmp_path, clap={"compile": "towers"})
-    assert (
-        least_activations(plain, CUDA)
-        == least_activations(compiled, CPU)
-        < least_activations(plain, CPU)
-    )
+    checkpointed = least_activations(write_settings(tmp_path, clap={"model": model}), CPU)
+    compiled = least_activations(write_settings(tmp_path, clap={"compile": "towers"}), CPU)
+    plain = write_settings(tmp_path)
+    assert 0 < checkpointed < 0.6 * least_activations(plain, CPU)
+    assert least_activations(plain, CUDA) == compiled < least_activations(plain, CPU)
 
 
-def _shortage(
-    run: RunSettings, device: torch.device, *limits: list[tuple[str, MemoryLimit]]
-) -> str:
-    return describe_shortage(least_memory(run, device), run.micro_batch, device.type, [*limits])
+def shortage_of(name: str, device: torch.device, limit: MemoryLimit) -> str:
+    """Return the message for a packaged run on one rank, empty if it fits."""
+    run = load_run(ROOT / "ds_configs" / f"{name}.json", 1)
+    least = least_memory(run, device)
+    return describe_shortage(least, run.micro_batch, device.type, [[("tux", limit)]])
 
 
 @pytest.mark.parametrize(
-    ("available", "is_refused"), [(8 * GB, True), (24 * GB, True), (200 * GB, False)]
+    ("available", "is_rejected"), [(8 * GB, True), (24 * GB, True), (200 * GB, False)]
 )
-def test_the_benchmark_of_a_gpu_needs_a_host_with_much_memory(
-    available: int, is_refused: bool
+def test_gpu_benchmark_on_a_small_host_gets_advice_for_cpus(
+    available: int, is_rejected: bool
 ) -> None:
-    run = load_run(ROOT / "ds_configs" / "htsat_tiny.json", 1)
-    text = _shortage(run, CPU, [("tux", MemoryLimit("available memory", available))])
-    assert ("htsat_tiny_cpu" in text and "at most" in text and "tux" in text) == is_refused
-    assert "find_micro_batch" not in text
-    small = load_run(ROOT / "ds_configs" / "htsat_tiny_cpu.json", 1)
-    assert not _shortage(small, CPU, [("tux", MemoryLimit("available memory", available))])
+    limit = MemoryLimit("available memory", available)
+    message = shortage_of("htsat_tiny", CPU, limit)
+    parts = ("htsat_tiny_cpu", "at most", "tux")
+    assert all(part in message for part in parts) == is_rejected
+    assert "find_micro_batch" not in message
+    assert not shortage_of("htsat_tiny_cpu", CPU, limit)
 
 
-def test_a_gpu_too_small_gets_advice_for_gpus() -> None:
-    run = load_run(ROOT / "ds_configs" / "htsat_tiny.json", 1)
-    assert not _shortage(run, CUDA, [("tux", MemoryLimit("memory of an H100", 80 * GB))])
-    text = _shortage(run, CUDA, [("tux", MemoryLimit("memory of a V100", 16 * GB))])
-    assert "clap.bench.find_micro_batch" in text
-    assert "htsat_tiny_cpu" not in text
+def test_small_gpu_gets_advice_for_gpus() -> None:
+    assert not shortage_of("htsat_tiny", CUDA, MemoryLimit("memory of an H100", 80 * GB))
+    message = shortage_of("htsat_tiny", CUDA, MemoryLimit("memory of a V100", 16 * GB))
+    assert "clap.bench.find_micro_batch" in message
+    assert "htsat_tiny_cpu" not in message
 
 
-def test_ranks_share_their_hosts_limits_and_have_their_own() -> None:
+def test_ranks_share_limits_of_hosts_but_not_of_processes() -> None:
     least = LeastMemory(state=4 * GB, gradients=GB, per_sample=GB // 4)
     host = MemoryLimit("available memory", 17 * GB)
     ranks = [
@@ -151,8 +146,9 @@ def test_ranks_share_their_hosts_limits_and_have_their_own() -> None:
     assert "6.0 GB for 1 rank: ulimit -v of process 6" in describe_shortage(least, 16, "cpu", ranks)
 
 
-def test_a_fitting_micro_batch_is_named_unless_weights_alone_do_not_fit() -> None:
+def test_largest_micro_batch_fills_the_memory() -> None:
     least = LeastMemory(state=4 * GB, gradients=2 * GB, per_sample=GB)
     assert [least.largest_micro_batch(available * GB) for available in (5, 6, 9)] == [0, 2, 5]
     assert least.total(5) == 9 * GB
-    assert least.total(1) == 6 * GB  # all gradients exist at once
+    # All gradients exist at once.
+    assert least.total(1) == 6 * GB

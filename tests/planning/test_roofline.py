@@ -1,4 +1,4 @@
-"""Test classes of dispatched operations, shares, and times against hand calculations."""
+"""Test classes of dispatched operations, efficiencies, and times against hand calculations."""
 
 import gzip
 import json
@@ -12,105 +12,112 @@ from statistics import median
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning import roofline
-from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.cuda_operations import cuda_semantics
 from clap_ds.planning.roofline import (
+    EFFICIENCY,
     HOST_S,
     KERNEL_S,
-    TABLE,
+    class_efficiencies,
+    efficiency_range,
+    kernel_s,
     op_class,
-    seconds,
     seconds_by_part,
-    share,
-    shares_of,
 )
-from clap_ds.planning.tracing import Operation, Recorded
+from clap_ds.planning.tracing import Operation, TraceRecorder
 from clap_ds.utils.paths import CHECKOUT
 
 H100 = GPUS["h100-sxm"]
-BF16 = torch.bfloat16
-GPU = replace(H100, bf16_tflops=100e-12, memory_tbytes_per_s=10e-12)
-ALL = dict.fromkeys(TABLE, share(1.0, 0.0, "")) | {"triton mlp": share(0.2, 0.0, "")}
+# 100 FLOPs and 10 bytes a second.
+SLOW_GPU = replace(H100, bf16_tflops=100e-12, memory_tbytes_per_s=10e-12)
+PERFECT = dict.fromkeys(EFFICIENCY, efficiency_range(1.0, 0.0, ""))
+UNMEASURED = {"attention", "attention backward", "softmax", "triton gelu backward"}
 
 
-def classes_of(work: Callable[[], torch.Tensor]) -> list[str]:
-    """Return the classes of launched kernels forward and backward, except filling and summing."""
-    with like_cuda(), FakeTensorMode(), Recorded() as recorded:
-        work().sum().backward()
-    return [
-        op_class(op)
-        for op in recorded.operations
-        if op.bytes_moved and op.name not in ("aten.ones_like", "aten.sum")
-    ]
-
-
-def leaf(*shape: int) -> torch.Tensor:
+def leaf(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
 
-def attend(width: int, *mask: torch.Tensor) -> torch.Tensor:
+def attend(width: int, *mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*(leaf(2, 3, 64, width) for _ in range(3)), *mask)
 
 
-def normed(width: int) -> torch.Tensor:
+def normalize(width: int) -> Tensor:
     return F.layer_norm(leaf(9, width), (width,), leaf(width), leaf(width))
 
 
-def test_classes_are_those_of_what_is_dispatched() -> None:
-    assert set(classes_of(lambda: F.linear(leaf(5000, 768), leaf(3072, 768)))) == {"wide product"}
-    thin = classes_of(lambda: F.linear(leaf(5000, 96), leaf(288, 96)))
-    assert sorted(thin) == ["thin product", "thin product", "thin weight gradient"]
-    assert "other product" in classes_of(lambda: torch.bmm(leaf(8, 64, 24), leaf(8, 24, 64)))
-    for width, norm in ((96, "narrow norm"), (192, "medium norm"), (768, "norm")):
-        assert classes_of(lambda width=width: normed(width)) == [norm, f"{norm} backward"]
-    assert {"flash attention", "flash attention backward"} <= set(classes_of(lambda: attend(64)))
-    assert {"attention", "attention backward"} <= set(
-        classes_of(lambda: attend(24, leaf(1, 3, 64, 64)))
-    )
-    assert {"strided copy", "scatter"} <= set(
-        classes_of(lambda: F.embedding(torch.zeros(7, dtype=torch.long), leaf(50, 96)))
-    )
-    assert set(classes_of(lambda: F.gelu(leaf(50, 96)))) == {"element-wise"}
-    assert (
-        op_class(Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1))
-        == "triton gelu backward"
-    )
+def embed() -> Tensor:
+    return F.embedding(torch.zeros(7, dtype=torch.long), leaf(50, 96))
 
 
-def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("work", "classes"),
+    [
+        (lambda: F.linear(leaf(5000, 768), leaf(3072, 768)), {"wide product"}),
+        (
+            lambda: F.linear(leaf(5000, 96), leaf(288, 96)),
+            {"thin product", "thin weight gradient"},
+        ),
+        (lambda: torch.bmm(leaf(8, 64, 24), leaf(8, 24, 64)), {"other product"}),
+        (lambda: normalize(96), {"narrow norm", "narrow norm backward"}),
+        (lambda: normalize(192), {"medium norm", "medium norm backward"}),
+        (lambda: normalize(768), {"norm", "norm backward"}),
+        (lambda: attend(64), {"flash attention", "flash attention backward"}),
+        (lambda: attend(24, leaf(1, 3, 64, 64)), {"attention", "attention backward"}),
+        (embed, {"strided copy", "scatter"}),
+        (lambda: F.gelu(leaf(50, 96)), {"element-wise"}),
+    ],
+)
+def test_dispatched_operations_have_their_class(
+    work: Callable[[], Tensor], classes: set[str]
+) -> None:
+    # Only the measured classes of attention and of the embedding's surroundings are checked.
+    with cuda_semantics(), FakeTensorMode(), TraceRecorder() as recorder:
+        work().sum().backward()
+    launched = [op for op in recorder.operations if op.bytes_moved]
+    # The sum and its gradient.
+    dispatched = [op_class(op) for op in launched if op.name not in ("aten.sum", "aten.ones_like")]
+    assert classes <= {*dispatched}
+    surroundings = {"element-wise", "strided copy", "reduction"}
+    assert {*dispatched} - classes <= surroundings
+
+
+def test_triton_kernels_have_their_class() -> None:
+    gelu = Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1)
+    assert op_class(gelu) == "triton gelu backward"
+
+
+def test_efficiencies_equal_the_h200s_measured_ones() -> None:
     assert CHECKOUT
-    measured = json.loads((CHECKOUT / "results" / "h200" / "efficiencies.json").read_text())[
-        "classes"
-    ]
-    for name in TABLE.keys() - {
-        "attention",
-        "attention backward",
-        "softmax",
-        "triton gelu backward",
-    }:
-        assert TABLE[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
+    path = CHECKOUT / "results" / "h200" / "efficiencies.json"
+    measured = json.loads(path.read_text())["classes"]
+    for name in EFFICIENCY.keys() - UNMEASURED:
+        assert EFFICIENCY[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
+
+
+def test_a_gpus_own_measurement_replaces_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(roofline, "work_folder", lambda: tmp_path)
-    before = shares_of(H100)
-    other = shares_of(GPUS["h200"])
+    estimated = class_efficiencies(H100)
+    h200 = class_efficiencies(GPUS["h200"])
     # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as
-    # there are as many processors.
-    assert before["softmax"]["middle"] == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))
-    middle = 1 / (1 + (1 / 0.7 - 1) * 2.039 / 4.8 * 132 / 108)
-    assert shares_of(GPUS["a100-sxm-80gb"])["softmax"] == pytest.approx(
-        share(middle, 0.3, before["softmax"]["source"])
-    )
-    path = tmp_path / "results" / "h100" / "efficiencies.json"
-    path.parent.mkdir(parents=True)
-    classes = {"softmax": {"efficiency": 0.5}, "gone": {"efficiency": 0.1}}
-    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "classes": classes}))
-    assert shares_of(H100) == {**before, "softmax": share(0.5, 0.1, "measured, results/h100")}
-    assert shares_of(GPUS["h200"]) == other
+    # there are as many SMs.
+    assert estimated["softmax"]["middle"] == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))
+    (tmp_path / "results" / "h100").mkdir(parents=True)
+    classes = {"softmax": {"efficiency": 0.5}, "unknown": {"efficiency": 0.5}}
+    content = {"device": "NVIDIA H100 80GB HBM3", "classes": classes}
+    (tmp_path / "results" / "h100" / "efficiencies.json").write_text(json.dumps(content))
+    measured = efficiency_range(0.5, 0.1, "measured, results/h100")
+    assert class_efficiencies(H100) == {**estimated, "softmax": measured}
+    assert class_efficiencies(GPUS["h200"]) == h200
 
 
-def test_the_least_time_of_a_kernel_is_that_of_short_ones_in_a_row_on_an_h200() -> None:
+def test_minimum_kernel_time_equals_short_kernels_in_a_row_on_an_h200() -> None:
     """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a
     compiled step."""
     assert CHECKOUT
@@ -122,40 +129,36 @@ def test_the_least_time_of_a_kernel_is_that_of_short_ones_in_a_row_on_an_h200() 
         (event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"
     )
     intervals_us = [
-        later_us - start_us
-        for (start_us, duration_us), (later_us, _) in pairwise(kernels)
+        next_us - start_us
+        for (start_us, duration_us), (next_us, _) in pairwise(kernels)
         if duration_us < 3
     ]
     assert len(intervals_us) > 900
     assert min(intervals_us) < 1e6 * KERNEL_S < median(intervals_us)
 
 
-def test_launching_an_operation_from_python_takes_5_to_25_microseconds() -> None:
-    assert 5e-6 <= HOST_S <= 25e-6
+def test_efficiency_never_exceeds_the_data_sheet() -> None:
+    expected = {"source": "", "low": pytest.approx(0.56), "middle": 0.8, "high": 1.0}
+    assert efficiency_range(0.8, 0.3, "") == expected
 
 
-def test_no_share_exceeds_the_data_sheet() -> None:
-    assert share(0.8, 0.3, "") == {
-        "source": "",
-        "low": pytest.approx(0.56),
-        "middle": 0.8,
-        "high": 1.0,
-    }
+@pytest.mark.parametrize(
+    ("name", "flops", "num_bytes", "seconds"),
+    [("aten.add", 400, 20, 4), ("aten.add", 400, 100, 10), ("clap_ds.mlp", 400, 0, 20)],
+)
+def test_operation_takes_the_longer_of_compute_and_memory(
+    name: str, flops: int, num_bytes: int, seconds: float
+) -> None:
+    efficiencies = PERFECT | {"triton mlp": efficiency_range(0.2, 0.0, "")}
+    operation = Operation(name, "audio", False, flops, num_bytes, torch.bfloat16)
+    assert kernel_s(operation, SLOW_GPU, efficiencies, "middle") == pytest.approx(seconds)
+    assert kernel_s(operation, H100, efficiencies, "middle") == KERNEL_S
 
 
-def test_an_operation_takes_what_it_needs_most_of() -> None:
-    def time(name: str, flops: int, moved: int) -> float:
-        return seconds(Operation(name, "audio", False, flops, moved, BF16), GPU, ALL, "middle")
-
-    assert time("aten.add", 400, 20) == pytest.approx(4)
-    assert time("aten.add", 400, 100) == pytest.approx(10)
-    assert time("clap_ds.mlp", 400, 0) == pytest.approx(20)
-    assert seconds(Operation("aten.add", "audio", False, 0, 1), H100, ALL, "middle") == KERNEL_S
-
-
-def test_the_gpu_waits_if_the_host_launches_more_slowly() -> None:
+def test_gpu_waits_for_a_host_that_launches_more_slowly() -> None:
     work = [(Operation("aten.add", "audio", backward, 0, 1), 10.0) for backward in (False, True)]
     expected = {"audio forward": 10 * KERNEL_S, "audio backward": 10 * KERNEL_S}
     expected |= {"waiting for the host": 20 * (HOST_S - KERNEL_S), "step": 20 * HOST_S}
-    assert seconds_by_part(work, H100, ALL, "middle") == pytest.approx(expected)
-    assert seconds_by_part(work, GPU, ALL, "low")["step"] == pytest.approx(2)
+    assert seconds_by_part(work, H100, PERFECT, "middle") == pytest.approx(expected)
+    # On a slow GPU, the host is ahead.
+    assert seconds_by_part(work, SLOW_GPU, PERFECT, "low")["step"] == pytest.approx(2)

@@ -20,15 +20,21 @@ def make_checkpoint(
     metrics: dict[str, float] | None = None,
     tokenizer: str | None = None,
     contents: dict[str, bytes] | None = None,
-    **told: Any,
+    **manifest_fields: Any,
 ) -> Path:
     """Create a checkpoint like `Checkpointer.save`, without an engine. Default `contents` depend on
-    the step; `told` are further manifest fields."""
+    the step; `manifest_fields` are further ones."""
     contents = contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}
     serial = 1 + max(
         (manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0
     )
-    fields = {"model": {}, "engine": {}, "tokenizer": tokenizer, "metrics": metrics or {}, **told}
+    fields = {
+        "model": {},
+        "engine": {},
+        "tokenizer": tokenizer,
+        "metrics": metrics or {},
+        **manifest_fields,
+    }
     with checkpoint_files.atomic_dir(folder, step) as draft:
         files = {
             name: checkpoint_files.write_file(draft / name, content)
@@ -40,7 +46,11 @@ def make_checkpoint(
 
 
 def checkpoint_of(
-    model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None, **told: Any
+    model: ClapModel,
+    folder: Path,
+    step: int = 1,
+    tokenizer: str | Path | None = None,
+    **manifest_fields: Any,
 ) -> Path:
     """Create a checkpoint with a model's weights and a tokenizer by name or from a folder."""
     contents = {
@@ -53,7 +63,7 @@ def checkpoint_of(
         tokenizer = "tokenizer"
     sizes = model.config.model_dump(mode="json")
     return make_checkpoint(
-        folder, step, contents=contents, tokenizer=tokenizer, model=sizes, **told
+        folder, step, contents=contents, tokenizer=tokenizer, model=sizes, **manifest_fields
     )
 
 

@@ -73,49 +73,48 @@ def hf_folder(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def test_transformers_to_ours_and_back_is_exact(hf_folder: Path, tmp_path: Path) -> None:
+def test_transformers_round_trip_is_exact(hf_folder: Path, tmp_path: Path) -> None:
     model = load_transformers(hf_folder).build()
-    save_transformers(model, tmp_path / "back")
-    there, back = (
-        load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back")
-    )
-    assert_same(back, {**there, "logit_scale_t": there["logit_scale_a"]})  # the trained one
     assert model.config.audio == MICRO.audio
     assert model.config.text.layer_norm_eps == 1e-12
-    transformers.ClapModel.from_pretrained(hf_folder).save_pretrained(
-        hf_folder, max_shard_size="50KB"
-    )
+    save_transformers(model, tmp_path / "back")
+    original = load_file(hf_folder / "model.safetensors")
+    # Of the two logit scales, training uses the first.
+    expected = {**original, "logit_scale_t": original["logit_scale_a"]}
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), expected)
+
+
+def test_weights_in_parts_are_read(hf_folder: Path) -> None:
+    expected = load_transformers(hf_folder).build().state_dict()
+    model = transformers.ClapModel.from_pretrained(hf_folder)
+    model.save_pretrained(hf_folder, max_shard_size="50KB")
     (hf_folder / "model.safetensors").unlink()
     assert len(list(hf_folder.glob("model-*.safetensors"))) > 1
-    assert_same(load_transformers(hf_folder).build().state_dict(), model.state_dict())
+    assert_same(load_transformers(hf_folder).build().state_dict(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ours_to_transformers_and_back_is_exact(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_own_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype) -> None:
     model = random_model().to(dtype)
     save_transformers(model, tmp_path)
-    again = load_transformers(tmp_path).build().to(dtype)
-    assert_same(without_classifier(again), without_classifier(model))
-    assert again.config.model_dump(exclude={"name", "text"}) == MICRO.model_dump(
-        exclude={"name", "text"}
-    )
+    loaded = load_transformers(tmp_path).build().to(dtype)
+    assert_same(without_classifier(loaded), without_classifier(model))
+    assert (loaded.config.audio, loaded.config.joint_dim) == (MICRO.audio, MICRO.joint_dim)
 
 
-def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
-    theirs = save_clap(tmp_path / "hf", fusion=True)
-    transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1).save_pretrained(
-        tmp_path / "hf"
-    )
+def test_feature_fusion_round_trip_is_exact(tmp_path: Path) -> None:
+    original = save_clap(tmp_path / "hf", fusion=True)
+    extractor = transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1)
+    extractor.save_pretrained(tmp_path / "hf")
     model = load_transformers(tmp_path / "hf").build()
+    assert model.config.audio.fusion
     save_transformers(model, tmp_path / "back")
     back = transformers.ClapModel.from_pretrained(tmp_path / "back")
-    assert (model.config.audio.fusion, back.config.audio_config.enable_fusion) == (True, True)
-    assert_same(
-        back.state_dict(), {**theirs.state_dict(), "logit_scale_t": theirs.logit_scale_a.detach()}
-    )
-    assert (
-        transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back").truncation == "fusion"
-    )
+    assert back.config.audio_config.enable_fusion
+    logit_scale = original.logit_scale_a.detach()
+    assert_same(back.state_dict(), {**original.state_dict(), "logit_scale_t": logit_scale})
+    extractor = transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back")
+    assert extractor.truncation == "fusion"
 
 
 @pytest.fixture(scope="module")
@@ -134,34 +133,33 @@ SLOW = FRONT_END | {
 
 
 @pytest.mark.parametrize(
-    ("front_end", "fusion"),
+    "front_end",
     [
-        (FRONT_END, False),
-        (FRONT_END | {"frequency_min": 0}, False),
-        (SLOW, False),
-        (FRONT_END | {"truncation": "fusion"}, True),
+        FRONT_END,
+        FRONT_END | {"frequency_min": 0},
+        SLOW,
+        FRONT_END | {"truncation": "fusion"},
     ],
 )
-def test_folders_saved_by_transformers_are_read_with_their_front_end(
-    front_end: dict[str, Any], fusion: bool, tokenizer: Any, tmp_path: Path
+def test_front_end_saved_by_transformers_gives_its_embeddings(
+    front_end: dict[str, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
     extractor = transformers.ClapFeatureExtractor(**front_end)
+    sample_rate = extractor.sampling_rate
     torch.manual_seed(3)
-    sound = torch.randn(extractor.sampling_rate * 2 // 3) / 10
-    inputs = extractor(sound.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+    sound = (torch.randn(sample_rate * 2 // 3) / 10).numpy()
+    inputs = extractor(sound, sampling_rate=sample_rate, return_tensors="pt")
     inputs["is_longer"] = torch.tensor([[False]])
     # transformers 5 saves both in processor_config.json, version 4 saved the second file.
     for saved in (transformers.ClapProcessor(extractor, tokenizer), extractor):
         folder = tmp_path / type(saved).__name__
-        model = save_clap(folder, fusion=fusion)
+        model = save_clap(folder, fusion=front_end["truncation"] == "fusion")
         saved.save_pretrained(folder)
         assert load_preset(str(folder)) == load_weights(folder).config
         with torch.no_grad():
-            theirs = model(**inputs, input_ids=torch.tensor([[0, 2]])).audio_embeds[0]
-        ours = torch.from_numpy(
-            clap_ds.load(folder, device="cpu").embed_audio(sound.numpy(), extractor.sampling_rate)
-        )
-        assert float(ours[0] @ theirs) > 0.999999
+            expected = model(**inputs, input_ids=torch.tensor([[0, 2]])).audio_embeds[0]
+        (vector,) = clap_ds.load(folder, device="cpu").embed_audio(sound, sample_rate)
+        assert float(torch.from_numpy(vector) @ expected) > 0.999999
 
 
 def change_front_end(path: Path, **fields: Any) -> None:
@@ -171,9 +169,7 @@ def change_front_end(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_of_two_front_ends_the_one_that_transformers_prefers_is_read(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_two_front_ends_are_read_in_transformers_order(tokenizer: Any, tmp_path: Path) -> None:
     save_clap(tmp_path)
     transformers.ClapProcessor(
         transformers.ClapFeatureExtractor(**SLOW), tokenizer
@@ -188,7 +184,7 @@ def test_of_two_front_ends_the_one_that_transformers_prefers_is_read(
         (tmp_path / "processor_config.json").write_text('{"processor_class": "ClapProcessor"}')
 
 
-def test_every_field_of_a_front_end_is_mapped_or_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_every_front_end_field_is_mapped_or_rejected(tokenizer: Any, tmp_path: Path) -> None:
     save_clap(tmp_path)
     processor = transformers.ClapProcessor(
         transformers.ClapFeatureExtractor(**FRONT_END), tokenizer
@@ -213,9 +209,10 @@ def test_every_field_of_a_front_end_is_mapped_or_refused(tokenizer: Any, tmp_pat
         try:
             assert load_preset(str(tmp_path)) != config, field
         except ValueError as error:
-            named = "nb_max_samples" if field in ("max_length_s", "sampling_rate") else field
-            named = "nb_frequency_bins" if field == "fft_window_size" else named
-            assert f"{path}: {named} is" in str(error), field  # noqa: PT017
+            # Of dependent fields, the derived one is named.
+            derived = {"max_length_s": "nb_max_samples", "sampling_rate": "nb_max_samples"}
+            derived["fft_window_size"] = "nb_frequency_bins"
+            assert f"{path}: {derived.get(field, field)} is" in str(error), field  # noqa: PT017
     path.write_text(whole)
     change_front_end(
         path, chunk_length_s=10, n_fft=1024, processor_class="ClapProcessor"
@@ -223,7 +220,7 @@ def test_every_field_of_a_front_end_is_mapped_or_refused(tokenizer: Any, tmp_pat
     assert load_preset(str(tmp_path)) == config
 
 
-def test_without_a_front_end_the_assumed_one_is_printed_by_the_first_rank(
+def test_missing_front_end_is_assumed_and_printed_by_the_first_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clap"}))
@@ -262,7 +259,7 @@ WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
+def test_unfit_sizes_and_tensors_are_rejected_and_listed(hf_folder: Path) -> None:
     for path in (hf_folder, hf_folder / "config.json"):
         assert load_preset(str(path)) == load_transformers(hf_folder).config
     state = load_file(hf_folder / "model.safetensors")
@@ -284,7 +281,7 @@ def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
             load_transformers(hf_folder)
 
 
-def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
+def test_own_safetensors_store_any_model_completely(tmp_path: Path) -> None:
     mean = MICRO.model_copy(
         update={"name": "other", "text": MICRO.text.model_copy(update={"pooling": "mean"})}
     )
@@ -298,7 +295,7 @@ def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
         checkpoint.load_into(ClapModel(mean))
 
 
-def test_the_published_layouts_have_configurations() -> None:
+def test_published_layouts_equal_presets() -> None:
     """transformers' defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a
     joint space of 512."""
 

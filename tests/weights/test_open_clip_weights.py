@@ -6,7 +6,6 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,101 +35,88 @@ FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion
         ("htsat_tiny_roberta_base", "e017a8d02a9be1c1"),
     ],
 )
-def test_names_shapes_and_types_are_open_clips(preset: str, digest: str) -> None:
+def test_names_shapes_and_dtypes_equal_open_clips(preset: str, digest: str) -> None:
     with torch.device("meta"):
-        model = ClapModel(load_preset(preset))
-    lines = [
-        f"{name} {tuple(each.shape)} {each.dtype}"
-        for name, each in open_clip_weights.to_open_clip(model).items()
-    ]
+        state = open_clip_weights.to_open_clip(ClapModel(load_preset(preset)))
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
     assert hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16] == digest
 
 
-def test_exported_front_end_is_ours() -> None:
+def test_exported_front_end_computes_the_models_features() -> None:
     """open_clip loads its front end's filters from the file."""
     model = ClapModel(MICRO)
     waveform = torch.randn(1, 48000) / 10
-    parts = {
-        name.rpartition("extractor.")[2]: each
-        for name, each in open_clip_weights.to_open_clip(model).items()
-    }
+    tensors = open_clip_weights.front_end_tensors(MICRO.audio)
     padded = F.pad(waveform, (512, 512), mode="reflect")[:, None]
-    real, imaginary = (
-        F.conv1d(padded, parts[f"stft.conv_{part}.weight"], stride=480) for part in ("real", "imag")
-    )
-    power_BTF = (real.square() + imaginary.square()).transpose(1, 2) @ parts["melW"]
-    torch.testing.assert_close(
-        10 * power_BTF.clamp(min=1e-10).log10(), model.mel(waveform), atol=1e-3, rtol=0
-    )
+    prefix = "spectrogram_extractor.stft.conv"
+    real = F.conv1d(padded, tensors[f"{prefix}_real.weight"], stride=480)
+    imaginary = F.conv1d(padded, tensors[f"{prefix}_imag.weight"], stride=480)
+    power_BTF = (real.square() + imaginary.square()).transpose(1, 2)
+    mel_BTM = (power_BTF @ tensors["logmel_extractor.melW"]).clamp(min=1e-10)
+    torch.testing.assert_close(10 * mel_BTM.log10(), model.mel(waveform), atol=1e-3, rtol=0)
 
 
-def test_sizes_are_in_open_clips_words() -> None:
-    found = open_clip_weights.model_cfg(load_preset("clap_htsat_tiny_roberta_base_fused"), 77)
-    audio = found.pop("audio_cfg")
-    text = found.pop("text_cfg")
-    assert found == {"embed_dim": 512}
-    expected: dict[str, Any] = {
-        "model_name": "tiny",
-        "clip_samples": 480000,
-        "hop_size": 480,
-        "proj_act": "relu",
-    }
-    assert (
-        audio.items() >= (expected | {"enable_fusion": True, "fmin": 50, "class_num": 527}).items()
-    )
-    expected = {
-        "hf_model_name": "roberta-base",
-        "hf_pooler_type": "cls_pooler",
-        "hf_proj_type": "clap_mlp",
-    }
-    assert text.items() >= expected.items()
-    for size in ("tiny", "base", "large"):
-        found = open_clip_weights.model_cfg(load_preset(f"htsat_{size}_roberta_base"), 77)
-        assert found["audio_cfg"]["model_name"] == size
-        assert (found["text_cfg"]["hf_pooler_type"], found["text_cfg"]["hf_proj_type"]) == (
-            "mean_pooler",
-            "mlp",
-        )
-    with pytest.raises(
-        ValueError, match=r"demo .*not HTSAT-tiny.*; its text projection .*; .* no hub_name"
-    ):
+@pytest.mark.parametrize(
+    ("preset", "variant", "projection", "pooler"),
+    [
+        ("clap_htsat_tiny_roberta_base_fused", "tiny", "clap_mlp", "cls_pooler"),
+        ("htsat_tiny_roberta_base", "tiny", "mlp", "mean_pooler"),
+        ("htsat_base_roberta_base", "base", "mlp", "mean_pooler"),
+        ("htsat_large_roberta_base", "large", "mlp", "mean_pooler"),
+    ],
+)
+def test_sizes_have_open_clips_fields(
+    preset: str, variant: str, projection: str, pooler: str
+) -> None:
+    config = load_preset(preset)
+    sizes = open_clip_weights.model_cfg(config, 77)
+    audio = {"model_name": variant, "clip_samples": 480000, "hop_size": 480, "class_num": 527}
+    audio |= {"fmin": 50, "enable_fusion": preset.endswith("fused")}
+    text = {"hf_model_name": "roberta-base", "hf_proj_type": projection, "hf_pooler_type": pooler}
+    assert sizes["embed_dim"] == config.joint_dim
+    assert sizes["audio_cfg"].items() >= audio.items()
+    assert sizes["text_cfg"].items() >= text.items()
+
+
+def test_model_that_open_clip_lacks_is_rejected_with_all_reasons() -> None:
+    reasons = r"demo .*not HTSAT-tiny.*; its text projection .*; .* no hub_name"
+    with pytest.raises(ValueError, match=reasons):
         open_clip_weights.model_cfg(load_preset("demo"), 77)
 
 
 @pytest.mark.parametrize("learns_bias", [False, True])
-def test_an_exported_folder_loads_as_it_was(
+def test_exported_folder_loads_unchanged(
     learns_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        open_clip_weights, "_VARIANTS", {"micro": (MICRO.audio.embed_dim, MICRO.audio.depths)}
-    )
+    variants = {"micro": (MICRO.audio.embed_dim, MICRO.audio.depths)}
+    monkeypatch.setattr(open_clip_weights, "_VARIANTS", variants)
     monkeypatch.setattr(open_clip_weights, "_FIXED", {})
     model = random_model(NAMED, learns_bias=learns_bias)
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(["a dog barks"] * 20, tokenizer, vocab_size=300)
     settings = {"clap": {"context_length": 12}}
-    train_tokenizer(["a dog barks"] * 20, tokenizer := tmp_path / "tokenizer", vocab_size=300)
     path = checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer, settings=settings)
-    export.main([str(path), str(tmp_path / "out"), "--format", "open_clip"])
-    sizes = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["model_cfg"]
+    folder = tmp_path / "out"
+    export.main([str(path), str(folder), "--format", "open_clip"])
+    sizes = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]
     assert (sizes["text_cfg"]["context_length"], "init_logit_bias" in sizes) == (12, learns_bias)
-    file = tmp_path / "out" / "open_clip_model.safetensors"
+    # As open_clip's training saves it.
     state = open_clip_weights.to_open_clip(model)
-    metadata = {"epoch": 3, "optimizer": {}}
     assert state["logit_scale"].shape == ()
-    torch.save(
-        {**metadata, "state_dict": {f"module.{name}": each for name, each in state.items()}},
-        tmp_path / "epoch_3.pt",
-    )
-    for source in (tmp_path / "out", file, tmp_path / "epoch_3.pt"):
-        found = load_weights(source)
-        assert (found.config, found.loss_kind) == (MICRO, "sigmoid" if learns_bias else "softmax")
-        assert found.tokenizer == (str(source) if source.is_dir() else None)
-        assert found.longest_caption == (
-            12 if source.is_dir() else 64
-        )  # of 64 positions; LAION's 77 are more
-        own = model.state_dict()
-        assert found.state.keys() == own.keys() - {"logit_scale_text"}
-        assert all(torch.equal(each, own[name]) for name, each in found.state.items())
-        found.build(learns_bias=False)
+    parallel = {f"module.{name}": tensor for name, tensor in state.items()}
+    content = {"epoch": 3, "optimizer": {}, "state_dict": parallel}
+    torch.save(content, tmp_path / "epoch_3.pt")
+    expected = model.state_dict()
+    for source in (folder, folder / open_clip_weights.WEIGHTS, tmp_path / "epoch_3.pt"):
+        loaded = load_weights(source)
+        assert (loaded.config, loaded.loss_kind) == (MICRO, "sigmoid" if learns_bias else "softmax")
+        # Only the folder has a tokenizer and a length. LAION's 77 are more than 64 positions.
+        tokenizer_and_length = (str(source), 12) if source == folder else (None, 64)
+        assert (loaded.tokenizer, loaded.longest_caption) == tokenizer_and_length
+        assert loaded.state.keys() == expected.keys() - {"logit_scale_text"}
+        for name, tensor in loaded.state.items():
+            assert torch.equal(tensor, expected[name]), name
+        loaded.build(learns_bias=False)
 
 
 @pytest.mark.parametrize("config", [MICRO, FUSED], ids=["plain", "with fusion"])
@@ -138,24 +124,27 @@ def test_htsats_own_weights_start_an_audio_tower(
     config: ClapConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = random_model()
-    started = ClapModel(config)
-    theirs = {
-        name.replace("audio.encoder.", "sed_model."): t
-        for name, t in open_clip_weights.to_open_clip(source).items()
-    }
+    htsat = {}
+    for name, tensor in open_clip_weights.to_open_clip(source).items():
+        if name.startswith("audio.encoder."):
+            htsat[name.replace("audio.encoder.", "sed_model.")] = tensor
+    # Its training pickles an object of a package that isn't installed.
     lightning = types.ModuleType("pytorch_lightning")
     lightning.ModelCheckpoint = type("ModelCheckpoint", (), {"__module__": lightning.__name__})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, lightning.__name__, lightning)
-    content = {name: tensor for name, tensor in theirs.items() if name.startswith("sed_model.")}
     callbacks = {lightning.ModelCheckpoint: {"best": 0.4}}
-    torch.save({"callbacks": callbacks, "state_dict": content}, tmp_path / "htsat.ckpt")
-    before = {name: tensor.clone() for name, tensor in started.state_dict().items()}
-    found = load_weights(tmp_path / "htsat.ckpt", config)
-    found.load_into(started)
-    for name, tensor in started.state_dict().items():
-        new = name.startswith("audio.") and "fusion_model" not in name and "mel_conv2d" not in name
-        assert torch.equal(tensor, (source.state_dict() if new else before)[name]), name
+    path = tmp_path / "htsat.ckpt"
+    torch.save({"callbacks": callbacks, "state_dict": htsat}, path)
+    model = ClapModel(config)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    load_weights(path, config).load_into(model)
+    for name, tensor in model.state_dict().items():
+        is_loaded = name.startswith("audio.")
+        if "fusion_model" in name or "mel_conv2d" in name:
+            is_loaded = False
+        expected = source.state_dict() if is_loaded else initial
+        assert torch.equal(tensor, expected[name]), name
     with pytest.raises(ValueError, match=r"htsat\.ckpt contains only an audio tower"):
-        load_weights(tmp_path / "htsat.ckpt").build()
+        load_weights(path).build()
     with pytest.raises(ValueError, match=r"doesn't fit.*different shape"):
-        load_weights(tmp_path / "htsat.ckpt", load_preset("htsat_tiny_roberta_base"))
+        load_weights(path, load_preset("htsat_tiny_roberta_base"))
