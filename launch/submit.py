@@ -71,7 +71,7 @@ def print_submission(jobs: Jobs, job: Job, request: Request) -> None:
         nodes += f", {request.spare_nodes} of them spare"
     ranks = count_of(request.gpus, "rank")
     limit = request.time_limit(job.nodes)
-    log = jobs.log(job)
+    log = jobs.log_path(job)
     print(f"""\
 submitted job {job.slurm_id}: {nodes}, {ranks} per node, {limit}
 folder: {jobs.folder}

@@ -84,7 +84,7 @@ def start(arguments: argparse.Namespace) -> None:
         raise UserError(message) from None
     print(f"sweep: {folder}")
     if arguments.dry_run:
-        for path in dict.fromkeys(map(sweep.script, sweep.jobs)):
+        for path in dict.fromkeys(map(sweep.script_path, sweep.jobs)):
             print(f"\n# {path}\n{path.read_text()}", end="")
     else:
         submit(sweep, sweep.jobs, *request.submission_options)

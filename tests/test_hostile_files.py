@@ -32,7 +32,7 @@ from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watchdog
 from clap_ds.inference.vectors import read_table
 from clap_ds.launch import slurm_hostfile
-from clap_ds.launch.attempt import summary_of
+from clap_ds.launch.attempt import read_summary
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory, start_log
@@ -101,7 +101,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "step-00000001/state.safetensors": lambda path: RemoteFolder(
         str(path.parents[1])
     ).download_newest(path.parents[1] / "new", {}),
-    "run_directory": lambda path: summary_of(path.parent),
+    "run_directory": lambda path: read_summary(path.parent),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clap_ds.distributed.error_file import IMPORT, RankError
-from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors, outcome_of
+from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors, determine_outcome
 
 HOSTS = ["n1", "n1", "n2", "n2"]  # of each rank
 LOST_PEER = ("lost_peer", "closed by peer")
@@ -26,7 +26,7 @@ Outcome = Callable[..., AttemptOutcome]
 
 @pytest.fixture
 def outcome(tmp_path: Path) -> Outcome:
-    """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of
+    """Call `determine_outcome` for a run with this summary (None: no run) and errors by rank, in order of
     time."""
 
     def outcome(
@@ -47,7 +47,7 @@ def outcome(tmp_path: Path) -> Outcome:
             (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(error)))
         launcher = LauncherErrors(HOSTS)
         launcher.read(launcher_output)
-        return outcome_of(code, tmp_path, HOSTS, stopped, down or {}, launcher)
+        return determine_outcome(code, tmp_path, HOSTS, stopped, down or {}, launcher)
 
     return outcome
 
