@@ -26,8 +26,8 @@ Outcome = Callable[..., AttemptOutcome]
 
 @pytest.fixture
 def outcome(tmp_path: Path) -> Outcome:
-    """Call `determine_outcome` for a run with this summary (None: no run) and errors by rank, in order of
-    time."""
+    """Call `determine_outcome` for a run with this summary (None: no run) and errors by rank, in
+    order of time."""
 
     def outcome(
         code: int,
@@ -125,7 +125,7 @@ def test_launchers_first_error_outweighs_ranks_that_were_stopped(outcome: Outcom
     assert result.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
 
 
-def test_stopped_rank_is_named_and_its_host_is_asked_for(outcome: Outcome) -> None:
+def test_stopped_rank_is_named_and_slurm_is_asked_for_hosts(outcome: Outcome) -> None:
     """The host may be going down, so that SLURM is asked."""
     summary = {"state": "terminated", "error": "stopped by SIGTERM"}
     result = outcome(143, summary, {2: STOPPED, 0: LOST_PEER})

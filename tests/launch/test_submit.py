@@ -25,8 +25,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def submit(folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> Submit:
-    """Submit a micro run: `submit(*options, code=2, profile={…}, clap={…})` checks the exit code, and
-    returns the output, or the errors if it isn't 0."""
+    """Submit a micro run: `submit(*options, code=2, profile={…}, clap={…})` checks the exit code,
+    and returns the output, or the errors if it isn't 0."""
 
     def submit(
         *options: str, code: int = 0, profile: dict[str, Any] | None = None, **changes: Any
@@ -97,7 +97,7 @@ REFUSED_PARTITION = "invalid partition specified: gpuu"
         ({}, "--set clap.output=3", "", "clap.output is 3"),
     ],
 )
-def test_job_that_cannot_run_is_rejected_before_it_is_queued(
+def test_job_that_cannot_run_is_rejected_before_queueing(
     submit: Submit,
     folder: Path,
     slurm: FakeSlurm,

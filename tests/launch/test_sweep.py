@@ -53,8 +53,8 @@ Call = Callable[..., str]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Call a subcommand: `call("resume", folder, *options, code=2)` checks the exit code, and returns
-    the output, or the errors if it isn't 0."""
+    """Call a subcommand: `call("resume", folder, *options, code=2)` checks the exit code, and
+    returns the output, or the errors if it isn't 0."""
 
     def call(name: str, folder: Path, *options: str, code: int = 0) -> str:
         capsys.readouterr()
@@ -202,7 +202,7 @@ def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("recorded", "state"), [("completed", "completed"), ("running", "failed")])
-def test_state_of_a_job_whose_supervisor_was_killed_is_its_runs(
+def test_job_of_a_killed_supervisor_has_the_state_of_its_run(
     tmp_path: Path, slurm: FakeSlurm, call: Call, recorded: str, state: str
 ) -> None:
     folder = _start(tmp_path)
