@@ -69,7 +69,7 @@ class AttemptOutcome:
         return self.kind == STOPPED or (self.state == "failed" and self.kind in UNCLEAR_KINDS)
 
 
-def run_directory_of(folder: Path) -> RunDirectory | None:
+def find_run_directory(folder: Path) -> RunDirectory | None:
     """Return the run directory of an attempt's folder, or None if rank 0 has not created one."""
     path = folder / "run_directory"
     if not path.is_file():
@@ -77,22 +77,22 @@ def run_directory_of(folder: Path) -> RunDirectory | None:
     return RunDirectory(Path(read_bytes(path).decode().strip()))
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
     """Return the summary of an attempt's run; empty if there is none."""
     with suppress(OSError, ValueError):
-        run = run_directory_of(folder)
+        run = find_run_directory(folder)
         if run is not None:
             return {**run.summary()}
     return {}
 
 
-def lost(hosts: dict[str, str], code: int) -> AttemptOutcome:
+def describe_lost_hosts(hosts: dict[str, str], code: int) -> AttemptOutcome:
     """Return the outcome of losing hosts, given why each is considered lost."""
     reasons = "; ".join(f"{host}: {reason}" for host, reason in hosts.items())
     return AttemptOutcome("failed", f"lost {reasons}", code or 1, [*hosts])
 
 
-def outcome_of(
+def determine_outcome(
     code: int,
     folder: Path,
     hosts: Sequence[str],
@@ -110,14 +110,14 @@ def outcome_of(
         down: hosts that SLURM considers down, with their SLURM states.
         launcher: what the launcher printed.
     """
-    run = run_directory_of(folder)
-    summary = summary_of(folder)
+    run = find_run_directory(folder)
+    summary = read_summary(folder)
     state = summary.get("state")
     if code == 0 and state == "completed" and stopped is None:
         return AttemptOutcome("completed", "", 0)
     # Errors of ranks are consequences of a lost host.
     if down:
-        return lost(down, code)
+        return describe_lost_hosts(down, code)
     # Shells report the end by signal N as 128 + N.
     if state == "timeout" or signal.SIGUSR1 in (stopped, code - 128):
         return _timed_out(summary)

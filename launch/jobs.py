@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from clap_ds.config.arguments import read_config, with_field
 from clap_ds.config.batch_sizes import GLOBAL_BATCH, BatchSizes
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import summary_of
+from clap_ds.launch.attempt import read_summary
 from clap_ds.launch.cluster_profile import (
     ATTEMPTS,
     PROFILE,
@@ -129,11 +129,11 @@ class Jobs:
         content = {"array": self.array, "jobs": [asdict(job) for job in self.jobs]}
         write_object(self.folder / SUBMISSION, content)
 
-    def script(self, job: Job) -> Path:
+    def script_path(self, job: Job) -> Path:
         """Return the path of a job's script."""
         return self.folder / f"{'array' if self.array else job.name}.sbatch"
 
-    def log(self, job: Job) -> Path:
+    def log_path(self, job: Job) -> Path:
         """Return the path of a job's log."""
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
@@ -182,7 +182,7 @@ class Jobs:
                 f"{log_folder}/{log_name}",
                 [self.folder / task.folder for task in jobs],
             )
-            write_atomically(self.script(job), text)
+            write_atomically(self.script_path(job), text)
 
     def _split_into_submissions(self, jobs: list[Job]) -> list[list[Job]]:
         """Return the jobs that are submitted at once, as a list for each submission."""
@@ -194,7 +194,7 @@ class Jobs:
         """Check the script of each number of nodes with more options of sbatch, and print what may
         keep jobs waiting."""
         # Scripts of equally many nodes differ only in names.
-        scripts = {job.nodes: self.script(job) for job in jobs}
+        scripts = {job.nodes: self.script_path(job) for job in jobs}
         notes: dict[str, None] = {}
         for path in scripts.values():
             notes |= dict.fromkeys(check_script(path, options))
@@ -213,7 +213,7 @@ class Jobs:
             tasks = [str(self.jobs.index(job)) for job in submission]
             array_options = [f"--array={','.join(tasks)}"] if self.array else []
             try:
-                number = slurm.submit(self.script(submission[0]), *array_options, *options)
+                number = slurm.submit(self.script_path(submission[0]), *array_options, *options)
             except KeyboardInterrupt:
                 status_command = f"clap-ds sweep status {self.folder}"
                 message = (
@@ -294,7 +294,7 @@ def read_status(
         # The supervisor was killed, but the run may have recorded its own end.
         attempts = (folder / "attempts").glob("*")
         last = max(attempts, key=lambda attempt: attempt.lstat().st_mtime, default=folder)
-        summary = summary_of(last)
+        summary = read_summary(last)
         state = str(summary.get("state") or state)
         error = str(summary.get("error") or error)
     if state != "running":

@@ -28,7 +28,7 @@ from clap_ds.check_runs import PACKAGES
 from clap_ds.config.arguments import make_parser
 from clap_ds.distributed.hostfile import list_rank_hosts, slots_from_slurm
 from clap_ds.distributed.software import Versions, merge_findings, odd_hosts
-from clap_ds.launch.attempt import LauncherErrors, outcome_of
+from clap_ds.launch.attempt import LauncherErrors, determine_outcome
 from clap_ds.launch.cluster_profile import ClusterProfile, add_cluster, load_profile
 from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
 from clap_ds.utils.errors import exit_code_of
@@ -86,18 +86,18 @@ def evaluate(slots: Mapping[str, int], code: int, folder: Path) -> tuple[list[st
     """Return lines of problems, and lines that describe the hosts, from what the launcher and its
     ranks left in the folder."""
     reports = [read_object(path) for path in sorted(folder.glob(REPORTS))]
-    hosts = describe_hosts(reports)
-    problems = odd_hosts(hosts)
+    versions_by_host = describe_hosts(reports)
+    problems = odd_hosts(versions_by_host)
     for report in reports:
         problems += [(report["host"], fault) for fault in report["faults"]]
     lines = []
-    for host, versions in hosts.items():
+    for host, versions in versions_by_host.items():
         revision = versions.get("commit") or versions.get("code")
         torch = versions.get("torch")
         lines.append(f"{host}  GPUs {versions['GPUs']}, torch {torch}, code {revision}")
     # If no host reported, SLURM's reason below is that of all.
-    if hosts:
-        silent = [host for host in slots if host not in hosts]
+    if versions_by_host:
+        silent = [host for host in slots if host not in versions_by_host]
         problems += [(host, "unreachable, or starts no rank") for host in silent]
     if (folder / "measured.json").exists():
         measured = read_object(folder / "measured.json")
@@ -111,7 +111,7 @@ def evaluate(slots: Mapping[str, int], code: int, folder: Path) -> tuple[list[st
     else:
         launcher_errors = LauncherErrors(slots)
         launcher_errors.read(read_bytes(folder / "output") + b"\n")
-        outcome = outcome_of(code, folder, list_rank_hosts(slots), None, {}, launcher_errors)
+        outcome = determine_outcome(code, folder, list_rank_hosts(slots), None, {}, launcher_errors)
         problems.append(("the ranks failed", outcome.error))
     return [f"problem: {finding}" for finding in merge_findings(problems)], lines
 

@@ -26,7 +26,9 @@ _OPTIONS = {
     "-t --time TIME": "set SLURM's time limit (default: the cluster profile's; for training a day)",
     "-x --exclude HOSTS": "avoid these hosts, in SLURM's notation",
     "-A --account NAME": "charge this account (default: the cluster profile's)",
-    "-p --partition NAME": "use this partition, or one of several with commas (default: the cluster profile's)",
+    "-p --partition NAME": (
+        "use this partition, or one of several with commas (default: the cluster profile's)"
+    ),
     "-q --qos NAME": "request this quality of service",
     "-C --constraint LIST": "use nodes with these features",
     "--reservation NAME": "use nodes of this reservation",

@@ -21,15 +21,15 @@ from clap_ds.utils.errors import UserError, did_you_mean
 COMMANDS = ("srun", "sinfo", "squeue", "scontrol", "scancel")
 PENDING_STATES = ("PENDING", "CONFIGURING", "REQUEUED")
 TERMINAL_STATES = (
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
-    "TIMEOUT",
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "REVOKED", "TIMEOUT",
 )  # fmt: skip
 """States of jobs that have ended; the list of other states is longer."""
 TRIES = 3
 RETRY_PAUSE_S = 3.0
 PROBE_LIMIT_S = 60.0
-# Without accounting, SLURM accepts no change of a job that lost a node until its last process, which
-# may be this one, has ended: another job tries until then. SLURM changes no job that runs.
+# Without accounting, SLURM accepts no change of a job that lost a node until its last process,
+# which may be this one, has ended: another job tries until then. SLURM changes no job that runs.
 UPDATE = """scontrol update "$@" 2>/dev/null || sbatch --quiet --job-name=clap-update-$SLURM_JOB_ID --ntasks=1 --time=5 \\
         --output=/dev/null ${SLURM_JOB_PARTITION:+--partition=$SLURM_JOB_PARTITION} \\
         ${SLURM_JOB_ACCOUNT:+--account=$SLURM_JOB_ACCOUNT} ${SLURM_JOB_QOS:+--qos=$SLURM_JOB_QOS} \\
@@ -53,8 +53,10 @@ def run_slurm(command: Sequence[str], tries: int = TRIES) -> str:
             # A new session: Ctrl-C must not interrupt the command.
             done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         except FileNotFoundError:
-            remedy = "run this on a login node of a SLURM cluster; without SLURM, use `deepspeed --hostfile`"
-            raise UserError(f"{command[0]} not found: {remedy}") from None
+            remedy = "run this on a login node of a SLURM cluster"
+            without_slurm = "without SLURM, use `deepspeed --hostfile`"
+            problem = f"{command[0]} not found: {remedy}; {without_slurm}"
+            raise UserError(problem) from None
         if done.returncode == 0:
             return done.stdout
     problem = f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}"

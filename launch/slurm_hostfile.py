@@ -1,9 +1,9 @@
 """Write a DeepSpeed hostfile from SLURM's environment, a node list, or a node file of PBS or LSF.
 
 Examples:
-    clap-ds hostfile --output H                                 inside an allocation
-    clap-ds hostfile --nodefile "$PBS_NODEFILE" --output H      in a job of PBS; LSF: "$LSB_DJOB_HOSTFILE"
-    python launch/slurm_hostfile.py --nodelist 'n[01-04]' --slots 4     even if clap-ds is not installed
+    clap-ds hostfile --output H                              inside an allocation
+    clap-ds hostfile --nodefile "$PBS_NODEFILE" --output H   in a job of PBS; LSF: "$LSB_DJOB_HOSTFILE"
+    python launch/slurm_hostfile.py --nodelist 'n[01-04]' --slots 4    even without an installation
 """
 
 import os
@@ -34,7 +34,8 @@ def write(
         hosts = counts if slots is None else dict.fromkeys(counts, slots)
     elif nodelist is None and not os.environ.get("SLURM_JOB_NODELIST"):
         raise ValueError(
-            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots, or --nodefile"
+            "SLURM_JOB_NODELIST is not set: run inside an allocation,"
+            " or pass --nodelist and --slots, or --nodefile"
         )
     elif nodelist is None:
         hosts = slots_from_slurm(os.environ, slots)

@@ -2,7 +2,7 @@
 
 Examples:
     clap-ds submit --cluster mine --nodes 2 --config htsat_tiny
-    clap-ds submit --cluster mine --nodes 8 --config my_run.json --train --auto_requeue --spare_nodes 1
+    clap-ds submit --cluster mine --nodes 8 --config my_run.json --train --spare_nodes 1
     clap-ds submit --cluster mine --config my_run.json --train -- --restart
 """
 
@@ -71,7 +71,7 @@ def print_submission(jobs: Jobs, job: Job, request: Request) -> None:
         nodes += f", {request.spare_nodes} of them spare"
     ranks = count_of(request.gpus, "rank")
     limit = request.time_limit(job.nodes)
-    log = jobs.log(job)
+    log = jobs.log_path(job)
     print(f"""\
 submitted job {job.slurm_id}: {nodes}, {ranks} per node, {limit}
 folder: {jobs.folder}
@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config(parser)
     add_request(parser)
     add("--nodes", type=whole_number(), default=1, metavar="N", help="set the number of nodes")
-    name_help = "name the run, and the job's folder after it; training with the same name resumes (default: the run's)"
+    name_help = (
+        "name the run, and the job's folder after it;"
+        " training with the same name resumes (default: the run's)"
+    )
     add("--job_name", metavar="NAME", help=name_help)
     add("--parsable", action="store_true", help="print only the job's id to standard output")
     arguments = parser.parse_args(argv)

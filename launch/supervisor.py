@@ -37,10 +37,10 @@ from clap_ds.launch import slurm
 from clap_ds.launch.attempt import (
     AttemptOutcome,
     LauncherErrors,
-    lost,
-    outcome_of,
-    run_directory_of,
-    summary_of,
+    describe_lost_hosts,
+    determine_outcome,
+    find_run_directory,
+    read_summary,
 )
 from clap_ds.launch.cluster_profile import ATTEMPTS, PROFILE, ClusterProfile, job_file
 from clap_ds.launch.launchers import environment, launch_command, prepare_attempt
@@ -138,10 +138,10 @@ class RunningJob:
         down = slurm.find_lost_nodes(last["hosts"]) or dict.fromkeys(last["at_fault"], "down")
         folder = self._attempt_folder()
         self.record_outcome(
-            outcome_of(1, folder, last["hosts"], signal.SIGTERM, down, self.launcher_errors)
+            determine_outcome(1, folder, last["hosts"], signal.SIGTERM, down, self.launcher_errors)
         )
 
-    def excluded(self) -> list[str]:
+    def find_excluded_hosts(self) -> list[str]:
         """Return the hosts that are blamed for failed attempts."""
         hosts: dict[str, None] = {}
         for attempt in self.attempts:
@@ -150,7 +150,7 @@ class RunningJob:
 
     def choose_hosts(self) -> dict[str, int]:
         """Return the hosts of the next attempt; empty if too few are left."""
-        excluded = self.excluded()
+        excluded = self.find_excluded_hosts()
         hosts = [host for host in self.slots if host not in excluded]
         is_new_start = all(attempt["start"] != self.start for attempt in self.attempts)
         if len(hosts) < self.num_hosts and is_new_start:
@@ -193,7 +193,7 @@ class RunningJob:
         if outcome.is_unclear:
             silent = slurm.find_silent_nodes([*hosts])
             if silent:
-                outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
+                outcome = describe_lost_hosts(dict.fromkeys(silent, "srun can't reach it"), code)
         return self.record_outcome(outcome)
 
     def _wait(self, launcher: subprocess.Popen[bytes], copying: threading.Thread, step: str) -> int:
@@ -209,7 +209,7 @@ class RunningJob:
                 slurm.signal_step(self.job, step, self.stop_signal)
                 # SLURM may not wait until the ranks have ended.
                 self.record_expected(self._determine_outcome(128 + self.stop_signal))
-            state = summary_of(self._attempt_folder()).get("state")
+            state = read_summary(self._attempt_folder()).get("state")
             if state not in (None, "running") and not has_run_ended:
                 has_run_ended = True
                 kill_at = min(kill_at, time.monotonic() + EXIT_LIMIT_S)
@@ -228,7 +228,9 @@ class RunningJob:
         down = {} if self.stop_signal == signal.SIGUSR1 else slurm.find_lost_nodes(hosts)
         host_of_rank = list_rank_hosts({host: self.slots.get(host, 1) for host in hosts})
         folder = self._attempt_folder()
-        return outcome_of(code, folder, host_of_rank, self.stop_signal, down, self.launcher_errors)
+        return determine_outcome(
+            code, folder, host_of_rank, self.stop_signal, down, self.launcher_errors
+        )
 
     def begin_attempt(self, hosts: dict[str, int]) -> None:
         """Record an attempt as running."""
@@ -261,14 +263,14 @@ class RunningJob:
         self.attempts[-1]["finished"] = _now()
         self.record_expected(outcome)
         # Ranks that were killed could not record how their run ended.
-        run = run_directory_of(self._attempt_folder())
+        run = find_run_directory(self._attempt_folder())
         if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
             run.update_summary(state=outcome.state, error=outcome.error or None, finished=_now())
         return outcome
 
     def record_expected(self, outcome: AttemptOutcome) -> None:
         """Record an outcome of the last attempt, which may still run."""
-        checkpoints = summary_of(self._attempt_folder()).get("checkpoints") or []
+        checkpoints = read_summary(self._attempt_folder()).get("checkpoints") or []
         saved = any(checkpoint.get("saved") for checkpoint in checkpoints)
         self.attempts[-1].update(asdict(outcome), saved=saved)
         self._write_record(error=outcome.error)
@@ -278,7 +280,7 @@ class RunningJob:
         code."""
         requeues = self.should_requeue(outcome)
         self.attempts[-1]["requeued"] = requeues
-        run = run_directory_of(self._attempt_folder())
+        run = find_run_directory(self._attempt_folder())
         run_path = str(run.path) if run else None
         self._write_record(**asdict(outcome), finished=_now(), run_directory=run_path)
         if outcome.error:
@@ -286,7 +288,7 @@ class RunningJob:
         if requeues:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
-            excluded = self.excluded()
+            excluded = self.find_excluded_hosts()
             hint = f" without {', '.join(excluded)}" if excluded else ""
             _report(f"requeueing this job{hint}")
             problem = slurm.requeue(self.start, excluded, self.requeue_changes)

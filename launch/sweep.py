@@ -3,7 +3,7 @@ missing ones.
 
 Examples:
     clap-ds sweep --cluster mine --config htsat_tiny --nodes 1 2 4 8 --repeats 3 --dry_run
-    clap-ds sweep --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
+    clap-ds sweep --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 --array
     clap-ds sweep status runs/sweeps/htsat_tiny-…           show the jobs' states
     clap-ds sweep resume runs/sweeps/htsat_tiny-…           resubmit missing jobs
 """
@@ -84,7 +84,7 @@ def start(arguments: argparse.Namespace) -> None:
         raise UserError(message) from None
     print(f"sweep: {folder}")
     if arguments.dry_run:
-        for path in dict.fromkeys(map(sweep.script, sweep.jobs)):
+        for path in dict.fromkeys(map(sweep.script_path, sweep.jobs)):
             print(f"\n# {path}\n{path.read_text()}", end="")
     else:
         submit(sweep, sweep.jobs, *request.submission_options)

@@ -36,7 +36,7 @@ from clap_ds.distributed.watchdog import Watchdog
 from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.inference.vectors import read_table
 from clap_ds.launch import slurm_hostfile
-from clap_ds.launch.attempt import summary_of
+from clap_ds.launch.attempt import read_summary
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory, start_log
@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": lambda path: read_record(path.parent),
     "run.log": lambda path: read_runs([path], given(nodes=1, gpus=1)),
     "table.csv": lambda path: read_runs([path], given()),
-    "run_directory": lambda path: summary_of(path.parent),
+    "run_directory": lambda path: read_summary(path.parent),
     # shards, and what they are built from
     "manifest.json": lambda path: read_manifest(str(path.parent)),
     "shard.tar": lambda path: list(list_items(str(path), print)),

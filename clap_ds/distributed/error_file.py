@@ -20,8 +20,8 @@ from clap_ds.utils.errors import CollectiveUserError
 from clap_ds.utils.files import own_folder, read_json, write_atomically
 from clap_ds.utils.redaction import redacted_all
 
-# Kinds of error. Ranks can't record that they were killed. `KILLED` is also the fault of an error if
-# a data worker was killed.
+# Kinds of error. Ranks can't record that they were killed. `KILLED` is also the fault of an error
+# if a data worker was killed.
 USER = "user"
 ERROR = "error"
 OUT_OF_MEMORY = "out_of_memory"
@@ -47,8 +47,8 @@ _HOST_ERRNOS = (
     errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN,
 )  # fmt: skip
 # CUDA's error codes that a call or kernel causes on any host: cudaErrorInvalidValue,
-# MemoryAllocation, InvalidConfiguration, InvalidDeviceFunction, IllegalAddress, LaunchOutOfResources,
-# Assert, MisalignedAddress, InvalidAddressSpace.
+# MemoryAllocation, InvalidConfiguration, InvalidDeviceFunction, IllegalAddress,
+# LaunchOutOfResources, Assert, MisalignedAddress, InvalidAddressSpace.
 _CALL_CODES = (1, 2, 9, 98, 700, 701, 710, 716, 717)
 # The same in texts of cuBLAS and NCCL, which have no codes.
 _CALL = re.compile(

@@ -36,7 +36,9 @@ def describe_differences(by_rank: Sequence[tuple[str, Versions | None]]) -> str:
 def odd_hosts(hosts: Mapping[str, Versions]) -> Findings:
     """Return what a host lacks, or has in another version than most hosts."""
     findings = []
-    names = dict.fromkeys(name for versions in hosts.values() for name in versions)
+    names: dict[str, None] = {}
+    for versions in hosts.values():
+        names |= dict.fromkeys(versions)
     usual = {}
     for name in names:
         counts = Counter(versions.get(name) for versions in hosts.values())

@@ -106,7 +106,7 @@ class Watchdog:
         self._run = run_directory
         self.begin(STARTING)
         faulthandler.enable(self._file)
-        # Python writes each signal's number to the pipe, even while the main thread is in a library.
+        # Python writes each signal's number to the pipe, even if the main thread is in a library.
         self._signal_pipe, sender = os.pipe()
         os.set_blocking(sender, False)
         self._previous_wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)

@@ -2,7 +2,8 @@
 
     preflight_rank.py --job_folder FOLDER PACKAGE…
 
-Writes `rank-0000N.json` before importing anything that a host may lack, and on rank 0 `measured.json`.
+Writes `rank-0000N.json` before importing anything that a host may lack, and on rank 0
+`measured.json`.
 """
 
 from __future__ import annotations

@@ -187,39 +187,59 @@ class SlurmCluster:
     # --- start
 
     def _write_files(self) -> None:
-        folder = self.folder
         for name in ("log", "state", "dev", "ssh", *(f"spool/{host}" for host in self.nodes)):
-            (folder / name).mkdir(parents=True)
-        (folder / "ssh").chmod(0o700)
-        (folder / "munge.key").write_bytes(os.urandom(128))
-        (folder / "munge.key").chmod(0o600)
-        for key in ("user", "host"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "ssh" / key)],
-                check=True,
-            )
-        shutil.copy(folder / "ssh" / "user.pub", folder / "ssh" / "authorized_keys")
+            (self.folder / name).mkdir(parents=True)
+        self._make_keys()
         for number in range(GPUS):
             # SLURM counts and assigns this null-like character device as a GPU.
-            os.mknod(folder / "dev" / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        sshd = f"HostKey {folder}/ssh/host;AuthorizedKeysFile {folder}/ssh/authorized_keys;StrictModes no;UsePAM no;"
-        sshd += (
-            "PermitRootLogin prohibit-password;PasswordAuthentication no;UseDNS no;MaxStartups 100"
+            path = self.folder / "dev" / f"gpu{number}"
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        hosts = ["127.0.0.1 localhost"]
+        hosts += [f"{address} {host}" for host, address in self._addresses.items()]
+        gpus = f"Name=gpu File={self.folder}/dev/gpu[0-{GPUS - 1}]"
+        self._write("hosts", hosts)
+        self._write("slurm.conf", self._slurm_conf().split(";"))
+        self._write("gres.conf", [f"NodeName={','.join(self.nodes)} {gpus}"])
+        plugin = ["CgroupPlugin=cgroup/v1"] if CGROUPS.is_dir() else []
+        self._write("cgroup.conf", ["CgroupAutomount=no", *plugin])
+        self._write(
+            "sshd_config",
+            [
+                f"HostKey {self.folder}/ssh/host",
+                f"AuthorizedKeysFile {self.folder}/ssh/authorized_keys",
+                "StrictModes no",
+                "UsePAM no",
+                "PermitRootLogin prohibit-password",
+                "PasswordAuthentication no",
+                "UseDNS no",
+                "MaxStartups 100",
+            ],
         )
-        ssh = f"IdentityFile {folder}/ssh/user;StrictHostKeyChecking no;UserKnownHostsFile /dev/null;LogLevel ERROR"
-        texts = {
-            "hosts": ";".join(
-                ["127.0.0.1 localhost", *(f"{at} {host}" for host, at in self._addresses.items())]
-            ),
-            "slurm.conf": self._slurm_conf(),
-            "gres.conf": f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]",
-            "cgroup.conf": "CgroupAutomount=no"
-            + (";CgroupPlugin=cgroup/v1" if CGROUPS.is_dir() else ""),
-            "sshd_config": sshd,
-            "ssh_config": f"Host *;{ssh}",
-        }
-        for name, text in texts.items():
-            (folder / name).write_text(text.replace(";", "\n") + "\n")
+        self._write(
+            "ssh_config",
+            [
+                "Host *",
+                f"IdentityFile {self.folder}/ssh/user",
+                "StrictHostKeyChecking no",
+                "UserKnownHostsFile /dev/null",
+                "LogLevel ERROR",
+            ],
+        )
+
+    def _write(self, name: str, lines: list[str]) -> None:
+        (self.folder / name).write_text("\n".join(lines) + "\n")
+
+    def _make_keys(self) -> None:
+        """Make the keys of munge and ssh. Others must not read them."""
+        munge_key = self.folder / "munge.key"
+        munge_key.write_bytes(os.urandom(128))
+        munge_key.chmod(0o600)
+        ssh = self.folder / "ssh"
+        ssh.chmod(0o700)
+        for name in ("user", "host"):
+            keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / name)]
+            subprocess.run(keygen, check=True)
+        shutil.copy(ssh / "user.pub", ssh / "authorized_keys")
 
     def _slurm_conf(self) -> str:
         folder = self.folder

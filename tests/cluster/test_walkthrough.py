@@ -57,7 +57,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_line_prints_what_the_page_shows(cluster: SlurmCluster, checkout: Path) -> None:
+def test_every_line_prints_the_output_of_the_page(cluster: SlurmCluster, checkout: Path) -> None:
     cluster.wait_until_idle()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = ["env", f"PATH={path}", f"PYTHONPATH={checkout}"]

@@ -1,7 +1,5 @@
-"""The root cause from the files of ranks: those at fault and those only affected.
-
-Collectives that ranks have started and completed, as torch records them.
-"""
+"""The root cause from the files of ranks, those at fault and those only affected, and from the
+collectives that torch records."""
 
 import json
 import os

@@ -116,7 +116,7 @@ def test_signal_is_recorded_while_the_main_thread_is_in_a_library(tmp_path: Path
 
 @pytest.fixture
 def limits_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Watch this process. Return a list to which each limit until the next sign of life is added."""
+    """Watch this process, and return a list of all limits until the next sign of life."""
     limits_s: list[float] = []
     record = lambda limit_s, file: limits_s.append(limit_s)  # noqa: E731
     monkeypatch.setattr(faulthandler, "dump_traceback_later", record)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clap_ds.distributed.error_file import IMPORT, RankError
-from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors, outcome_of
+from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors, determine_outcome
 
 HOSTS = ["n1", "n1", "n2", "n2"]  # of each rank
 LOST_PEER = ("lost_peer", "closed by peer")
@@ -26,8 +26,8 @@ Outcome = Callable[..., AttemptOutcome]
 
 @pytest.fixture
 def outcome(tmp_path: Path) -> Outcome:
-    """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of
-    time."""
+    """Call `determine_outcome` for a run with this summary (None: no run) and errors by rank, in
+    order of time."""
 
     def outcome(
         code: int,
@@ -47,7 +47,7 @@ def outcome(tmp_path: Path) -> Outcome:
             (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(error)))
         launcher = LauncherErrors(HOSTS)
         launcher.read(launcher_output)
-        return outcome_of(code, tmp_path, HOSTS, stopped, down or {}, launcher)
+        return determine_outcome(code, tmp_path, HOSTS, stopped, down or {}, launcher)
 
     return outcome
 
@@ -125,7 +125,7 @@ def test_launchers_first_error_outweighs_ranks_that_were_stopped(outcome: Outcom
     assert result.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
 
 
-def test_stopped_rank_is_named_and_its_host_is_asked_for(outcome: Outcome) -> None:
+def test_stopped_rank_is_named_and_slurm_is_asked_for_hosts(outcome: Outcome) -> None:
     """The host may be going down, so that SLURM is asked."""
     summary = {"state": "terminated", "error": "stopped by SIGTERM"}
     result = outcome(143, summary, {2: STOPPED, 0: LOST_PEER})

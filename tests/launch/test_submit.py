@@ -14,7 +14,7 @@ from clap_ds.launch.submit import main
 from tests.conftest import ROOT, micro_run
 from tests.launch.conftest import FakeSlurm
 
-Submit = Callable[..., int]
+Submit = Callable[..., str]
 
 
 @pytest.fixture
@@ -24,15 +24,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def submit(folder: Path, slurm: FakeSlurm) -> Submit:
-    """Submit a micro run on a cluster with an account: `submit(*options, profile={…}, clap={…})`."""
+def submit(folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> Submit:
+    """Submit a micro run: `submit(*options, code=2, profile={…}, clap={…})` checks the exit code,
+    and returns the output, or the errors if it isn't 0."""
 
-    def submit(*options: str, profile: dict[str, Any] | None = None, **changes: Any) -> int:
+    def submit(
+        *options: str, code: int = 0, profile: dict[str, Any] | None = None, **changes: Any
+    ) -> str:
         fields = {"account": "mine", "run_root": str(folder / "runs"), **(profile or {})}
         (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
         (folder / "cluster.json").write_text(json.dumps(fields))
         paths = ["--cluster", str(folder / "cluster.json"), "--config", str(folder / "tiny.json")]
-        return main([*paths, *options])
+        assert main([*paths, *options]) == code
+        output, errors = capsys.readouterr()
+        return errors if code else output
 
     return submit
 
@@ -42,13 +47,13 @@ def _job_folders(folder: Path) -> list[Path]:
 
 
 def test_script_has_the_options_of_profile_and_command(
-    submit: Submit, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    submit: Submit, folder: Path, slurm: FakeSlurm
 ) -> None:
     profile = {"partition": "gpu", "gpus_per_node": 2, "sbatch": ["--exclusive"]}
     # SLURM counts only nodes in service; a submitted job would wait for the others.
     note = "Requested node configuration is not available"
     slurm.write("refuse_test", f"allocation failure: {note}\n")
-    assert submit("--nodes", "2", "--exclude", "n[1-2]", profile=profile) == 0
+    output = submit("--nodes", "2", "--exclude", "n[1-2]", profile=profile)
     (job,) = _job_folders(folder)
     options = "--account=mine --partition=gpu --exclusive --nodes=2 --gres=gpu:2 --exclude=n[1-2]"
     assert {f"#SBATCH {option}" for option in options.split()} <= {*slurm.lines("tested")}
@@ -56,13 +61,12 @@ def test_script_has_the_options_of_profile_and_command(
     assert json.loads((job / "submission.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
     assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "tiny"}
-    output = capsys.readouterr().out
     for text in (note, "submitted job 101", f"tail -F '{job}/tiny-101.out'", "scancel 101"):
         assert text in output
 
 
 def test_line_of_the_watching_page_prints_the_jobs_progress(submit: Submit, folder: Path) -> None:
-    assert submit() == 0
+    submit()
     (job,) = _job_folders(folder)
     (job / "tiny-101.out").write_text("loading\nstep 1/2\n")
     page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
@@ -93,11 +97,10 @@ REFUSED_PARTITION = "invalid partition specified: gpuu"
         ({}, "--set clap.output=3", "", "clap.output is 3"),
     ],
 )
-def test_job_that_cannot_run_is_rejected_before_it_is_queued(
+def test_job_that_cannot_run_is_rejected_before_queueing(
     submit: Submit,
     folder: Path,
     slurm: FakeSlurm,
-    capsys: pytest.CaptureFixture[str],
     profile: dict[str, Any],
     options: str,
     sbatch_error: str,
@@ -105,8 +108,7 @@ def test_job_that_cannot_run_is_rejected_before_it_is_queued(
 ) -> None:
     if sbatch_error:
         slurm.write("refuse_test", f"{sbatch_error}\n")
-    assert submit(*options.split(), profile=profile) == 2
-    assert message in capsys.readouterr().err
+    assert message in submit(*options.split(), code=2, profile=profile)
     assert (_job_folders(folder), slurm.lines("calls")) == ([], [])
 
 
@@ -122,13 +124,11 @@ def test_job_that_cannot_run_is_rejected_before_it_is_queued(
 def test_time_limit_that_another_partition_or_qos_may_allow_is_submitted(
     submit: Submit,
     slurm: FakeSlurm,
-    capsys: pytest.CaptureFixture[str],
     profile: dict[str, Any],
     options: str,
     note: str,
 ) -> None:
-    assert submit("--time", "2-0", *options.split(), profile=profile) == 0
-    assert note in capsys.readouterr().out
+    assert note in submit("--time", "2-0", *options.split(), profile=profile)
     assert len(slurm.lines("calls")) == 1
 
 
@@ -136,12 +136,12 @@ def test_partition_of_the_environment_counts(
     submit: Submit, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
-    assert submit("--time", "UNLIMITED", "--gpus_per_node", "2") == 0
+    submit("--time", "UNLIMITED", "--gpus_per_node", "2")
     assert not any(line.startswith("#SBATCH --gres") for line in slurm.lines("tested"))
 
 
 def test_options_of_the_command_replace_the_profiles(
-    submit: Submit, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    submit: Submit, folder: Path, slurm: FakeSlurm
 ) -> None:
     profile = {
         "partition": "gpu",
@@ -149,8 +149,7 @@ def test_options_of_the_command_replace_the_profiles(
         "sbatch": ["--qos=small", "--constraint=a", "--exclusive"],
     }
     options = "--qos=big -A theirs -p cpu -C b --reservation r --dependency afterok:7 --parsable"
-    assert submit(*options.split(), profile=profile) == 0
-    assert capsys.readouterr().out == "101\n"
+    assert submit(*options.split(), profile=profile) == "101\n"
     (job,) = _job_folders(folder)
     assert slurm.lines("calls") == [f"--parsable --dependency=afterok:7 {job}/tiny.sbatch"]
     values: dict[str, str] = {}
@@ -174,46 +173,45 @@ def test_option_that_is_blank_or_has_a_line_end_is_rejected(
 
 
 def test_job_that_sbatch_rejects_can_be_submitted_again(
-    submit: Submit, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    submit: Submit, folder: Path, slurm: FakeSlurm
 ) -> None:
     slurm.write("refuse", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
-    assert submit() == 2
+    errors = submit(code=2)
     (job,) = _job_folders(folder)
-    assert f"clap-ds sweep resume '{job}'" in capsys.readouterr().err
+    assert f"clap-ds sweep resume '{job}'" in errors
     (slurm.folder / "refuse").unlink()
     assert sweep.main(["resume", str(job)]) == 0
     assert slurm.lines("calls") == [f"--parsable {job}/tiny.sbatch"]
 
 
 def test_missing_path_is_rejected_unless_an_earlier_job_may_make_it(
-    submit: Submit, folder: Path, capsys: pytest.CaptureFixture[str]
+    submit: Submit, folder: Path
 ) -> None:
     shards = f"{folder}/x-{{0..3}}.tar"
     data = {"source": "webdataset", "shards": shards, "tokenizer": f"{folder}/tokenizer"}
-    assert submit(clap={"data": data}) == 2
-    error = capsys.readouterr().err
+    error = submit(code=2, clap={"data": data})
     assert f"{folder / 'tiny.json'}: clap.data.shards: " in error
     assert f"no such file: {folder}/x-0.tar" in error
     assert "clap.data.tokenizer: " in error
-    assert submit("--dependency", "afterok:7", clap={"data": data}) == 0
-    assert "note: clap.data.shards: " in capsys.readouterr().out
+    output = submit("--dependency", "afterok:7", clap={"data": data})
+    assert "note: clap.data.shards: " in output
 
 
 def test_changed_field_is_in_the_jobs_folder_and_named_in_errors(
-    submit: Submit, folder: Path, capsys: pytest.CaptureFixture[str]
+    submit: Submit, folder: Path
 ) -> None:
     changes = ["--set", "clap.bench.windows=3", "--set", "clap.output.run_name=other"]
-    assert submit(*changes) == 0
+    submit(*changes)
     (job,) = _job_folders(folder)
     run = json.loads((job / "run.json").read_text())
     assert (run["clap"]["bench"]["windows"], run["clap"]["output"]["run_name"]) == (3, "other")
     assert job.name.startswith("other-")
-    assert submit("--set", "clap.bench.widows=3") == 2
-    assert "--set clap.bench.widows: no such field" in capsys.readouterr().err
-    assert submit(clap={"bench": {"widows": 3}}) == 2
-    assert f"{folder / 'tiny.json'}: clap.bench.widows: no such field" in capsys.readouterr().err
+    problem = "clap.bench.widows: no such field"
+    assert f"--set {problem}" in submit("--set", "clap.bench.widows=3", code=2)
+    errors = submit(code=2, clap={"bench": {"widows": 3}})
+    assert f"{folder / 'tiny.json'}: {problem}" in errors
 
 
 def test_run_whose_name_is_null_has_the_name_of_its_file(submit: Submit, folder: Path) -> None:
-    assert submit("--set", "clap.output.run_name=null") == 0
+    submit("--set", "clap.output.run_name=null")
     assert _job_folders(folder)[0].name.startswith("tiny-")

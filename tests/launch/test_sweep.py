@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,26 @@ def _read_slurm_names(folder: Path) -> list[str]:
     return [re.findall("--job-name=(.*)", script.read_text())[0] for script in scripts]
 
 
-def _read_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call a subcommand: `call("resume", folder, *options, code=2)` checks the exit code, and
+    returns the output, or the errors if it isn't 0."""
+
+    def call(name: str, folder: Path, *options: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([name, str(folder), *options]) == code
+        output, errors = capsys.readouterr()
+        return errors if code else output
+
+    return call
+
+
+def _parse_table(output: str) -> list[list[str]]:
     """Return name, nodes, id and state of each job, as `status` prints them."""
-    capsys.readouterr()
-    assert main(["status", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    return [line.split()[:4] for line in lines if re.match(r"n0\S* +\d", line)]
+    return [line.split()[:4] for line in output.splitlines() if re.match(r"n0\S* +\d", line)]
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -100,7 +115,7 @@ def test_training_runs_for_a_day_or_the_partitions_limit(tmp_path: Path, slurm: 
 
 @pytest.mark.usefixtures("unchecked")
 def test_array_is_one_submission_and_resumes_missing_tasks(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, call: Call
 ) -> None:
     folder = _start(tmp_path, "--array", "--vary", "optimizer.params.lr=1e-4,2e-4,3e-4")
     names = ["n001-lr_0.0001", "n001-lr_0.0002", "n001-lr_0.0003"]
@@ -109,14 +124,14 @@ def test_array_is_one_submission_and_resumes_missing_tasks(
     assert {"#SBATCH --array=0-2", f"#SBATCH --output={folder}/%A_%a.out"} <= {*lines}
     assert f"folders=({' '.join(f'{folder}/{name}' for name in names)})" in lines
     slurm.write("queue", "101_0|RUNNING|None\n101_1|FAILED|None\n101_2|PENDING|Resources\n")
-    assert _read_status(folder, capsys) == [
+    assert _parse_table(call("status", folder)) == [
         [names[0], "1", "101_0", "running"],
         [names[1], "1", "101_1", "failed"],
         [names[2], "1", "101_2", "pending"],
     ]
-    assert main(["resume", str(folder), "--partition", "gpu", "--time", "2-0"]) == 2
-    assert "partition gpu allows at most" in capsys.readouterr().err
-    assert main(["resume", str(folder), "--time", "9", "-q", "big", "--dependency=afterany:7"]) == 0
+    errors = call("resume", folder, "--partition", "gpu", "--time", "2-0", code=2)
+    assert "partition gpu allows at most" in errors
+    call("resume", folder, "--time", "9", "-q", "big", "--dependency=afterany:7")
     options = "--array=1 --time=9 --qos=big --dependency=afterany:7"
     assert slurm.lines("calls")[1:] == [f"--parsable {options} {folder}/array.sbatch"]
     assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "102_1", "101_2"]
@@ -137,7 +152,7 @@ def test_array_is_one_submission_and_resumes_missing_tasks(
     ],
 )  # fmt: skip
 def test_job_without_a_record_is_found_by_its_name(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], queue: str, accounting: str, first: str,
+    tmp_path: Path, slurm: FakeSlurm, call: Call, queue: str, accounting: str, first: str,
     second: str, num_resubmitted: int,
 ) -> None:  # fmt: skip
     folder = _start(tmp_path, "--nodes", "1", "2")
@@ -145,21 +160,20 @@ def test_job_without_a_record_is_found_by_its_name(
     names = _read_slurm_names(folder)
     slurm.write("queue", queue.format(*names))
     slurm.write("accounting", accounting.format(*names))
-    rows = _read_status(folder, capsys)
+    rows = _parse_table(call("status", folder))
     assert [" ".join(row[2:]) for row in rows] == [first, second]
-    assert main(["resume", str(folder)]) == 0
-    assert f"resubmitting {num_resubmitted} of 2 jobs" in capsys.readouterr().out
+    assert f"resubmitting {num_resubmitted} of 2 jobs" in call("resume", folder)
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_tasks_of_an_array_without_a_record_are_found_by_name(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, call: Call
 ) -> None:
     folder = _start(tmp_path, "--array", "--vary", LEARNING_RATES)
     _edit_record(folder, r'"101_\d"', "null")
     (name,) = _read_slurm_names(folder)
     slurm.write("queue", f"9_0|RUNNING|None|{name}\n9_1|PENDING|Priority|{name}\n")
-    assert [row[2] for row in _read_status(folder, capsys)] == ["9_0", "9_1"]
+    assert [row[2] for row in _parse_table(call("status", folder))] == ["9_0", "9_1"]
 
 
 @pytest.mark.usefixtures("unchecked", "slurm")
@@ -188,8 +202,8 @@ def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("recorded", "state"), [("completed", "completed"), ("running", "failed")])
-def test_state_of_a_job_whose_supervisor_was_killed_is_its_runs(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], recorded: str, state: str
+def test_job_of_a_killed_supervisor_has_the_state_of_its_run(
+    tmp_path: Path, slurm: FakeSlurm, call: Call, recorded: str, state: str
 ) -> None:
     folder = _start(tmp_path)
     slurm.write("queue", "101|FAILED|NonZeroExitCode\n")
@@ -198,7 +212,7 @@ def test_state_of_a_job_whose_supervisor_was_killed_is_its_runs(
     (attempt / "run_directory").write_text(str(tmp_path))
     (tmp_path / "summary.json").write_text(json.dumps({"state": recorded}))
     (folder / "n001" / "attempts.json").write_text(json.dumps({"state": "running"}))
-    assert _read_status(folder, capsys) == [["n001", "1", "101", state]]
+    assert _parse_table(call("status", folder)) == [["n001", "1", "101", state]]
 
 
 # Of each job: state in its record, in SLURM, and as shown.
@@ -217,7 +231,7 @@ JOBS = [
 
 @pytest.mark.usefixtures("unchecked")
 def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, call: Call
 ) -> None:
     slurm.write("partitions", "gpu*|gpu:4|infinite|20\n")
     folder = _start(tmp_path, "--nodes", *(str(number) for number in range(1, len(JOBS) + 1)))
@@ -229,15 +243,13 @@ def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
         if slurm_state:
             queue += f"{100 + number}|{slurm_state}\n"
     slurm.write("queue", queue)
-    assert [row[3] for row in _read_status(folder, capsys)] == [state for *_, state in JOBS]
-    main(["status", str(folder)])
-    *_, requeued, held, counts = capsys.readouterr().out.splitlines()
+    assert [row[3] for row in _parse_table(call("status", folder))] == [state for *_, state in JOBS]
+    *_, requeued, held, counts = call("status", folder).splitlines()
     assert requeued.endswith("lost n7")
     assert held.endswith("scontrol release 109")
     assert "1 failed" in counts
     num_calls = len(slurm.lines("calls"))
-    assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
-    output = capsys.readouterr().out
+    output = call("resume", folder, "--time", "00:45:00", "--exclude", "n[1-2]")
     assert "resubmitting 3 of 9 jobs: n003, n004, n006" in output
     assert "n009 is held; to release it: scontrol release 109" in output
     calls = slurm.lines("calls")[num_calls:]
@@ -245,29 +257,22 @@ def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
     assert calls[0] == f"--parsable --time=00:45:00 --exclude=n[1-2] {folder}/n003.sbatch"
 
 
-def test_missing_folder_is_rejected_with_the_nearest_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_folder_is_rejected_with_the_nearest_name(tmp_path: Path, call: Call) -> None:
     (tmp_path / "sweep").mkdir()
-    assert main(["status", str(tmp_path / "swep")]) == 2
-    assert "did you mean 'sweep'?" in capsys.readouterr().err
+    assert "did you mean 'sweep'?" in call("status", tmp_path / "swep", code=2)
 
 
 @pytest.mark.usefixtures("unchecked", "slurm")
 @pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("folder", ".."), ("nodes", "1")])
-def test_record_is_not_trusted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
-) -> None:
+def test_record_is_not_trusted(tmp_path: Path, call: Call, name: str, value: str) -> None:
     folder = _start(tmp_path)
     outcome = {"state": "failed", "error": "\x1b[2J"}
     (folder / "n001" / "attempts.json").write_text(json.dumps(outcome))
-    assert main(["status", str(folder)]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in call("status", folder)
     record = json.loads((folder / "submission.json").read_text())
     record["jobs"][0][name] = value
     (folder / "submission.json").write_text(json.dumps(record))
-    assert main(["status", str(folder)]) == 2
-    assert name in capsys.readouterr().err
+    assert name in call("status", folder, code=2)
 
 
 @pytest.mark.usefixtures("unchecked")

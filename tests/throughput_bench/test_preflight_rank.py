@@ -16,7 +16,7 @@ H100 = "GPU-1aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_host_is_described_even_if_it_cannot_measure(
+def test_host_is_described_even_without_a_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     def fail(ranks: Ranks, **options: object) -> None:
