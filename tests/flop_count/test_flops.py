@@ -81,7 +81,7 @@ def test_benchmark_counts_executed_flops(
         (checkpointing, True, forward + recomputed),
         (ModelSettings(), False, 0),
     ):
-        engine: Any = SimpleNamespace(model=model, cached=uses_gradcache)
+        engine: Any = SimpleNamespace(model=model, uses_gradcache=uses_gradcache)
         batches: Any = iter([Batch(torch.zeros(2, *shape), ids, ids)])
         measured = measure_flops(engine, batches, settings, {}, tmp_path)
         assert measured["model_gflops"] == forward / 1e9
