@@ -18,7 +18,7 @@ import numpy as np
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.runs import input_parser
 from clap_ds.analysis.table import markdown_table
-from clap_ds.analysis.weak_scaling import LAWS, USUAL, Series, list_doubts, make_series
+from clap_ds.analysis.weak_scaling import DEFAULT_FIT, LAWS, Series, list_doubts, make_series
 from clap_ds.utils.errors import UserError, printable, run_alone
 
 ABOUT_BAND = (
@@ -48,7 +48,7 @@ def summarize(series: Series) -> str:
     efficiency = f"{percent:.1f}% efficiency on {gpus} GPUs{series.relative}"
     band = _format_band(series, nodes)
     if not band:
-        return f"{efficiency} by {USUAL}, without a band, which needs three scales"
+        return f"{efficiency} by {DEFAULT_FIT}, without a band, which needs three scales"
     return f"{efficiency} (95% band {band})"
 
 

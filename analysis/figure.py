@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.utils.errors import UserError
-from clap_ds.utils.files import read_bytes, replacing
+from clap_ds.utils.files import open_atomically, read_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +136,7 @@ class FigureBuilder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path = path.with_suffix(path.suffix or ".png")
         for target in dict.fromkeys([path, *map(path.with_suffix, extra_suffixes)]):
-            with replacing(target) as file:
+            with open_atomically(target) as file:
                 self.figure.savefig(file, format=target.suffix[1:])
 
 

@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model_names import list_presets
 
 SPEEDS = ("average", "rate", "gpu_tokens", "step_s", "step_ms", "elapsed")
 NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
@@ -220,7 +220,7 @@ def find_title(line: str) -> dict[str, str]:
         return {}
     facts = match.groupdict(default="1")
     # In merged lines, another line's end may stand before the name.
-    presets = [name for name in preset_names() if facts["model"].endswith(name)]
+    presets = [name for name in list_presets() if facts["model"].endswith(name)]
     facts["model"] = max(presets, key=len, default=facts["model"][:80])
     return facts
 

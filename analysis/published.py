@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model_names import list_presets
 
 PUBLISHED_BY = "LAION's published runs"
 PUBLISHED_DIR = Path(__file__).with_name("published")
@@ -38,7 +38,7 @@ PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
 def training_gflops(model: str, context_length: int) -> float | None:
     """Return GFLOPs per sample of a preset's forward and backward pass with padded captions; None
     for other models."""
-    if model not in preset_names():
+    if model not in list_presets():
         return None
     # These import pydantic, which tables don't need.
     from clap_ds.config.model import load_preset

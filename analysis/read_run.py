@@ -21,7 +21,7 @@ from clap_ds.run_records.schema import (
     Config,
     Environment,
     Summary,
-    current,
+    upgrade_summary,
 )
 from clap_ds.utils import files
 from clap_ds.utils.errors import UserError
@@ -121,7 +121,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     # NaN stands for a loss that diverged.
     content = files.read_object(file, allow_nan=True) if file.is_file() else {}
     if name == "summary":
-        content = current(content)
+        content = upgrade_summary(content)
     if problem := _find_wrong_type(content, _SCHEMAS[name], name):
         raise UserError(f"{path}: {problem} (clap_ds/run_records/schema.py)")
     # A run whose process is gone was killed.

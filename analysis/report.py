@@ -31,7 +31,7 @@ from clap_ds.run_records.schema import STEP_PHASES, Straggler
 from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.utils.files import write_atomically
 from clap_ds.utils.paths import VERSION
-from clap_ds.utils.redaction import redacted_all
+from clap_ds.utils.redaction import redact_all
 
 TITLE = "CLAP training: throughput and scaling"
 VERSIONS = ("torch", "deepspeed", "transformers", "python", "driver")
@@ -135,7 +135,7 @@ def render_runs(runs: Sequence[Run]) -> Iterator[str]:
         )
         if command := environment.get("command"):
             # Equal commands are listed once, without secrets.
-            commands[f"- Command: `{plain_text(shlex.join(redacted_all(command)))}`"] = None
+            commands[f"- Command: `{plain_text(shlex.join(redact_all(command)))}`"] = None
     cells = []
     for line in lines:
         cells.append([str(value or "") for value in line.values()])

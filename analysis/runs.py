@@ -19,8 +19,8 @@ from clap_ds.analysis.read_run import is_record, read_record
 from clap_ds.analysis.table import BY_TIMER, Run, add_note, read_table_runs
 from clap_ds.analysis.training_log import read_log, read_log_lines
 from clap_ds.config.arguments import make_parser, positive, whole_number
-from clap_ds.config.model_names import preset_of
-from clap_ds.flop_count.device_specs import peak_for
+from clap_ds.config.model_names import find_preset
+from clap_ds.flop_count.device_specs import find_peak
 from clap_ds.utils.errors import UserError, printable
 
 _NAMED_COUNT = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d{1,9})(?![a-z0-9])")
@@ -151,13 +151,13 @@ def _complete(run: Run, options: argparse.Namespace) -> Run:
     """Fill in missing fields from the user's options. UserError if nodes or GPUs are unknown."""
     # Tables and records state these, logs may not.
     run = _complete_scale(run, options)
-    run = replace(run, model=preset_of(run.model or options.model or ""))
+    run = replace(run, model=find_preset(run.model or options.model or ""))
     if run.batch_per_gpu:
         micro_batch = run.micro_batch or run.batch_per_gpu // run.accumulation
         run = replace(run, micro_batch=micro_batch)
     peak_tflops = run.peak_tflops or options.peak_tflops
     if run.kind == "log":
-        gpu = peak_for(run.device)
+        gpu = find_peak(run.device)
         if peak_tflops is None and gpu:
             # This project's logs name their GPU.
             peak_tflops = gpu.bf16_tflops
@@ -231,7 +231,7 @@ def input_parser(doc: str | None) -> argparse.ArgumentParser:
     for name, text in counts.items():
         add(name, type=whole_number(), metavar="N", help=text)
     model = "set the model of logs: a preset or a published name, such as HTSAT-tiny-Roberta-base"
-    add("--model", type=preset_of, metavar="NAME", help=model)
+    add("--model", type=find_preset, metavar="NAME", help=model)
     tokens = "set the caption length of logs in tokens, for TFLOPS and MFU"
     default = PUBLISHED_CONTEXT_LENGTH
     add("--context_length", type=whole_number(), default=default, metavar="N", help=tokens)
@@ -246,5 +246,5 @@ def _parse_rate(text: str) -> str:
 
 
 def _parse_peak(text: str) -> float:
-    gpu = peak_for(text)
+    gpu = find_peak(text)
     return gpu.bf16_tflops if gpu else positive(text)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
-from clap_ds.config.model_names import preset_of
+from clap_ds.config.model_names import find_preset
 from clap_ds.run_records.schema import STEP_PHASES
 from clap_ds.utils import csv_text
-from clap_ds.utils.csv_text import unguarded
+from clap_ds.utils.csv_text import unguard_formula
 from clap_ds.utils.errors import UserError, count_of, printable
 from clap_ds.utils.files import read_bytes
 
@@ -356,7 +356,7 @@ def _read_cells(path: Path) -> tuple[list[list[str]], str]:
 def _parse_cell(cell: str, column: str, separator: str) -> str | float:
     """Return a number, or the text if the cell is none."""
     if _TYPES[column] == "str":
-        return unguarded(cell)
+        return unguard_formula(cell)
     # With semicolons, 623,75 is a number.
     number = cell.translate(str.maketrans(",.", ".,")) if separator == ";" else cell
     try:
@@ -368,7 +368,7 @@ def _parse_cell(cell: str, column: str, separator: str) -> str | float:
 def _make_run(path: Path, source: str, cells: Mapping[Any, Any]) -> Run:
     values = {"state": "completed", "model": path.stem, **PUBLISHED_TABLES.get(path.stem, {})}
     values |= cells
-    values["model"] = preset_of(values["model"])
+    values["model"] = find_preset(values["model"])
     run = check_types(Run(**values, source=str(path), kind="table"), source)
     if not (run.nodes and run.gpus):
         raise UserError(f"{source}: nodes or gpus is empty")

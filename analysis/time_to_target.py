@@ -14,7 +14,7 @@ from clap_ds.analysis.aggregate import global_batch, split_settings
 from clap_ds.analysis.read_run import read_json, read_steps
 from clap_ds.analysis.table import Run, markdown_table, significant
 from clap_ds.config.arguments import positive
-from clap_ds.config.schema import score
+from clap_ds.config.schema import to_higher_is_better
 from clap_ds.metrics.intervals import COVERAGE, student_t
 from clap_ds.utils.errors import UserError
 
@@ -35,9 +35,9 @@ def find_evaluation(run: Run, metric: str, target: float) -> dict[str, Any]:
     summary = read_json(Path(run.source), "summary")
     history = summary.get("history") if summary.get("resumed_at_step") else None
     # A loss improves as it falls, other metrics as they rise.
-    target_score = score(metric, target)
+    target_score = to_higher_is_better(metric, target)
     for line in read_steps(Path(run.source), "evaluation", history=history):
-        if metric in line and score(metric, line[metric]) >= target_score:
+        if metric in line and to_higher_is_better(metric, line[metric]) >= target_score:
             # After a resumption, energy is that of the last start alone.
             return {**line, "energy_kwh": None} if history else line
     return {}

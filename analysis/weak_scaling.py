@@ -18,7 +18,7 @@ from clap_ds.utils.errors import UserError, count_of
 
 # Shape of the step time's growth on n nodes, by law.
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
-USUAL = "a + b·√n"
+DEFAULT_FIT = "a + b·√n"
 # Laws of projections and their bands, each a sum of growths.
 SHAPES: Mapping[str, tuple[float, ...]] = {
     **{law: (shape,) for law, shape in LAWS.items()},
@@ -59,7 +59,7 @@ def growth(nodes: Any, shape: float) -> Any:
 
 
 @dataclass(frozen=True)
-class Law:
+class ScalingFit:
     """Seconds per sample and GPU on n nodes: `start_s` on one node, plus `slope_s` times the
     growth."""
 
@@ -121,7 +121,7 @@ class Series:
         """Return the series of the `count` smallest scales."""
         return replace(self, rates=self.rates[:count])
 
-    def fit(self, law: str) -> Law:
+    def fit(self, law: str) -> ScalingFit:
         """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time.
         Parameters are nonnegative."""
         columns = self._columns(LAWS[law])
@@ -130,7 +130,7 @@ class Series:
             # The least-norm solution has 0 where a column is 0.
             columns[:, parameters.argmin()] = 0.0
             parameters = np.linalg.pinv(columns).sum(axis=1)
-        return Law(LAWS[law], *parameters.tolist())
+        return ScalingFit(LAWS[law], *parameters.tolist())
 
     def _columns(self, *shapes: float) -> Floats:
         """Return columns whose combination by a law's parameters should be 1: time relative to the
@@ -140,9 +140,9 @@ class Series:
 
     def percents(self, node_counts: Sequence[int]) -> list[float]:
         """Return the projected efficiency at each node count: the median of the draws whose
-        quantiles are the band, or a fit of `USUAL` with fewer than 3 scales."""
+        quantiles are the band, or a fit of `DEFAULT_FIT` with fewer than 3 scales."""
         if len(self.rates) < 3:
-            return [self.percent_by(USUAL, nodes) for nodes in node_counts]
+            return [self.percent_by(DEFAULT_FIT, nodes) for nodes in node_counts]
         return [*map(float, np.median(self._draw_percents(node_counts), axis=0))]
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:

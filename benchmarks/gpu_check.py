@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
 from clap_ds.config.arguments import make_parser
 from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
-from clap_ds.flop_count.device_specs import peak_for
+from clap_ds.flop_count.device_specs import find_peak
 from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.utils.paths import compile_cache_dir, work_folder
 
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"no NVIDIA GPU found: {checks}")
     exit_on_sigterm()
     device = gpus[0].split(",")[0].strip()
-    known_gpu = peak_for(device)
+    known_gpu = find_peak(device)
     gpu = known_gpu.name if known_gpu else device
     # `NVIDIA H200` becomes `h200`.
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")

@@ -25,7 +25,7 @@ from benchmarks.common import make_parser, show, table
 from clap_ds.config.arguments import add_config
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import Ranks, run_command
-from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
+from clap_ds.flop_count.device_specs import Gpu, find_peak, gpu_named
 from clap_ds.metrics.timers import StepTimer
 from clap_ds.planning.roofline import EFFICIENCY, FUSED, ideal_s, op_class
 from clap_ds.planning.step import compiled_kernels, trace_step
@@ -179,7 +179,7 @@ def join_profile(path: Path, gpu: Gpu | None) -> dict[str, dict[str, float]]:
     run = load_run(path.with_name("config.json"), 1)
     summary = read_json(path.with_name("summary.json"))
     device = summary["device_name"]
-    gpu = gpu or peak_for(device)
+    gpu = gpu or find_peak(device)
     if gpu is None or not gpu.memory_tbytes_per_s:
         advice = "pass --gpu with a GPU name of clap-ds plan"
         raise UserError(f"{path}: no known rates for {device!r}; {advice}")

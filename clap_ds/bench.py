@@ -26,15 +26,15 @@ from clap_ds.config.settings import load_run
 from clap_ds.distributed.init import (
     Ranks,
     announce_accelerator,
+    make_run_parser,
     prepare_debugging,
-    run_arguments,
     run_command,
 )
 
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     """Read the options and settings, and measure."""
-    arguments = run_arguments(__doc__).parse_args(argv)
+    arguments = make_run_parser(__doc__).parse_args(argv)
     run = load_run(arguments.config, ranks.world_size, arguments.set)
     prepare_debugging(run.clap.debug)
     announce_accelerator(ranks)

@@ -24,7 +24,7 @@ from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import add_config, add_json, make_parser, whole_number
 from clap_ds.config.model import load_preset
-from clap_ds.config.schema import LOSS, EvaluationSettings
+from clap_ds.config.schema import RETRIEVAL_LOSS, EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
@@ -213,7 +213,7 @@ def evaluate_checkpoint(
         f"{checkpoint.config.name} on {ranks.world_size} × {conditions['device_name']},"
         f" {precision}, {evaluator.context_length} text tokens"
     )
-    report = render(evaluation, f"{checkpoint.shown}: {title}")
+    report = render(evaluation, f"{checkpoint.description}: {title}")
     show_results(report, {**conditions, **evaluation.to_dict()}, arguments.json)
 
 
@@ -226,7 +226,7 @@ def render(evaluation: Evaluation, title: str) -> str:
         rows.append([f"{task} ({counts})", "", "", ""])
         for name, measure in result.measures.items():
             # Other metrics are fractions.
-            if name == LOSS:
+            if name == RETRIEVAL_LOSS:
                 numbers = [f"{number:.4f}" for number in astuple(measure)]
                 unit = ""
             else:

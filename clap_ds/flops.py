@@ -72,7 +72,7 @@ def count(config: ClapConfig, context_length: int) -> tuple[list[Count], dict[st
         from clap_ds.flop_count import counters, published_model  # these import torch
 
         model = counters.build(config)
-        published = published_model.published_model(config)
+        published = published_model.build_published_model(config)
         counts = [
             counters.count_by_deepspeed(published, context_length),
             counters.count_by_deepspeed(model, context_length),

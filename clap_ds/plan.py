@@ -19,7 +19,7 @@ import numpy as np
 
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
-from clap_ds.analysis.weak_scaling import USUAL, Law, Series
+from clap_ds.analysis.weak_scaling import DEFAULT_FIT, ScalingFit, Series
 from clap_ds.config.arguments import add_config, add_json, make_parser, positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.settings import RunSettings, load_run
@@ -159,7 +159,7 @@ def predict_scales(
     return rows
 
 
-def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> Law:
+def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> ScalingFit:
     """Return the law of a step of `step_s` on the smallest scale.
 
     It grows by `seconds_fraction` of the published growth in seconds, and by the other part of the
@@ -169,11 +169,13 @@ def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> La
     path = PUBLISHED_DIR / f"{GROWTH_SERIES}.csv"
     table = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 2))
     points = tuple((int(num_nodes), float(rate)) for num_nodes, rate in table)
-    published = Series(GROWTH_SERIES, points).fit(USUAL)
+    published = Series(GROWTH_SERIES, points).fit(DEFAULT_FIT)
     batch = PUBLISHED_TABLES[GROWTH_SERIES]["batch_per_gpu"]
     # Seconds per sample → per step.
     growth = seconds_fraction * batch + (1 - seconds_fraction) * step_s / published.start_s
-    return Law(published.shape, step_s / num_samples, growth * published.slope_s / num_samples)
+    return ScalingFit(
+        published.shape, step_s / num_samples, growth * published.slope_s / num_samples
+    )
 
 
 def list_assumptions(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
@@ -192,8 +194,8 @@ def list_assumptions(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline.py",
-        f"step time grows with nodes as {USUAL}, as in the published runs ({GROWTH_SERIES}): by as many seconds or as large a"
-        " share; no waiting for data",
+        f"step time grows with nodes as {DEFAULT_FIT}, as in the published runs ({GROWTH_SERIES}):"
+        " by as many seconds or as large a share; no waiting for data",
     ]
 
 

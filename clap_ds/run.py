@@ -27,7 +27,7 @@ from clap_ds.cpu_kernels.patch_model import report
 from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.collectives import gather, raise_on_all_ranks, run_on_rank0
-from clap_ds.distributed.error_file import fault_of, is_connection_lost, write_error_file
+from clap_ds.distributed.error_file import find_fault, is_connection_lost, write_error_file
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.factory import build_model, fetch_from_hub
@@ -67,7 +67,7 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     """Open the run directory with its first files. In the body the watchdog runs, and the run's end
     is recorded. A collective."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
-    local_environment = environment.environment(device, kernels)
+    local_environment = environment.describe_environment(device, kernels)
     places = _gather_places(local_environment, device)
     with raise_on_all_ranks():
         path = Path(run_on_rank0(partial(create_run_dir, run, local_environment, places)))
@@ -103,7 +103,7 @@ def _gather_places(local_environment: Any, device: torch.device) -> list[Any]:
     """Return every rank's host, device and CPU cores, on rank 0."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     host = local_environment["host"]
-    return gather(cpu_binding.place_of_rank(host, local_environment["device_name"], gpu))
+    return gather(cpu_binding.describe_place(host, local_environment["device_name"], gpu))
 
 
 def setup_model(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
@@ -283,7 +283,7 @@ def _report_failure(
     """Write the error file and the summary, print the outcome, and return the exit code."""
     is_stop = isinstance(error, StopSignal)
     code = 128 + error.number if isinstance(error, StopSignal) else 1
-    write_error_file(outcome.kind, outcome.message, code, fault=fault_of(error))
+    write_error_file(outcome.kind, outcome.message, code, fault=find_fault(error))
     # These are raised on all ranks, and rank 0 speaks for them.
     on_all_ranks = is_stop or isinstance(error, NonFiniteError)
     if on_all_ranks and not ranks.is_main_process:

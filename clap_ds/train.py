@@ -24,8 +24,8 @@ from clap_ds.config.settings import load_run
 from clap_ds.distributed.init import (
     Ranks,
     announce_accelerator,
+    make_run_parser,
     prepare_debugging,
-    run_arguments,
     run_command,
 )
 from clap_ds.run_records.run_dir import RunDirectory
@@ -35,7 +35,7 @@ from clap_ds.utils.errors import UserError
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     """Validate options and the run's JSON, and train."""
-    parser = run_arguments(__doc__)
+    parser = make_run_parser(__doc__)
     add_checkpoint_choices(parser)
     arguments = parser.parse_args(argv)
     run = load_run(arguments.config, ranks.world_size, arguments.set)

@@ -80,7 +80,7 @@ class Job:
         for name, value in {**self.changes, "clap.output.run_name": self.name}.items():
             content = with_field(content, name, value)
         try:
-            sizes = BatchSizes.of(content, ranks)
+            sizes = BatchSizes.from_config(content, ranks)
         except ValueError as error:
             lines = [f"{self.name}: {line}" for line in str(error).splitlines()]
             raise UserError("\n".join(lines)) from None

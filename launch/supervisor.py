@@ -47,8 +47,8 @@ from clap_ds.launch.launchers import environment, launch_command, prepare_attemp
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import warn_on_disk_full
 from clap_ds.utils.errors import exit_code_of, printable
-from clap_ds.utils.files import own_folder, read_object, write_atomically, write_object
-from clap_ds.utils.redaction import redacted_all
+from clap_ds.utils.files import hold_folder, read_object, write_atomically, write_object
+from clap_ds.utils.redaction import redact_all
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 SOFTWARE_FAULTS = (KILLED, SIGNAL, IMPORT)
@@ -169,7 +169,7 @@ class RunningJob:
         folder = self._attempt_folder()
         step = f"{self.job}.{len(self.attempts)}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
-        with own_folder(folder) as private_folder:
+        with hold_folder(folder) as private_folder:
             prepare_attempt(private_folder, hosts)
         words = [*self.command, "--job_folder", str(folder)]
         # This process runs outside of the ranks' container, whose Python is another one.
@@ -315,7 +315,7 @@ class RunningJob:
         self.record.update(fields)
         path = self.folder / ATTEMPTS
         with warn_on_disk_full(path):
-            write_object(path, redacted_all(self.record))
+            write_object(path, redact_all(self.record))
 
 
 def supervise(folder: Path, **options: Any) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from clap_ds import cli, presets, shards
 from clap_ds.config.arguments import CommandParser, make_parser
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model_names import list_presets
 from clap_ds.utils.paths import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,7 +171,7 @@ def test_file_run_by_path_prints_help(file: str) -> None:
 def test_presets_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     output = capsys.readouterr().out
-    assert presets.PRESETS.keys() == {*preset_names()}
+    assert presets.PRESETS.keys() == {*list_presets()}
     assert presets.CONFIGURATIONS.keys() == {path.stem for path in CONFIGS.glob("*.json")}
     for name in (*presets.PRESETS, *presets.CONFIGURATIONS):
         assert name in output

@@ -44,7 +44,7 @@ from clap_ds.utils.errors import UserError
 from clap_ds.utils.files import show_results
 from clap_ds.weights.hub import load_tokenizer
 from examples.synthetic_sounds import __main__ as synthetic_sounds
-from tests.analysis.samples import DATA, TINY, given
+from tests.analysis.samples import DATA, TINY, make_options
 from tests.data import builds
 from tests.weights.fake_checkpoints import make_checkpoint
 
@@ -80,8 +80,8 @@ def download(checkpoints: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     # analysis
     "summary.json": lambda path: read_record(path.parent),
-    "run.log": lambda path: read_runs([path], given(nodes=1, gpus=1)),
-    "table.csv": lambda path: read_runs([path], given()),
+    "run.log": lambda path: read_runs([path], make_options(nodes=1, gpus=1)),
+    "table.csv": lambda path: read_runs([path], make_options()),
     "run_directory": lambda path: read_summary(path.parent),
     # shards, and what they are built from
     "manifest.json": lambda path: read_manifest(str(path.parent)),
@@ -142,7 +142,7 @@ def deep_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_deeply_nested_folder_is_refused_by_readers(deep_folder: Path) -> None:
-    for read in (audio_files_in, lambda path: read_runs([path], given())):
+    for read in (audio_files_in, lambda path: read_runs([path], make_options())):
         with pytest.raises((UserError, OSError), match=r"nested|File name too long"):
             read(deep_folder)
 

@@ -27,7 +27,7 @@ from clap_ds.distributed.hostfile import expand, parse_tasks
 from clap_ds.utils.errors import UserError, printable
 from clap_ds.utils.files import parse_json, refuse_duplicates
 from clap_ds.utils.paths import PACKAGE
-from clap_ds.utils.redaction import redacted
+from clap_ds.utils.redaction import redact
 
 LENGTH = 100_000
 LIMIT_S = 0.5
@@ -156,7 +156,7 @@ def test_patterns_are_fast_on_their_own_literals_repeated() -> None:
 
 
 FUNCTIONS: dict[str, Callable[[str], object]] = {
-    "redacted": redacted,
+    "redacted": redact,
     "printable": printable,
     "UserError": UserError,
     "plain_text": plain_text,

@@ -29,14 +29,14 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from clap_ds.config.model import Count
-from clap_ds.config.schema import CheckpointSettings, score
+from clap_ds.config.schema import CheckpointSettings, to_higher_is_better
 from clap_ds.utils.errors import printable
 from clap_ds.utils.files import (
     RefusedFileError,
-    drafted,
+    create_folder_atomically,
+    hold_file,
     open_regular,
     parse_json,
-    pinned,
     read_bytes,
 )
 from clap_ds.weights.formats import write_tensors
@@ -196,7 +196,7 @@ def atomic_dir(folder: Path, step: int) -> AbstractContextManager[Path]:
     """Return a context with a hidden folder for a checkpoint and its manifest. On success it is
     renamed."""
     folder.mkdir(parents=True, exist_ok=True)
-    return drafted(folder / free_name(step, os.listdir(folder)))
+    return create_folder_atomically(folder / free_name(step, os.listdir(folder)))
 
 
 def remove(folder: Path) -> None:
@@ -318,7 +318,9 @@ def to_delete(manifests: dict[str, Manifest], settings: CheckpointSettings) -> l
 def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
     """Return the names of checkpoints that have this metric, best first (stable)."""
     names = [name for name, manifest in manifests.items() if metric in manifest.metrics]
-    return sorted(names, key=lambda name: -score(metric, manifests[name].metrics[metric]))
+    return sorted(
+        names, key=lambda name: -to_higher_is_better(metric, manifests[name].metrics[metric])
+    )
 
 
 # The metadata's field with the structure.
@@ -365,7 +367,7 @@ def _encode_state(value: Any, tensors: dict[str, Tensor], storages: set[int]) ->
 def read_state_file(path: Path) -> Any:
     """Read the state given to `to_state_file`. Raises ValueError for an invalid file."""
     try:
-        with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
+        with hold_file(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             structure = (file.metadata() or {})[KEY]
             # A state may hold NaN, such as an undefined statistic.
             return _decode_state(parse_json(structure, allow_nan=True), file.get_tensor)

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     weights = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
     export(weights, arguments.folder, arguments.tokenizer, arguments.format)
-    print(f"exported: {weights.shown}, model {weights.config.name}")
+    print(f"exported: {weights.description}, model {weights.config.name}")
     print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import safetensors
 
 from clap_ds.checkpoint.checkpoint_files import WEIGHTS
-from clap_ds.utils.files import drafted
+from clap_ds.utils.files import create_folder_atomically
 from clap_ds.weights.formats import Checkpoint, save_transformers
 from clap_ds.weights.hub import load_tokenizer
 from clap_ds.weights.key_mapping import feature_extractor
@@ -35,7 +35,7 @@ def export(
     if tokenizer_name is None and weights.tokenizer:
         tokenizer_name = weights.tokenizer_name
     if tokenizer_name is None:
-        raise ValueError(f"{weights.shown} names no tokenizer: set --tokenizer")
+        raise ValueError(f"{weights.description} names no tokenizer: set --tokenizer")
     text = weights.config.text
     tokenizer = load_tokenizer(
         tokenizer_name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
@@ -44,7 +44,7 @@ def export(
     # The length that `truncation=True` keeps.
     tokenizer.model_max_length = length
     try:
-        with drafted(folder) as draft:
+        with create_folder_atomically(folder) as draft:
             if library == "open_clip":
                 save_open_clip(weights.build(), draft, length)
                 tokenizer.save_pretrained(draft)

@@ -53,7 +53,7 @@ from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.utils.errors import some
 from clap_ds.utils.files import read_bytes
-from clap_ds.utils.redaction import redacted_all
+from clap_ds.utils.redaction import redact_all
 from clap_ds.weights.formats import to_safetensors
 
 # Wait at the end of a run for copies to `remote_sync`.
@@ -173,8 +173,8 @@ class Checkpointer:
         assert self._writing is None
         weights = fp32_state(engine)
         contents: dict[str, dict[str, Any]] = {STATE: state, WEIGHTS: weights}
-        if engine.average is not None:
-            contents |= {RAW: weights, WEIGHTS: weights | engine.average.weights}
+        if engine.ema is not None:
+            contents |= {RAW: weights, WEIGHTS: weights | engine.ema.weights}
         if copied:
             # The next step overwrites the engine's tensors.
             contents = self._copy_to_host(contents)
@@ -194,7 +194,7 @@ class Checkpointer:
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             files={},
             run=self.run_id,
-            settings=redacted_all(self._config),
+            settings=redact_all(self._config),
             best_metric=self._settings.best_metric,
         )
         progress_json = progress.to_json()

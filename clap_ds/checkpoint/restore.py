@@ -28,7 +28,7 @@ from clap_ds.checkpoint.load_weights import check_same_model, differences, load_
 from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.config.arguments import find_field
 from clap_ds.config.model import ClapConfig, TextConfig
-from clap_ds.config.settings import precision_of
+from clap_ds.config.settings import find_precision
 from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.compile import reason_of
 from clap_ds.engine.deepspeed_compat import (
@@ -41,7 +41,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.utils.files import flatten, read_bytes
-from clap_ds.utils.redaction import redacted_all
+from clap_ds.utils.redaction import redact_all
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.hub import check_recorded, load_tokenizer
 
@@ -93,8 +93,8 @@ def restore(
 
     progress = TrainState.from_json(read_bytes(folder / PROGRESS))
     engine.steps = progress.step
-    if engine.average is not None:
-        engine.average.load(load_weights(folder / WEIGHTS, engine.model.config).state)
+    if engine.ema is not None:
+        engine.ema.load(load_weights(folder / WEIGHTS, engine.model.config).state)
     if to_accept:
         # Training continues from the raw weights.
         name = RAW if (folder / RAW).exists() else WEIGHTS
@@ -147,11 +147,11 @@ def compare(
     if not manifest.settings or not config:
         return to_accept, harmless
 
-    saved_precision = precision_of(manifest.settings)
-    precision = precision_of(config)
+    saved_precision = find_precision(manifest.settings)
+    precision = find_precision(config)
     if saved_precision != precision:
         to_accept.append(f"the precision is {saved_precision} there, {precision} here")
-    harmless += compare_settings(manifest.settings, redacted_all(config))
+    harmless += compare_settings(manifest.settings, redact_all(config))
     saved_lr_scale = find_field(manifest.settings, "clap.train.lr_scale") or {}
     lr_scale = find_field(config, "clap.train.lr_scale") or {}
     if saved_lr_scale != lr_scale:

@@ -17,7 +17,7 @@ from clap_ds.checkpoint.remote import try_target
 from clap_ds.checkpoint.restore import compare_settings, tokenizer_problem
 from clap_ds.checkpoint.train_state import ResumeOptions, TrainState
 from clap_ds.config.arguments import find_field
-from clap_ds.config.schema import ShardData, best_metric
+from clap_ds.config.schema import ShardData, choose_best_metric
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.shard_assignment import expand_sources
 from clap_ds.data.shard_manifest import describe_contents
@@ -27,7 +27,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.utils.errors import count_of
-from clap_ds.utils.redaction import redacted_all
+from clap_ds.utils.redaction import redact_all
 
 # What a run has in common with its checkpoints.
 _IDENTITY = (
@@ -51,7 +51,7 @@ def setup_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpoint
         # The first copy may be hours later.
         if url is not None:
             run_on_rank0(lambda: try_target(url))
-    metric = best_metric(clap.checkpoint, clap.evaluation)
+    metric = choose_best_metric(clap.checkpoint, clap.evaluation)
     return Checkpointer(
         run.checkpoint_folder,
         clap.checkpoint.model_copy(update={"best_metric": metric}),
@@ -105,7 +105,7 @@ def find_checkpoint_folder(run: RunSettings, config: dict[str, Any]) -> Path:
     if run.clap.checkpoint.folder is not None:
         return folder
     # Checkpoints hold no secrets, so neither may the settings that are compared with theirs.
-    config = redacted_all(config)
+    config = redact_all(config)
     # `[0-9a-f]`: the hash. A longer name of another run ends in one, too.
     pattern = f"{glob.escape(run.run_name)}-{'[0-9a-f]' * 8}-checkpoints"
     other_runs: dict[Path, str] = {}
@@ -160,7 +160,7 @@ def load_pretrained(
     except ValueError as error:
         raise ValueError(f"clap.train.pretrained: {error}") from None
     if rank() == 0:
-        print(f"initial weights: {weights.shown}", flush=True)
+        print(f"initial weights: {weights.description}", flush=True)
 
 
 @raise_on_all_ranks()

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from clap_ds.config.model import Count
-from clap_ds.config.schema import score
+from clap_ds.config.schema import to_higher_is_better
 from clap_ds.utils.files import parse_json
 
 # Steps of all starts, next to the checkpoints.
@@ -48,12 +48,15 @@ class TrainState:
     ) -> None:
         """Keep the best metrics, and when the `targets` were reached."""
         for name, value in metrics.items():
-            # `score` is higher for better values, also of losses.
+            # `to_higher_is_better` is higher for better values, also of losses.
             best = self.best.get(name, value)
-            if math.isfinite(value) and score(name, value) >= score(name, best):
+            if math.isfinite(value) and to_higher_is_better(name, value) >= to_higher_is_better(
+                name, best
+            ):
                 self.best[name] = value
         is_reached = all(
-            score(name, metrics[name]) >= score(name, value) for name, value in targets.items()
+            to_higher_is_better(name, metrics[name]) >= to_higher_is_better(name, value)
+            for name, value in targets.items()
         )
         if targets and is_reached:
             self.extra |= {"target": targets, "time_to_target_s": train_s, "target_step": self.step}

@@ -19,47 +19,53 @@ class BatchSizes:
     # samples per rank and forward pass
     micro_batch: int
     # forward passes per optimizer step
-    accumulation_steps: int
+    gradient_accumulation_steps: int
     # samples per optimizer step on all ranks
     global_batch: int
 
     @property
     def micro_step(self) -> int:
         """Samples per forward pass on all ranks."""
-        return self.global_batch // self.accumulation_steps
+        return self.global_batch // self.gradient_accumulation_steps
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
+    def from_config(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
         """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does.
 
         Without `world_size`, the fewest ranks that fit are assumed. Raises ValueError with one line
         per missing, invalid or contradictory number.
         """
         _check_numbers(config)
-        micro_batch, accumulation_steps, global_batch = (config.get(name) for name in NAMES)
+        micro_batch, gradient_accumulation_steps, global_batch = (
+            config.get(name) for name in NAMES
+        )
         num_ranks = world_size or 1
-        if world_size is None and micro_batch and accumulation_steps and global_batch:
-            num_ranks = max(1, global_batch // (micro_batch * accumulation_steps))
-        if accumulation_steps is None:
-            accumulation_steps = 1
+        if world_size is None and micro_batch and gradient_accumulation_steps and global_batch:
+            num_ranks = max(1, global_batch // (micro_batch * gradient_accumulation_steps))
+        if gradient_accumulation_steps is None:
+            gradient_accumulation_steps = 1
             if micro_batch and global_batch:
-                accumulation_steps = max(1, global_batch // (micro_batch * num_ranks))
+                gradient_accumulation_steps = max(1, global_batch // (micro_batch * num_ranks))
         if micro_batch is None:
-            micro_batch = max(1, config[GLOBAL_BATCH] // (accumulation_steps * num_ranks))
-        product = micro_batch * accumulation_steps * num_ranks
+            micro_batch = max(1, config[GLOBAL_BATCH] // (gradient_accumulation_steps * num_ranks))
+        product = micro_batch * gradient_accumulation_steps * num_ranks
         # Divisions above round down, so a global batch may not be reached.
         if global_batch not in (None, product):
             formula = f"{MICRO_BATCH} × {ACCUMULATION} × ranks"
-            factors = f"{micro_batch} × {accumulation_steps} × {num_ranks} = {product}"
+            factors = f"{micro_batch} × {gradient_accumulation_steps} × {num_ranks} = {product}"
             raise ValueError(
                 f"{GLOBAL_BATCH}: expected {formula} = {factors}, found {global_batch}"
             )
-        return cls(micro_batch, accumulation_steps, product)
+        return cls(micro_batch, gradient_accumulation_steps, product)
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a configuration with the per-rank sizes, and its global batch if it has one, which
         DeepSpeed checks."""
-        filled = {**config, MICRO_BATCH: self.micro_batch, ACCUMULATION: self.accumulation_steps}
+        filled = {
+            **config,
+            MICRO_BATCH: self.micro_batch,
+            ACCUMULATION: self.gradient_accumulation_steps,
+        }
         # DeepSpeed takes null for a number here.
         if filled.get(GLOBAL_BATCH) is None:
             filled.pop(GLOBAL_BATCH, None)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
-from clap_ds.config.open_clip_config import PREFIX, sizes_of_open_clip
-from clap_ds.config.transformers_config import read_clap
+from clap_ds.config.model_names import PRESET_DIR, find_preset, list_presets
+from clap_ds.config.open_clip_config import PREFIX, convert_open_clip_config
+from clap_ds.config.transformers_config import read_clap_config
 from clap_ds.utils.errors import did_you_mean, explain
 from clap_ds.utils.files import read_object
 
@@ -38,7 +38,7 @@ Activation = Literal["relu", "gelu"]
 
 # values that `load_preset` accepts, for messages
 PRESETS = (
-    f"{', '.join(preset_names())}; open_clip:NAME; or the path of a preset's JSON,"
+    f"{', '.join(list_presets())}; open_clip:NAME; or the path of a preset's JSON,"
     " of a ClapModel's folder or config.json"
 )
 
@@ -217,13 +217,13 @@ def load_preset(name: str) -> ClapConfig:
     """Load the sizes named by one of `PRESETS`. Raises ValueError with one line."""
     if name.startswith(PREFIX):
         try:
-            sizes = sizes_of_open_clip(name.removeprefix(PREFIX))
+            sizes = convert_open_clip_config(name.removeprefix(PREFIX))
         # fields of wrong types
         except (AttributeError, LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{name}: its configuration can't be read: {error!r}") from error
         return parse_sizes(sizes, name, name)
-    presets = preset_names()
-    preset = preset_of(name)
+    presets = list_presets()
+    preset = find_preset(name)
     if preset in presets:
         return parse_sizes(read_object(PRESET_DIR / f"{preset}.json"), preset)
     path = Path(os.path.abspath(name))
@@ -234,7 +234,7 @@ def load_preset(name: str) -> ClapConfig:
         raise ValueError(f"no preset {name!r}{hint}; expected one of {PRESETS}")
     content = read_object(path)
     if "model_type" in content:
-        return parse_sizes(read_clap(path, content), path.parent.name, str(path))
+        return parse_sizes(read_clap_config(path, content), path.parent.name, str(path))
     return parse_sizes(content, path.stem, str(path))
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 PRESET_DIR = Path(__file__).with_name("presets")
 
 
-def preset_names() -> list[str]:
+def list_presets() -> list[str]:
     """List all presets, sorted."""
     return sorted(path.stem for path in PRESET_DIR.glob("*.json"))
 
 
-def preset_of(name: str) -> str:
+def find_preset(name: str) -> str:
     """Return the preset of a published (`HTSAT-tiny-Roberta-base`) or open_clip name
     (`CLAP-HTSAT-base-Roberta-base`), or the name itself if there is none."""
-    presets = preset_names()
+    presets = list_presets()
     snake_case = name.casefold().replace("-", "_")
     if snake_case in presets:
         return snake_case

@@ -27,7 +27,7 @@ AUDIO = {
 }  # fmt: skip
 
 
-def sizes_of_open_clip(name: str) -> dict[str, Any]:
+def convert_open_clip_config(name: str) -> dict[str, Any]:
     """Return a preset's sections for a model, named as for `open_clip.create_model`.
 
     They state what batches hold; other fields are HTSAT-tiny's and have no effect. Raises
@@ -101,7 +101,7 @@ def _read_built_in_config(package: Path, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def open_clip_for(name: str) -> Iterator[Any]:
+def import_open_clip(name: str) -> Iterator[Any]:
     """Yield open_clip to load `name`, whose errors become ValueErrors.
 
     Code that models and tokenizers bring is never run. Import torchaudio_compat before.

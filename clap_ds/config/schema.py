@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from clap_ds.config.model import ClapConfig, Section, load_preset, parse_sizes
-from clap_ds.config.model_names import preset_names, preset_of
+from clap_ds.config.model_names import find_preset, list_presets
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -66,9 +66,9 @@ class ModelSettings(Section):
             return parse_sizes(value, "own")
         if not isinstance(value, str):
             return value
-        preset = preset_of(value)
+        preset = find_preset(value)
         # The content of other files is read now, so that a run that resumes elsewhere has it.
-        return preset if preset in preset_names() else load_preset(value)
+        return preset if preset in list_presets() else load_preset(value)
 
 
 class EngineSettings(Section):
@@ -262,7 +262,7 @@ class CheckpointSettings(Section):
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
-    """Best checkpoints by `best_metric` to keep in addition."""
+    """Best checkpoints by `choose_best_metric` to keep in addition."""
     best_metric: str | None = None
     """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else
     `retrieval_audio_to_text_r1`."""
@@ -319,18 +319,18 @@ class EvaluationSettings(Section):
 
 
 # contrastive loss of held-out clips and captions
-LOSS = "retrieval_loss"
+RETRIEVAL_LOSS = "retrieval_loss"
 # recalls at 1, 5 and 10, and mean average precision at 10
 _MEASURES = ("r1", "r5", "r10", "map10")
 RETRIEVAL = (
     *(f"retrieval_audio_to_text_{measure}" for measure in _MEASURES),
     *(f"retrieval_text_to_audio_{measure}" for measure in _MEASURES),
-    LOSS,
+    RETRIEVAL_LOSS,
 )
 ZERO_SHOT = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
 
 
-def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
+def list_metrics(evaluation: EvaluationSettings) -> tuple[str, ...]:
     """Return an evaluation's metrics, the most informative first."""
     metrics: tuple[str, ...] = ()
     if evaluation.zero_shot:
@@ -340,11 +340,13 @@ def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
     return metrics
 
 
-def best_metric(checkpoint: CheckpointSettings, evaluation: EvaluationSettings) -> str | None:
+def choose_best_metric(
+    checkpoint: CheckpointSettings, evaluation: EvaluationSettings
+) -> str | None:
     """Return the metric of the best checkpoint, or None if nothing is evaluated."""
-    return checkpoint.best_metric or next(iter(names(evaluation)), None)
+    return checkpoint.best_metric or next(iter(list_metrics(evaluation)), None)
 
 
-def score(name: str, value: float) -> float:
+def to_higher_is_better(name: str, value: float) -> float:
     """Return the value, negated if smaller is better."""
-    return -value if name == LOSS else value
+    return -value if name == RETRIEVAL_LOSS else value

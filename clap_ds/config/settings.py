@@ -132,23 +132,23 @@ class RunSettings:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self.batch_sizes().accumulation_steps
+        return self.batch_sizes().gradient_accumulation_steps
 
     def batch_sizes(self, world_size: int | None = None) -> BatchSizes:
-        return BatchSizes.of(self.deepspeed, world_size)
+        return BatchSizes.from_config(self.deepspeed, world_size)
 
     @property
     def precision(self) -> str:
         """`bf16`, `fp16`, `torch_autocast_bfloat16` (fp32 parameters) or `fp32`, from DeepSpeed's
         sections."""
-        return precision_of(self.deepspeed)
+        return find_precision(self.deepspeed)
 
     def resolved(self) -> dict[str, Any]:
         """Return the JSON with all defaults of `clap` filled in."""
         return {**self.deepspeed, "clap": self.clap.model_dump(mode="json")}
 
 
-def precision_of(deepspeed: Mapping[str, Any]) -> str:
+def find_precision(deepspeed: Mapping[str, Any]) -> str:
     """Return the precision that DeepSpeed's sections set."""
     if find_field(deepspeed, "torch_autocast.enabled"):
         return "torch_autocast_bfloat16"
@@ -185,13 +185,13 @@ def load_run(
         problems += [_explain_field(details, model) for details in error.errors()]
     deepspeed = {name: value for name, value in content.items() if name != "clap"}
     try:
-        sizes = BatchSizes.of(deepspeed, world_size)
+        sizes = BatchSizes.from_config(deepspeed, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
     # Rules between fields are checked only if each field is valid.
     if not problems:
         problems += _check_deepspeed(deepspeed)
-        problems += _check_together(clap, precision_of(deepspeed))
+        problems += _check_together(clap, find_precision(deepspeed))
     if problems:
         raise UserError("\n".join(locate(problem, path, assignments) for problem in problems))
     if world_size:

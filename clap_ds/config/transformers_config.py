@@ -37,7 +37,7 @@ FRONT_END = {
 }  # fmt: skip
 
 
-def sizes_of_clap(fields: dict[str, Any]) -> dict[str, Any]:
+def convert_clap_config(fields: dict[str, Any]) -> dict[str, Any]:
     """Convert `config.json` to a preset's sections, unchecked, with LAION-CLAP's front end.
 
     Missing fields take transformers' defaults, which `clap_htsat_tiny_roberta_base` has. Raises
@@ -124,7 +124,7 @@ def _require(fields: dict[str, Any], expected: dict[str, Any], section: str = ""
             raise ValueError(f"{section}{name} is {fields[name]!r}; {supported}")
 
 
-def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+def read_clap_config(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes of a `config.json`, read as `fields`, and of the front end saved beside it.
 
     Prints which front end is assumed if there is none. Raises ValueError, with the file, if they
@@ -141,7 +141,7 @@ def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
         saved = read_object(front_end_path) if front_end_path.exists() else None
     read_path = path
     try:
-        sizes = sizes_of_clap(fields)
+        sizes = convert_clap_config(fields)
         if saved is not None:
             read_path = front_end_path
             sizes["audio"] |= convert_front_end(saved, sizes["audio"])

@@ -42,7 +42,7 @@ _NUDGE_DB = 0.5
 
 # Frozen, because several workers and ranks report the same item, which counts once.
 @dataclass(frozen=True, slots=True)
-class Broken:
+class SkippedSample:
     """The name of an unusable item, or a tar's path, and the reason."""
 
     name: str

@@ -23,7 +23,7 @@ from fsspec.callbacks import NoOpCallback
 from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clap_ds.utils.files import MOST_BYTES, RefusedFileError, open_regular, own_path
+from clap_ds.utils.files import MOST_BYTES, RefusedFileError, hold_path, open_regular
 
 _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 
@@ -107,7 +107,7 @@ class RemoteFiles:
     def upload(self, folder: Path, source: str, name: str) -> None:
         """Create or replace a file by the one named `source` in a local folder."""
         with (
-            own_path(folder, source) as path,
+            hold_path(folder, source) as path,
             open_regular(path, os.O_NOFOLLOW) as file,
             self._target(name) as target,
         ):
@@ -163,7 +163,7 @@ class RemoteFiles:
         """Yield a path that isn't reached through a link below the root. Locally, `creates` makes
         missing folders."""
         if self._is_local and name:
-            with own_path(Path(self._root), name, creates=creates) as local_path:
+            with hold_path(Path(self._root), name, creates=creates) as local_path:
                 yield str(local_path)
             return
         # Remote links can't be pinned, but the listing of each folder on the way names them.

@@ -251,7 +251,7 @@ def _find_records(shards: Sequence[str]) -> list[ShardRecord | None]:
 
 
 Item = dict[str, Any]
-"""Extension → content (bytes or a `Place` in the tar), with `__key__`, `__url__` and, for places,
+"""Extension → content (bytes or a `TarMember` in the tar), with `__key__`, `__url__` and, for places,
 `__file__`."""
 Report = Callable[[str, str], object]
 """Called with the name of an unusable tar or item, and the reason."""
@@ -290,7 +290,7 @@ class _Headers(io.BufferedReader):
         return content
 
 
-class Place(NamedTuple):
+class TarMember(NamedTuple):
     """A member's content in its tar, in bytes."""
 
     start: int
@@ -324,7 +324,7 @@ def list_items(
             yield {**item, "__file__": file}
     except DAMAGE as error:
         expected = "; expected an uncompressed tar" if isinstance(error, tarfile.ReadError) else ""
-        report(shard, f"tar can't be read: {words(error)}{expected}")
+        report(shard, f"tar can't be read: {describe_error(error)}{expected}")
 
 
 def _read_items(
@@ -369,18 +369,18 @@ def _read_members(
                 if member.isfile() and not member.issparse():
                     if member.offset_data + member.size > tar_bytes:
                         raise EOFError("unexpected end of data")
-                    place = Place(member.offset_data, member.size)
+                    place = TarMember(member.offset_data, member.size)
                     yield {"fname": member.name, "data": place, "__url__": shard}
             padding = file.read(tar.offset, _MAX_PADDING_BYTES)
             if not padding or any(padding):
                 problem = "end-of-archive mark missing, or followed by other than zeros"
                 raise EOFError(f"{problem}, at byte {tar.offset:,}")
         except UNREADABLE as error:
-            problem = f"tar is truncated or damaged ({words(error)})"
+            problem = f"tar is truncated or damaged ({describe_error(error)})"
             handle(EOFError(f"{problem}; using its readable part"))
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error's message, without the file name of an OSError, or else its type."""
     if isinstance(error, OSError) and error.strerror:
         return str(error.args[-1])
@@ -391,7 +391,7 @@ def fetch(item: Item) -> None:
     """Replace the places in `item` by their contents. Raises like `Place.read`."""
     file = item.pop("__file__")
     for extension, content in item.items():
-        if isinstance(content, Place):
+        if isinstance(content, TarMember):
             item[extension] = content.read(file)
 
 

@@ -35,7 +35,7 @@ from webdataset.filters import shuffle
 
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
-from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip, values_by_name
+from clap_ds.data.clip import SkippedSample, captions_of, choose_clip, read_clip, values_by_name
 from clap_ds.data.shard_assignment import Source, TarPart
 from clap_ds.data.shard_io import open_ahead, open_shard
 from clap_ds.data.shard_manifest import (
@@ -43,10 +43,10 @@ from clap_ds.data.shard_manifest import (
     FIELD,
     Item,
     Report,
+    describe_error,
     fetch,
     list_items,
     samples_between,
-    words,
 )
 from clap_ds.data.staging import StagingFolder
 from clap_ds.utils.errors import printable
@@ -70,7 +70,7 @@ class Chunk:
     # index of the audio in the worker's ring buffer
     slot: int
     # unusable items since the previous chunk
-    skipped: list[Broken]
+    skipped: list[SkippedSample]
     # the reader's position after these rows
     position: Position
     # `Batch.input_ids` and `attention_mask`, which tensors would send through /dev/shm
@@ -108,8 +108,10 @@ class ShardReader:
     def chunks(self) -> Iterator[Chunk]:
         """Yield chunks endlessly. If a source has no usable item, the last one gives the reason."""
         _raise_open_file_limit()
-        skipped: list[Broken] = []
-        readers = self._source_readers(lambda name, reason: skipped.append(Broken(name, reason)))
+        skipped: list[SkippedSample] = []
+        readers = self._source_readers(
+            lambda name, reason: skipped.append(SkippedSample(name, reason))
+        )
         weights = [source.weight for source in self.sources]
         num_samples = self.start["samples"]
         is_timed = False
@@ -249,7 +251,7 @@ class _SourceReader:
             clip = choose_clip(item, "mel" if row.ndim == 2 else "encoded")
             read_clip(clip, row, audio=self._audio, rng=rng)
         except DAMAGE as error:
-            self._report(f"{item['__url__']}: {item['__key__']}", words(error))
+            self._report(f"{item['__url__']}: {item['__key__']}", describe_error(error))
             return None
         if self._logs_captions:
             self._logs_captions = False

@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec, LoaderThroughput
-from clap_ds.data.clip import Broken
+from clap_ds.data.clip import SkippedSample
 from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, count_bytes, kind_of, samples_of
@@ -224,7 +224,7 @@ class WebDatasetStream:
         # the chunk in use, and its rows
         self._current: tuple[Chunk, Batch] | None = None
         # by name
-        self._skipped: dict[str, Broken] = {}
+        self._skipped: dict[str, SkippedSample] = {}
         # for the workers' throughput
         self._timed_rows = 0
         self._timed_s = 0.0

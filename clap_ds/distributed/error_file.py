@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from clap_ds.utils.errors import CollectiveUserError
-from clap_ds.utils.files import own_folder, read_json, write_atomically
-from clap_ds.utils.redaction import redacted_all
+from clap_ds.utils.files import hold_folder, read_json, write_atomically
+from clap_ds.utils.redaction import redact_all
 
 # Kinds of error. Ranks can't record that they were killed. `KILLED` is also the fault of an error
 # if a data worker was killed.
@@ -126,8 +126,8 @@ class ThisRank:
         error = RankError(
             time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts], fault
         )
-        with suppress(OSError), own_folder(self.folder) as folder:
-            write_atomically(folder / name, json.dumps(redacted_all(asdict(error))) + "\n")
+        with suppress(OSError), hold_folder(self.folder) as folder:
+            write_atomically(folder / name, json.dumps(redact_all(asdict(error))) + "\n")
 
 
 this_rank = ThisRank()  # a process is one rank
@@ -144,7 +144,7 @@ def read_errors(folder: Path) -> list[RankError]:
     return errors
 
 
-def fault_of(error: BaseException) -> str:
+def find_fault(error: BaseException) -> str:
     """Return whose fault an exception may be: its attribute `fault` or, for those of libraries, by
     type and error code."""
     if hasattr(error, "fault"):
@@ -166,7 +166,7 @@ def fault_of(error: BaseException) -> str:
         if "CUDA error" in text and not is_programs:
             return HOST
     if error.__cause__ is not None:
-        return fault_of(error.__cause__)
+        return find_fault(error.__cause__)
     return PROGRAM
 
 

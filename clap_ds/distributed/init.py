@@ -34,7 +34,7 @@ from clap_ds.distributed.error_file import (
     LOST_PEER,
     STOPPED,
     USER,
-    fault_of,
+    find_fault,
     is_connection_lost,
     set_error_dir,
     write_error_file,
@@ -215,7 +215,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
-def run_arguments(doc: str | None) -> argparse.ArgumentParser:
+def make_run_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command that launchers start on every rank."""
     parser = make_parser(doc)
     add_config(parser)
@@ -335,14 +335,14 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     except UnreachableError as error:
         exit_unreachable(error)
     except UserError as error:
-        write_error_file(USER, str(error), USER_ERROR, fault=fault_of(error))
+        write_error_file(USER, str(error), USER_ERROR, fault=find_fault(error))
         _report_user_error(error)
         leave(USER_ERROR)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except Exception as error:
         kind = LOST_PEER if is_connection_lost(error) else ERROR
-        write_error_file(kind, f"{type(error).__name__}: {error}", FAILED, fault=fault_of(error))
+        write_error_file(kind, f"{type(error).__name__}: {error}", FAILED, fault=find_fault(error))
         hint = how_to_install(error)
         if hint:
             _report(f"{error}{hint}")

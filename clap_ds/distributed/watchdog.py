@@ -35,7 +35,7 @@ from clap_ds.distributed.root_cause import (
 )
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 from clap_ds.utils.errors import printable
-from clap_ds.utils.files import open_own, own_folder
+from clap_ds.utils.files import hold_folder, open_without_following
 
 # A rank hangs if it makes no step for this many seconds, and for this many times its longest gap
 # between steps so far.
@@ -86,8 +86,10 @@ class Watchdog:
         """Start watching, if the run directory is accessible."""
         self._path = run_directory / STACKS / f"rank{this_rank.rank}.txt"
         try:
-            with own_folder(self._path.parent) as folder:
-                self._file = open_own(folder / self._path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            with hold_folder(self._path.parent) as folder:
+                self._file = open_without_following(
+                    folder / self._path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC
+                )
         except OSError as error:
             _report(f"warning: no hang detection for rank {this_rank.rank}: {error}")
             return
@@ -184,7 +186,7 @@ class Watchdog:
         """Stop watching after an orderly end, and remove the file unless it has stacks."""
         self.ending()
         if self._run is not None and os.fstat(self._file).st_size <= HEADER_BYTES:
-            with suppress(OSError), own_folder(self._path.parent) as folder:
+            with suppress(OSError), hold_folder(self._path.parent) as folder:
                 (folder / self._path.name).unlink()
         self.disable()
 

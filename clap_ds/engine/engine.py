@@ -56,14 +56,14 @@ class ClapEngine:
         masters: the optimizer's fp32 weights by name, in its order; they may be the model's own.
         timer: times phases of steps.
         uses_gradcache: whether gradients are accumulated with GradCache.
-        average: EMA of the weights with `clap.train.ema_decay`; every step updates it, including
+        ema: EMA of the weights with `clap.train.ema_decay`; every step updates it, including
             skipped ones.
         steps: number of optimizer steps, including skipped ones.
         is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite;
             scalar bool on the device.
         consecutive_skips: number of consecutive skipped steps up to the last `count_skipped`.
         pre_step_hook: if set, called in every step with the averaged gradients in the parameters.
-        norm_wanted: compute `gradient_norm` in every step, and require that it is finite.
+        log_gradient_norm: compute `gradient_norm` in every step, and require that it is finite.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on
             the device.
     """
@@ -106,9 +106,9 @@ class ClapEngine:
         if FlatStep.is_applicable(self.deepspeed.optimizer):
             self._flat_step = FlatStep(self.deepspeed.optimizer, self.deepspeed.gradient_clipping())
         self.masters = master_weights(model, self.deepspeed.optimizer)
-        self.average: ModelEma | None = None
+        self.ema: ModelEma | None = None
         if train.ema_decay:
-            self.average = ModelEma(model, self.masters, train.ema_decay)
+            self.ema = ModelEma(model, self.masters, train.ema_decay)
         self.sync = GradientSync(
             self.deepspeed,
             overlapped=settings.gradient_sync == "overlap" and dist.get_world_size() > 1,
@@ -119,7 +119,7 @@ class ClapEngine:
         self.steps = 0
         self.consecutive_skips = 0
         self.pre_step_hook: Callable[[], None] | None = None
-        self.norm_wanted = False
+        self.log_gradient_norm = False
         self.gradient_norm: Tensor | None = None
         self._max_log_scale = math.log(settings.max_logit_scale)
         # These are on the device, so that a step doesn't wait for it.
@@ -265,15 +265,15 @@ class ClapEngine:
             # CLIP keeps the scale in [1, max_logit_scale]. In 16 bits the optimizer has a copy.
             for log_scale in (self.model.logit_scale, self.masters["logit_scale"]):
                 log_scale.clamp_(0, self._max_log_scale)
-            if self.average is not None:
-                self.average.update()
-        if in_16_bits and self.norm_wanted:
+            if self.ema is not None:
+                self.ema.update()
+        if in_16_bits and self.log_gradient_norm:
             norm = self.deepspeed.get_global_grad_norm()
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_fp32_gradients(self) -> None:
         max_norm = self.deepspeed.gradient_clipping()
-        if not self.norm_wanted and max_norm == 0:
+        if not self.log_gradient_norm and max_norm == 0:
             return
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
@@ -300,7 +300,7 @@ class ClapEngine:
     def _note_non_finite(self, loss: Tensor) -> None:
         """Record on the device the first step with a loss or gradient that isn't finite."""
         is_bad = ~loss.isfinite()
-        if self.norm_wanted:
+        if self.log_gradient_norm:
             if self.gradient_norm is not None:
                 is_bad |= ~self.gradient_norm.isfinite()
             # A skipped step does no harm in training. A benchmark, which wants no norm, is invalid.
@@ -314,7 +314,7 @@ class ClapEngine:
         self.deepspeed.skipped_steps += num_skipped
         self._skips[0] = 0
 
-    def may_be_saved(self, loss: Tensor, *, is_last: bool) -> bool:
+    def is_checkpointable(self, loss: Tensor, *, is_last: bool) -> bool:
         """Return whether the state may be saved: not if the step was skipped because the loss isn't
         finite on some rank, rather than because fp16's loss scale was too large. Such a state would
         be resumed forever. Raises NonFiniteError like `check_loss`, `is_last` at once. A
@@ -326,7 +326,7 @@ class ClapEngine:
         return False
 
     def check_loss(self, *, at_once: bool = False) -> None:
-        """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient
+        """Raise NonFiniteError on all ranks if any step's loss or, with `log_gradient_norm`, gradient
         isn't finite, or if the last `MAX_CONSECUTIVE_SKIPS` steps (with `at_once`, the last one)
         were skipped. A collective that waits for the device."""
         self.count_skipped()
@@ -334,7 +334,7 @@ class ClapEngine:
         # Ranks have different losses, but must stop together.
         dist.all_reduce(first_bad_step, op=dist.ReduceOp.MIN)
         if int(first_bad_step) != NEVER:
-            name = "the loss or its gradient" if self.norm_wanted else "the loss"
+            name = "the loss or its gradient" if self.log_gradient_norm else "the loss"
             raise NonFiniteError(f"{name} is NaN or infinite at step {int(first_bad_step)}")
         # A loss scale may be found after several skips, unless the run ends here.
         max_skips = 1 if at_once else MAX_CONSECUTIVE_SKIPS
@@ -344,7 +344,7 @@ class ClapEngine:
                 f"the loss or its gradient is NaN or infinite in every step from step {since} on"
             )
 
-    def share_statistics(self) -> None:
+    def broadcast_bn_statistics(self) -> None:
         """Copy rank 0's batch norm statistics, which checkpoints contain, to every rank. A
         collective."""
         for buffer in self.model.running_statistics():

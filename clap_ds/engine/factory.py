@@ -33,7 +33,7 @@ from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import select_kernels
-from clap_ds.weights.hub import load_tokenizer, pretrained_text
+from clap_ds.weights.hub import load_pretrained_text, load_tokenizer
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
@@ -56,7 +56,7 @@ def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks:
                 data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
             )
         if model.pretrained_text and not model.sizes.open_clip:
-            pretrained_text(text)
+            load_pretrained_text(text)
 
     run_on_rank0(load)
     if ranks.local_rank == 0 and not ranks.is_main_process:
@@ -83,7 +83,7 @@ def build_model(
         activation_checkpointing=tuple(settings.activation_checkpointing),
     )
     if settings.pretrained_text and isinstance(model, ClapModel):
-        model.text.roberta.load_state_dict(pretrained_text(model.config.text).state_dict())
+        model.text.roberta.load_state_dict(load_pretrained_text(model.config.text).state_dict())
     freeze(model, frozen)
     return model
 

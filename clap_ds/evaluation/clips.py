@@ -21,7 +21,7 @@ from clap_ds.config.schema import RetrievalSettings, ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.data.clip import (
     CAPTION_FORMATS,
-    Broken,
+    SkippedSample,
     captions_of,
     choose_clip,
     read_clip,
@@ -29,7 +29,7 @@ from clap_ds.data.clip import (
 )
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import Kind, open_shard
-from clap_ds.data.shard_manifest import DAMAGE, Place, list_items, words
+from clap_ds.data.shard_manifest import DAMAGE, TarMember, describe_error, list_items
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
 from clap_ds.utils.errors import did_you_mean
@@ -57,7 +57,7 @@ class Clip:
 
     shard: str
     key: str
-    place: Place
+    place: TarMember
     described: dict[str, bytes]
 
     @property
@@ -65,13 +65,15 @@ class Clip:
         return f"{self.shard}: {self.key}"
 
 
-def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip], list[Broken]]:
+def list_clips(
+    shards: Iterable[str], kind: Kind = "encoded"
+) -> tuple[list[Clip], list[SkippedSample]]:
     """List the items with audio (`mel`: features) in tars, in order, and the unusable ones."""
     clips: list[Clip] = []
-    broken: list[Broken] = []
+    broken: list[SkippedSample] = []
 
     def report(name: str, reason: str) -> None:
-        broken.append(Broken(name, reason))
+        broken.append(SkippedSample(name, reason))
 
     for shard in shards:
         for item in list_items(shard, report):
@@ -123,7 +125,7 @@ class Plan:
 
 def plan_retrieval(
     clips: dict[int, Clip], settings: RetrievalSettings
-) -> tuple[Plan, list[Broken]]:
+) -> tuple[Plan, list[SkippedSample]]:
     """Select the clips with captions. Raises ValueError for none."""
     expected = f"{FIELD}.retrieval.shards: expected clips with captions"
     read = partial(captions_of, key=settings.caption_key)
@@ -131,7 +133,9 @@ def plan_retrieval(
     return Plan(list(captions_by_clip), list(captions_by_clip.values())), broken
 
 
-def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
+def plan_zero_shot(
+    clips: dict[int, Clip], settings: ZeroShotSettings
+) -> tuple[Plan, list[SkippedSample]]:
     """Select the clips with classes. Raises ValueError for no clips, an unknown class, or fewer
     than two classes."""
     field = settings.class_key
@@ -161,7 +165,7 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
 
 def _read_each(
     clips: dict[int, Clip], read: Callable[[Mapping[str, bytes]], T], expected: str
-) -> tuple[dict[int, T], list[Broken]]:
+) -> tuple[dict[int, T], list[SkippedSample]]:
     """Return what `read` returns for clips' texts, by index, and the clips for which it raises
     BrokenItemError. Raises ValueError with `expected` if it does for all."""
     values: dict[int, T] = {}
@@ -170,7 +174,7 @@ def _read_each(
         try:
             values[index] = read(clip.described)
         except BrokenItemError as error:
-            broken.append(Broken(clip.name, str(error)))
+            broken.append(SkippedSample(clip.name, str(error)))
     if not values:
         examples = "; ".join(map(str, broken[:NUM_EXAMPLES])) or "none with audio"
         raise ValueError(f"{expected}, found none among {len(clips)}: {examples}")
@@ -196,14 +200,14 @@ class _ClipAudio(Dataset[Tensor | str]):
         row = empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
-            read_clip(encoded, row, audio=self._audio, rng=Middle())
+            read_clip(encoded, row, audio=self._audio, rng=CenterCropRng())
             return row
         # An error in a worker would end the evaluation.
         except DAMAGE as error:
-            return words(error)
+            return describe_error(error)
 
 
-class Middle(random.Random):
+class CenterCropRng(random.Random):
     """Random numbers that are the middle of each range, to center crops."""
 
     def randint(self, low: int, high: int) -> int:

@@ -22,7 +22,7 @@ from clap_ds.weights.hub import PreTrainedTokenizerBase, load_tokenizer, tokeniz
 T = TypeVar("T")
 
 
-def tokenizer_of(name: str | None, text: TextConfig, field: str) -> PreTrainedTokenizerBase:
+def load_model_tokenizer(name: str | None, text: TextConfig, field: str) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer. Raises ValueError with `field`."""
     if name is None:
         raise ValueError(f"{field}: missing; set the tokenizer that the model was trained with")

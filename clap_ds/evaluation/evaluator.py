@@ -20,8 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.schema import LOSS, EvaluationSettings
-from clap_ds.data.clip import Broken
+from clap_ds.config.schema import RETRIEVAL_LOSS, EvaluationSettings
+from clap_ds.data.clip import SkippedSample
 from clap_ds.data.shard_manifest import expand_shards, kind_of
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0, run_on_rank0
 from clap_ds.distributed.init import Ranks
@@ -38,7 +38,12 @@ from clap_ds.evaluation.clips import (
     plan_retrieval,
     plan_zero_shot,
 )
-from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text, tokenizer_of
+from clap_ds.evaluation.embedding import (
+    class_features,
+    embed_audio,
+    embed_text,
+    load_model_tokenizer,
+)
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.utils.errors import CollectiveUserError, printable
@@ -69,7 +74,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         # Unusable items in order, without duplicates: tasks may share clips.
-        self._broken: dict[Broken, None] = {}
+        self._broken: dict[SkippedSample, None] = {}
         if self.loss_kind not in LOSSES:
             raise CollectiveUserError(
                 f"the model was trained with the loss {self.loss_kind!r}; this version has"
@@ -88,7 +93,7 @@ class Evaluator:
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
 
     def _load_tokenizer(self) -> None:
-        self._tokenizer = tokenizer_of(
+        self._tokenizer = load_model_tokenizer(
             self.tokenizer_name, self.model_config.text, f"{FIELD}.tokenizer"
         )
 
@@ -120,9 +125,9 @@ class Evaluator:
     def evaluate_engine(self, engine: ClapEngine) -> Evaluation:
         """Evaluate the averaged weights, if there are any, else the model's, like `evaluate`."""
         # Ranks' batch norms have seen different data.
-        engine.share_statistics()
+        engine.broadcast_bn_statistics()
         try:
-            with engine.average.in_place() if engine.average is not None else nullcontext():
+            with engine.ema.in_place() if engine.ema is not None else nullcontext():
                 return self.evaluate(engine.model)
         except NonFiniteError as error:
             raise NonFiniteError(f"after step {engine.steps} {error}") from None
@@ -144,7 +149,8 @@ class Evaluator:
                 "the model's embeddings of clips are NaN or infinite: training has diverged"
             )
         self._note(
-            Broken(self._clips[index].name, reason) for index, reason in sorted(failed.items())
+            SkippedSample(self._clips[index].name, reason)
+            for index, reason in sorted(failed.items())
         )
         tasks = {name: self._evaluate_task(name, model, audio_ND, failed) for name in self._plans}
         return Evaluation(tasks, list(self._broken))
@@ -198,7 +204,7 @@ class Evaluator:
         )
         # The loss is of each clip's first caption.
         first_captions_N = counts_N.cumsum(0) - counts_N
-        measures[LOSS] = metrics.retrieval_loss(
+        measures[RETRIEVAL_LOSS] = metrics.retrieval_loss(
             self.loss_kind,
             audio_ND,
             text_MD[first_captions_N],
@@ -265,7 +271,7 @@ class Evaluator:
         # Item i is row i // R of rank i % R.
         return by_rank_RnD.transpose(0, 1).flatten(0, 1)[:total]
 
-    def _note(self, items: Iterable[Broken]) -> None:
+    def _note(self, items: Iterable[SkippedSample]) -> None:
         """Keep unusable items, and print the new ones."""
         new = [broken for broken in dict.fromkeys(items) if broken not in self._broken]
         self._broken |= dict.fromkeys(new)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.data.clip import Broken
+from clap_ds.data.clip import SkippedSample
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
@@ -61,7 +61,7 @@ class Evaluation:
     """Results by task (`retrieval`, `zero_shot`), and unusable items."""
 
     tasks: dict[str, TaskResult]
-    broken: list[Broken]
+    broken: list[SkippedSample]
 
     @property
     def measures(self) -> dict[str, Measure]:

@@ -37,7 +37,7 @@ class TextLengths:
         return cls(num_tokens, num_tokens**2)
 
     @classmethod
-    def of(cls, lengths: Iterable[int]) -> TextLengths:
+    def from_lengths(cls, lengths: Iterable[int]) -> TextLengths:
         """Return the lengths of packed captions."""
         lengths = list(lengths)
         return cls(fmean(lengths), fmean(length**2 for length in lengths))

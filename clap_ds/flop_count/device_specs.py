@@ -106,7 +106,7 @@ def _normalize(device_name: str) -> str:
 _BY_DEVICE = {_normalize(name): gpu for gpu in _TABLE for name in gpu.names.split(", ")}
 
 
-def peak_for(device_name: str, override_tflops: float | None = None) -> Gpu | None:
+def find_peak(device_name: str, override_tflops: float | None = None) -> Gpu | None:
     """Return the device with its peak from `clap.hardware.peak_tflops`, else by its full name; None
     if unknown."""
     if override_tflops is not None:
@@ -152,7 +152,7 @@ def utilization(
             ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
         ),
     }
-    peak = peak_for(device_name, override_tflops)
+    peak = find_peak(device_name, override_tflops)
     if peak is not None:
         summary["mfu_model_percent"] = 100 * achieved_tflops / peak.bf16_tflops
         summary["hfu_percent"] = 100 * hardware_tflops / peak.bf16_tflops

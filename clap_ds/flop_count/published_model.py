@@ -17,7 +17,7 @@ from clap_ds.model.htsat import FoldToImage
 from clap_ds.model.mel import MIN_POWER, LogMel, full_scale
 
 
-def published_model(config: ClapConfig) -> ClapModel:
+def build_published_model(config: ClapConfig) -> ClapModel:
     """Build a model with convolutional STFT, interpolated stretch, AudioSet head, and all tokens in
     the last text layer."""
     model = build(config)

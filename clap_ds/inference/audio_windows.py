@@ -19,12 +19,12 @@ from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
 from clap_ds.data import decoding
-from clap_ds.data.clip import Broken, read_clip
+from clap_ds.data.clip import SkippedSample, read_clip
 from clap_ds.data.decoding import BrokenItemError, Encoded, mix, open_audio, repeat
 from clap_ds.data.shard_io import open_shard
-from clap_ds.data.shard_manifest import DAMAGE, expand_shards, words
+from clap_ds.data.shard_manifest import DAMAGE, describe_error, expand_shards
 from clap_ds.data.workers import Loader
-from clap_ds.evaluation.clips import Clip, Middle, empty_row, list_clips
+from clap_ds.evaluation.clips import CenterCropRng, Clip, empty_row, list_clips
 
 # Frames decoded at a time.
 _BLOCK = 2**18
@@ -44,7 +44,7 @@ class AudioInput:
     sample_rate: int = 0
 
 
-Source = str | Path | Clip | AudioInput | Broken
+Source = str | Path | Clip | AudioInput | SkippedSample
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class EmbeddingRow:
 Window = tuple[EmbeddingRow, Tensor | None]
 
 
-def clips_in_shards(pattern: str) -> list[Clip | Broken]:
+def clips_in_shards(pattern: str) -> list[Clip | SkippedSample]:
     """List the clips of tars named by a path, pattern or URL, then the unusable ones."""
     clips, broken = list_clips(expand_shards(pattern))
     return [*clips, *broken]
@@ -134,7 +134,7 @@ class _Windows(IterableDataset[Window]):
                 for start_s, end_s, waveform in self._cut_windows(source):
                     yield EmbeddingRow(name, start_s, end_s), waveform
             except (*DAMAGE, soundfile.SoundFileError) as damage:
-                error = words(damage)
+                error = describe_error(damage)
             yield EmbeddingRow(name, end_s, end_s, error=error), None
 
     def _cut_windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
@@ -151,7 +151,7 @@ class _Windows(IterableDataset[Window]):
                 window = torch.zeros(length)
                 if self._pooling == "center":
                     window = empty_row(self._audio, "encoded")
-                read_clip(encoded, window, audio=self._audio, rng=Middle())
+                read_clip(encoded, window, audio=self._audio, rng=CenterCropRng())
                 yield 0.0, duration_s, window
                 return
             blocks = _mix_blocks(opened)
@@ -163,7 +163,7 @@ class _Windows(IterableDataset[Window]):
 
     def _read_encoded(self, source: Source) -> Encoded:
         """Return a source's encoded content, or a path for a file."""
-        if isinstance(source, Broken):
+        if isinstance(source, SkippedSample):
             raise BrokenItemError(source.reason)
         if isinstance(source, AudioInput):
             return _encode(source)

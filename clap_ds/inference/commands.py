@@ -36,7 +36,7 @@ from clap_ds.inference.vectors import (
 from clap_ds.metrics.intervals import COVERAGE, student_t
 from clap_ds.utils.csv_text import write_csv
 from clap_ds.utils.errors import UserError
-from clap_ds.utils.files import read_bytes, replacing
+from clap_ds.utils.files import open_atomically, read_bytes
 from clap_ds.utils.paths import VERSION
 
 OUTPUT_HELP = "write the CSV to this file (default: standard output)"
@@ -72,7 +72,7 @@ def embed(argv: Sequence[str] | None = None) -> int:
         preset=arguments.preset,
         version=VERSION,
     )
-    with replacing(arguments.output) as file:
+    with open_atomically(arguments.output) as file:
         num_rows, skipped = write_table(file, metadata, rows)
     print(f"{arguments.output}: {num_rows:,} rows from {len(sources):,} files")
     return report_skipped(len(sources), skipped)

@@ -25,7 +25,7 @@ from clap_ds.evaluation.embedding import (
     class_captions,
     class_features,
     embed_text,
-    tokenizer_of,
+    load_model_tokenizer,
 )
 from clap_ds.inference.audio_windows import (
     AudioInput,
@@ -82,7 +82,7 @@ class Clap:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return tokenizer_of(self._tokenizer_name, self.config.text, "tokenizer")
+        return load_model_tokenizer(self._tokenizer_name, self.config.text, "tokenizer")
 
     @property
     def _tokenizer_name(self) -> str | None:

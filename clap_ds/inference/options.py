@@ -23,11 +23,11 @@ from clap_ds.inference.vectors import to_utf8
 from clap_ds.utils.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from clap_ds.data.clip import Broken
+    from clap_ds.data.clip import SkippedSample
     from clap_ds.evaluation.clips import Clip
     from clap_ds.inference.model import Clap, EmbeddingRow
 
-AudioSource: TypeAlias = "Path | Clip | Broken"
+AudioSource: TypeAlias = "Path | Clip | SkippedSample"
 
 # Help of the inputs that `find_sources` accepts.
 INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl, .json), tars and patterns of tars"

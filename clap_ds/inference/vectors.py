@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import PositiveInt, TypeAdapter
 
 from clap_ds.utils.errors import UserError
-from clap_ds.utils.files import pinned
+from clap_ds.utils.files import hold_file
 
 if TYPE_CHECKING:
     from clap_ds.inference.model import EmbeddingRow
@@ -119,7 +119,7 @@ def read_table(path: Path) -> tuple[TableMetadata, Iterator[Any]]:
     check_suffix(path)
     pyarrow = _import_pyarrow()
     try:
-        with pinned(path) as opened:
+        with hold_file(path) as opened:
             # Without `pre_buffer`, only one row group is in memory.
             table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False)
         schema = table.schema_arrow

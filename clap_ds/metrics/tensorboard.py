@@ -13,7 +13,7 @@ import torch
 
 from clap_ds.distributed.collectives import rank
 from clap_ds.run_records.run_dir import warn_on_disk_full
-from clap_ds.utils.files import own_folder
+from clap_ds.utils.files import hold_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -54,7 +54,7 @@ class Scalars:
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard would follow a link.
-            with warn_on_disk_full(path), own_folder(path):
+            with warn_on_disk_full(path), hold_folder(path):
                 threading.excepthook = _hide_writer_error
                 # TensorBoard discards entries of samples that will be trained on again.
                 next_sample = engine.deepspeed.global_samples + 1

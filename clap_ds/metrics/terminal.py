@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from clap_ds.run_records.schema import Summary, current
+from clap_ds.run_records.schema import Summary, upgrade_summary
 from clap_ds.utils.errors import count_of, duration_of, printable
 
 
@@ -66,7 +66,7 @@ def print_summary(summary: Summary) -> None:
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield name and value of the final table's rows."""
-    rate = current(summary)["samples_per_s_per_gpu"]
+    rate = upgrade_summary(summary)["samples_per_s_per_gpu"]
     step = summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"

@@ -18,7 +18,7 @@ from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.metrics.intervals import rates
 from clap_ds.metrics.stragglers import Floats
 from clap_ds.metrics.timers import StepTimes
-from clap_ds.run_records.environment import energy_joules, largest_memory, peak_memory
+from clap_ds.run_records.environment import peak_memory, read_energy_joules, summarize_memory
 from clap_ds.run_records.schema import StepTime, Summary
 
 # In a summary; more are merged with their neighbors.
@@ -68,7 +68,7 @@ def gather_window(times: StepTimes, figures: Tensor) -> Window:
     """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A
     collective."""
     device = figures.device
-    of_window = [times.window_s, energy_joules(device), *peak_memory(device)]
+    of_window = [times.window_s, read_energy_joules(device), *peak_memory(device)]
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
     by_step = np.column_stack(
         (times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy())
@@ -85,7 +85,7 @@ def gather_window(times: StepTimes, figures: Tensor) -> Window:
         own_s=values[..., 1],
         data_wait_s=values[..., 2],
         figures=values[..., 3:],
-        memory=largest_memory(zip(*memory, strict=True)),
+        memory=summarize_memory(zip(*memory, strict=True)),
         joules=float(joules.sum()),
     )
 

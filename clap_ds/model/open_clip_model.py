@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.open_clip_config import open_clip_for
+from clap_ds.config.open_clip_config import import_open_clip
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.mel import LogMel, full_scale
 from clap_ds.model.packed import Packing
@@ -57,7 +57,7 @@ class OpenClipModel(ContrastiveModel):
         options: dict[str, Any] = {}
         if learns_bias:
             options = {"init_logit_bias": -10.0, "init_logit_scale": math.log(10)}
-        with open_clip_for(config.name) as open_clip:
+        with import_open_clip(config.name) as open_clip:
             model = open_clip.create_model(
                 config.open_clip,
                 pretrained_text=pretrained_text,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from clap_ds.flop_count.device_specs import GPUS, Gpu, peak_for
+from clap_ds.flop_count.device_specs import GPUS, Gpu, find_peak
 from clap_ds.planning.tracing import TOWERS, Operation
 from clap_ds.utils.files import read_json
 from clap_ds.utils.paths import work_folder
@@ -143,7 +143,7 @@ def class_efficiencies(gpu: Gpu) -> Efficiencies:
         efficiencies[name] = efficiency_range(efficiency, spread, "from an H200's, results/h200")
     for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
         measured = read_json(path)
-        if peak_for(measured["device"]) != gpu:
+        if find_peak(measured["device"]) != gpu:
             continue
         source = f"measured, results/{path.parent.name}"
         for name in EFFICIENCY.keys() & measured["classes"]:

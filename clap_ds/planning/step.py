@@ -154,7 +154,7 @@ def _record_second_step(
     with engine.sync.off():
         engine.step(batches)
         moments = inner_optimizer(engine.deepspeed.optimizer).state
-        average = engine.average.weights if engine.average else None
+        average = engine.ema.weights if engine.ema else None
         recorder.track([engine.masters, moments, average], "optimizer state")
         recorder.track([*model.parameters(), *model.buffers()], "weights")
         if dist.get_world_size() > 1:

@@ -30,7 +30,7 @@ class RankPlace(TypedDict):
     device_numa_node: int | None
 
 
-def place_of_rank(host: str, device_name: str, gpu: Any = None) -> RankPlace:
+def describe_place(host: str, device_name: str, gpu: Any = None) -> RankPlace:
     """Describe this rank's place, given torch's properties of its GPU, if it has one."""
     return RankPlace(
         host=host,

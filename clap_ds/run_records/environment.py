@@ -56,7 +56,7 @@ def peak_memory(device: torch.device) -> list[int]:
     return [peak_memory_bytes(device), torch.cuda.max_memory_reserved(device), outside]
 
 
-def energy_joules(device: torch.device) -> float:
+def read_energy_joules(device: torch.device) -> float:
     """Return what a GPU has used since its driver was loaded, by NVML's counter; NaN without
     one."""
     if device.type != "cuda":
@@ -72,7 +72,7 @@ def energy_joules(device: torch.device) -> float:
     return math.nan
 
 
-def energy(joules: float, samples: int) -> Summary:
+def summarize_energy(joules: float, samples: int) -> Summary:
     """Return a summary's fields of energy; none if it is unknown."""
     # NaN isn't positive, either.
     if not joules > 0 or not samples:
@@ -81,7 +81,7 @@ def energy(joules: float, samples: int) -> Summary:
     return Summary(energy_kwh=joules / 3.6e6, joules_per_sample=joules / samples)
 
 
-def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
+def summarize_memory(ranks: Iterable[Sequence[float]]) -> Summary:
     """Return a summary's fields of memory, given `peak_memory` of all ranks."""
     names = ("memory_peak_bytes", "memory_reserved_peak_bytes", "memory_context_bytes")
     largest = [int(max(values)) for values in zip(*ranks, strict=True)]
@@ -151,7 +151,7 @@ def _free_in_cgroup(folder: Path, limit_file: str, usage_file: str, prefix: str)
     return limit - (usage - cached)
 
 
-def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
+def describe_environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
     """Return the content of `environment.json`."""
     nccl = driver = device_memory_bytes = None
     if device.type == "cuda":
@@ -173,7 +173,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
         "device_memory_bytes": device_memory_bytes,
         "host": socket.gethostname(),
         "host_memory_bytes": psutil.virtual_memory().total,
-        "infiniband": infiniband_rates(),
+        "infiniband": read_infiniband_rates(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels,
@@ -181,7 +181,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[st
     return software | hardware
 
 
-def infiniband_rates(devices: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+def read_infiniband_rates(devices: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
     """Return the rate of each InfiniBand or RoCE port that is up.
 
     An example is {"mlx5_0/1": "400 Gb/sec (4X NDR)"}.

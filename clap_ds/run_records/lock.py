@@ -63,7 +63,7 @@ def has_ended(process: Mapping[str, Any]) -> bool | None:
     return _start_time(process.get("pid")) != process.get("started")
 
 
-def has_slurm_ended(process: Mapping[str, Any]) -> bool | None:
+def has_slurm_job_ended(process: Mapping[str, Any]) -> bool | None:
     """Return whether SLURM has ended this start of an identified process's job; None if this
     cluster's SLURM can't say."""
     job = str(process.get("slurm_job"))
@@ -121,7 +121,7 @@ class FolderLock:
     def _is_over(self, holder: dict[str, Any]) -> bool:
         is_over = has_ended(holder)
         if is_over is None and holder.get("slurm_job") != self._own["slurm_job"]:
-            is_over = has_slurm_ended(holder)
+            is_over = has_slurm_job_ended(holder)
         if is_over is not None:
             return is_over
         # Neither this host nor SLURM can say. An earlier attempt or start of this job has ended.

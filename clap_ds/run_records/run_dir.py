@@ -25,7 +25,7 @@ from clap_ds.run_records.cpu_binding import RankPlace, describe_places
 from clap_ds.run_records.lock import has_ended
 from clap_ds.run_records.schema import VERSION, State, StepLine, Summary
 from clap_ds.utils.files import (
-    open_own,
+    open_without_following,
     parse_json,
     read_json,
     read_lines,
@@ -33,7 +33,7 @@ from clap_ds.utils.files import (
     write_atomically,
     write_object,
 )
-from clap_ds.utils.redaction import redacted, redacted_all
+from clap_ds.utils.redaction import redact, redact_all
 
 if TYPE_CHECKING:
     from clap_ds.config.settings import RunSettings
@@ -61,7 +61,7 @@ class RunDirectory:
         raise AssertionError
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        write_object(self.path / name, redacted_all(content))
+        write_object(self.path / name, redact_all(content))
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return all of it; warn if the disk is full."""
@@ -125,7 +125,7 @@ def create_run_dir(run: RunSettings, environment: dict[str, Any], places: list[R
         num_nodes=len(ranks_per_host),
         world_size=len(places),
         micro_batch_per_gpu=sizes.micro_batch,
-        gradient_accumulation_steps=sizes.accumulation_steps,
+        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         global_batch=sizes.global_batch,
         context_length=clap.context_length,
         text_packing=clap.text_packing,
@@ -177,7 +177,7 @@ class Tee:
         if "\r" not in text and "\x1b" not in text:
             # The disk may be full.
             with suppress(OSError):
-                self._log.write(redacted(text))
+                self._log.write(redact(text))
         # The terminal may be gone.
         with suppress(OSError):
             self._stream.write(text)
@@ -194,8 +194,8 @@ def start_log(path: Path) -> None:
     # not at the top: analysis reads records without it
     from deepspeed.utils import logger
 
-    log = os.fdopen(open_own(path, APPEND), "a", buffering=1)
-    command = " ".join(redacted_all(sys.argv))
+    log = os.fdopen(open_without_following(path, APPEND), "a", buffering=1)
+    command = " ".join(redact_all(sys.argv))
     log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {command}\n")
     sys.stdout = cast(TextIO, Tee(sys.stdout, log))
     sys.stderr = cast(TextIO, Tee(sys.stderr, log))
@@ -267,7 +267,7 @@ class JsonlWriter:
         """Append a line, whole or not at all."""
         with warn_on_disk_full(self._path):
             if self._file is None:
-                self._file = FileIO(open_own(self._path, APPEND), "ab")
+                self._file = FileIO(open_without_following(self._path, APPEND), "ab")
             content = f"{json.dumps(line)}\n".encode()
             size = os.fstat(self._file.fileno()).st_size
             try:

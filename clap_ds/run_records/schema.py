@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 # `schema` in `summary.json`
 # 6: the range in `Rates` renamed
-# 5: fields renamed; `current` converts both
+# 5: fields renamed; `upgrade_summary` converts both
 # 4: two presets renamed (`FORMER_PRESETS`)
 # 3: throughput is samples over time (`mean`), before it the median of windows
 # 1 has no `schema`
@@ -38,7 +38,7 @@ State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "t
 STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
 
 
-def current(summary: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary of any schema with today's names."""
     renamed = {_FORMER_FIELDS.get(name, name): value for name, value in summary.items()}
     rates = renamed.get("samples_per_s_per_gpu")

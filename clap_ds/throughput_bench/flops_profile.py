@@ -35,7 +35,7 @@ from clap_ds.flop_count.analytic import (
     recomputed_flops,
 )
 from clap_ds.flop_count.counters import count_by_deepspeed, counted_ffts
-from clap_ds.flop_count.published_model import published_model
+from clap_ds.flop_count.published_model import build_published_model
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import without_triton
 
@@ -91,7 +91,7 @@ def _executed_lengths(loader: BatchSource, batch: Batch) -> TextLengths:
     # More micro-batches than this one, and all ranks', as their means vary.
     lengths = [next(loader).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)]
     by_rank = gather_tensor(torch.cat(lengths).cpu())
-    return TextLengths.of(torch.cat(by_rank).tolist())
+    return TextLengths.from_lengths(torch.cat(by_rank).tolist())
 
 
 def _closed_form(
@@ -145,7 +145,7 @@ def _profile_published(engine: ClapEngine, sample: Batch) -> float:
     HTSAT-base on one core."""
     config = engine.model.config
     audio = sample.audio.float().cpu()
-    counts = count_by_deepspeed(published_model(config), config.text.max_positions, audio)
+    counts = count_by_deepspeed(build_published_model(config), config.text.max_positions, audio)
     return sum(counts) / 1e9
 
 

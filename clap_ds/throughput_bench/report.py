@@ -89,7 +89,7 @@ class BenchReport:
         )
         # Since the warm-up.
         num_samples = number * num_steps * self._batch_size
-        energy = environment.energy(window.joules - self._joules_before, num_samples)
+        energy = environment.summarize_energy(window.joules - self._joules_before, num_samples)
         self._record.update_summary(stragglers, energy, self._throughput.summary())
         # Over the slowest rank's time, like the summary.
         rate = window.samples_per_s(self._batch_size)

@@ -67,7 +67,7 @@ class TrainLogger:
         self._ranks = ranks
         self._is_main_process = ranks.is_main_process
         # The engine computes it in every step.
-        engine.norm_wanted = True
+        engine.log_gradient_norm = True
 
         self._scalars = Scalars(engine, folder, plan.histogram_every)
         self._history = JsonlWriter(folder / HISTORY)
@@ -93,7 +93,7 @@ class TrainLogger:
         # Peak memory, and energy since the start, at the end of the last window.
         self._memory = Summary()
         self._joules = math.nan
-        self._joules_at_start = sum(gather(environment.energy_joules(engine.device)))
+        self._joules_at_start = sum(gather(environment.read_energy_joules(engine.device)))
         self._samples_at_start = state.samples
 
         self._checkpoints: list[dict[str, Any]] = []
@@ -320,7 +320,9 @@ class TrainLogger:
         return Summary(command="train", **fields)
 
     def _energy(self) -> Summary:
-        return environment.energy(self._joules, self._state.samples - self._samples_at_start)
+        return environment.summarize_energy(
+            self._joules, self._state.samples - self._samples_at_start
+        )
 
     def _append(self, line: StepLine, **fields: Any) -> None:
         self._record.append_metrics(line, **fields)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from clap_ds.checkpoint.resume import load_pretrained, resume, setup_checkpointer
 from clap_ds.checkpoint.train_state import ResumeOptions, SavedCheckpoint, TrainState
-from clap_ds.config.schema import names
+from clap_ds.config.schema import list_metrics
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather, raise_on_all_ranks, reduce_on_rank0
@@ -96,7 +96,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
                         # It may have reached the target.
                         if plan.is_done(state):
                             due = due._replace(save=True, stop=True)
-                    if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
+                    if due.save and engine.is_checkpointable(loss, is_last=due.stop and not signal):
                         state.prepare_save(gather(loader.state()), logger.train_s)
                         logger.log_saves(checkpointer.save(engine, state, metrics, wait=due.stop))
                     if due.stop:
@@ -212,7 +212,7 @@ def next_commands(run: RunSettings) -> list[str]:
     has its sizes."""
     folder = shlex.quote(str(run.checkpoint_folder))
     evaluation = "--retrieval SHARDS"
-    if names(run.clap.evaluation):
+    if list_metrics(run.clap.evaluation):
         evaluation = f"--config {shlex.quote(str(run.path))}"
         evaluation += "".join(f" --set {shlex.quote(text)}" for text in run.assignments)
     # The run's own settings, if they have evaluation shards.

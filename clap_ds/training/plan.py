@@ -135,13 +135,13 @@ def problems_for_training(
     """Return what prevents training on `world_size` ranks, if known: one line per problem, with
     field and expectation."""
     train = clap.train
-    sizes = BatchSizes.of(deepspeed, world_size)
+    sizes = BatchSizes.from_config(deepspeed, world_size)
     problems = []
     # Pairs that one loss compares; several ranks are assumed if their number is unknown.
     num_ranks = world_size or 2
     pairs = num_ranks * sizes.micro_batch
     if train.accumulation == "gradcache":
-        pairs *= sizes.accumulation_steps
+        pairs *= sizes.gradient_accumulation_steps
     if pairs == 1:
         problems.append(
             "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no"
@@ -193,7 +193,7 @@ def _problems_with_metrics(clap: ClapSettings) -> list[str]:
     required = [("clap.train.target_metrics", name) for name in targets]
     if clap.checkpoint.best_metric is not None:
         required.append(("clap.checkpoint.best_metric", clap.checkpoint.best_metric))
-    available = schema.names(clap.evaluation)
+    available = schema.list_metrics(clap.evaluation)
     listed = ", ".join(available) or "none, as clap.evaluation is empty"
     problems = [
         f"{setting}: no evaluation computes {name!r}; available: {listed}"

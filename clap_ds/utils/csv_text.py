@@ -27,7 +27,7 @@ def guard_formula(cell: str | float | None) -> str | float | None:
     return cell
 
 
-def unguarded(cell: str) -> str:
+def unguard_formula(cell: str) -> str:
     """Return a cell as it was before `guard_formula`."""
     is_guarded = cell.startswith("'") and cell.lstrip("'").startswith(FORMULA_STARTS)
     return cell[1:] if is_guarded else cell

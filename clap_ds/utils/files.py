@@ -57,7 +57,7 @@ def _resolve(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
+def hold_file(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a path to this regular file that stays valid if it is replaced, for libraries that take
     no open file."""
     with open_regular(path) as file:
@@ -184,20 +184,20 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def open_own(path: str | os.PathLike[str], flags: int) -> int:
+def open_without_following(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file or folder inside a run's folder and return its descriptor. Raises OSError for a
     link, possibly an attack."""
     return os.open(path, flags | os.O_NOFOLLOW | _SAFE_FLAGS, 0o666)
 
 
 @contextlib.contextmanager
-def own_folder(path: Path, *, creates: bool = True) -> Iterator[Path]:
+def hold_folder(path: Path, *, creates: bool = True) -> Iterator[Path]:
     """Create a folder inside a run's folder and yield a path that stays valid if it is replaced.
     Raises OSError, also for a link."""
     if creates:
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
-    descriptor = open_own(path, os.O_DIRECTORY)
+    descriptor = open_without_following(path, os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
@@ -205,7 +205,7 @@ def own_folder(path: Path, *, creates: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path]:
+def hold_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path]:
     """Yield the path of a file by its name in a folder, which has no `..`.
 
     No folder in `name` is a link, also if one is planted meanwhile; `creates` makes missing ones.
@@ -216,7 +216,7 @@ def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path
     try:
         with contextlib.ExitStack() as stack:
             for inner_folder in relative_path.parent.parts:
-                path = stack.enter_context(own_folder(path / inner_folder, creates=creates))
+                path = stack.enter_context(hold_folder(path / inner_folder, creates=creates))
             yield path / relative_path.name
     except OSError as error:
         # The caller may have met errors of other file systems.
@@ -230,24 +230,24 @@ def own_path(folder: Path, name: str, *, creates: bool = False) -> Iterator[Path
 
 
 @contextlib.contextmanager
-def replacing_files(folder: Path) -> Iterator[Path]:
+def replace_files(folder: Path) -> Iterator[Path]:
     """Yield a new folder, whose files then replace those of `folder`, inside a run's folder. Raises
     OSError."""
-    with own_folder(folder) as target, tempfile.TemporaryDirectory(dir=target) as draft:
+    with hold_folder(folder) as target, tempfile.TemporaryDirectory(dir=target) as draft:
         yield Path(draft)
         for file in Path(draft).iterdir():
             os.replace(file, target / file.name)
 
 
 @contextlib.contextmanager
-def drafted(target: Path) -> Iterator[Path]:
+def create_folder_atomically(target: Path) -> Iterator[Path]:
     """Yield a new private folder that becomes `target` unless an error is raised. Raises
     OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     # Others can't enter it, nor guess its name.
     private = Path(tempfile.mkdtemp(".partial", f".{target.name}.", target.parent))
     try:
-        with own_folder(private) as folder:
+        with hold_folder(private) as folder:
             draft = folder / target.name
             draft.mkdir()
             yield draft
@@ -258,7 +258,7 @@ def drafted(target: Path) -> Iterator[Path]:
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file atomically. On OSError the old file stays."""
-    with replacing(Path(path)) as file:
+    with open_atomically(Path(path)) as file:
         file.write(text.encode())
 
 
@@ -280,7 +280,7 @@ def create_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`, which replaces it once it is on disk. On OSError the old
     file stays."""
     # Root can replace devices and /dev/stdout.

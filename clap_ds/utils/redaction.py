@@ -36,7 +36,7 @@ _PATTERNS = (
 )  # fmt: skip
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Replace what looks like a secret by `[hidden]`: `--hf_token=…`, `HF_TOKEN=…`, `password: …`,
     a presigned URL's parameters, `://user:password@`, and keys that begin like those of well-known
     services."""
@@ -50,7 +50,7 @@ def _redact_query(match: re.Match[str]) -> str:
     return f"?{HIDDEN}" if _SECRET_PARAMETER.search(match[0]) else match[0]
 
 
-def redacted_all(content: Any, name: str = "") -> Any:
+def redact_all(content: Any, name: str = "") -> Any:
     """Redact all strings of a JSON value.
 
     Args:
@@ -60,16 +60,15 @@ def redacted_all(content: Any, name: str = "") -> Any:
     field = name.rpartition(".")[2]
     is_secret = bool(_SECRET_NAME.fullmatch(name) or _SECRET_NAME.fullmatch(field))
     if isinstance(content, str):
-        return HIDDEN if is_secret else redacted(content)
+        return HIDDEN if is_secret else redact(content)
     if isinstance(content, dict):
         return {
-            redacted_all(key): redacted_all(value, f"{field}.{key}")
-            for key, value in content.items()
+            redact_all(key): redact_all(value, f"{field}.{key}") for key, value in content.items()
         }
     if not isinstance(content, list | tuple):
         return content
     is_command = content and all(isinstance(word, str) for word in content)
     if is_command and not is_secret:
         # In a command a secret may follow its option.
-        return redacted("\0".join(content)).split("\0")
-    return [redacted_all(item, name) for item in content]
+        return redact("\0".join(content)).split("\0")
+    return [redact_all(item, name) for item in content]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import CONTEXT_LENGTH, ClapConfig, parse_sizes
-from clap_ds.config.transformers_config import read_clap
+from clap_ds.config.transformers_config import read_clap_config
 from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
@@ -80,7 +80,7 @@ class Checkpoint:
     trusts_tokenizer: bool = False
 
     @property
-    def shown(self) -> str:
+    def description(self) -> str:
         return f"{self.path}, {self.reached}" if self.reached else self.path
 
     @property
@@ -156,7 +156,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     """Read a folder saved by `transformers.ClapModel`. Raises ValueError for other contents."""
     folder = Path(folder)
     sizes_file = folder / "config.json"
-    sizes = read_clap(sizes_file, files.read_object(sizes_file))
+    sizes = read_clap_config(sizes_file, files.read_object(sizes_file))
     config = parse_sizes(sizes, folder.name, str(sizes_file))
     tensors: State = {}
     # Large models are saved in parts.
@@ -333,7 +333,7 @@ def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
 def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     """Return a file's tensors and metadata. Raises ValueError."""
     try:
-        with files.pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
+        with files.hold_file(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, file.metadata() or {}
     except (OSError, safetensors.SafetensorError) as error:

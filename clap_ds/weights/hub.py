@@ -23,8 +23,8 @@ from tokenizers.processors import RobertaProcessing
 from torch import Tensor
 
 from clap_ds.config.model import PAD_TOKEN_ID, TextConfig
-from clap_ds.config.model_names import preset_names
-from clap_ds.config.open_clip_config import PREFIX, open_clip_for
+from clap_ds.config.model_names import list_presets
+from clap_ds.config.open_clip_config import PREFIX, import_open_clip
 from clap_ds.config.transformers_config import TEXT
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 from clap_ds.utils.errors import first_line
@@ -42,7 +42,7 @@ TOKENIZER_FIELD = "clap.data.tokenizer"
 HUB_TIMEOUT_S = 4.0
 OFFLINE_HELP = "Without a network, name a local folder, or set HF_HOME to a cache folder that contains it, and HF_HUB_OFFLINE=1"
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-BUILT_IN = ("FacebookAI/roberta-base", "roberta-base", *preset_names())
+BUILT_IN = ("FacebookAI/roberta-base", "roberta-base", *list_presets())
 # Of trained tokenizers, with ids 0 to 4. RoBERTa has the first four.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 SMALL_VOCAB_SIZE = 512
@@ -103,7 +103,7 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, kind: str)
     raise ValueError(f"{field}: no {kind} {name!r}; tried: {searched}")
 
 
-def pretrained_text(config: TextConfig) -> PreTrainedModel:
+def load_pretrained_text(config: TextConfig) -> PreTrainedModel:
     """Load `transformers`' encoder named `config.hub_name`.
 
     Raises ValueError if it is unavailable or its architecture or sizes differ.
@@ -141,7 +141,7 @@ class OpenClipTokenizer:
 
     def __init__(self, name: str) -> None:
         self.name_or_path = name
-        with open_clip_for(name) as open_clip:
+        with import_open_clip(name) as open_clip:
             self._tokenizer = open_clip.get_tokenizer(name.removeprefix(PREFIX))
         self.pad_token_id = getattr(self._tokenizer, "pad_token_id", None) or 0
 

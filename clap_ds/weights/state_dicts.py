@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model_names import list_presets
 from clap_ds.utils.errors import some
-from clap_ds.utils.files import pinned
+from clap_ds.utils.files import hold_file
 from clap_ds.weights.formats import (
     Checkpoint,
     MismatchError,
@@ -251,7 +251,7 @@ def _check_front_end(tensors: State, config: ClapConfig, path: str | Path) -> No
 
 def _known_configs(has_fusion: bool) -> list[ClapConfig]:
     """List the presets and LAION's HTSAT-base with tiny's heads. Each has other shapes."""
-    presets = {name: load_preset(name) for name in preset_names()}
+    presets = {name: load_preset(name) for name in list_presets()}
     tiny = presets["clap_htsat_tiny_roberta_base"]
     base = presets["htsat_base_roberta_base"]
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
@@ -263,7 +263,7 @@ def _known_configs(has_fusion: bool) -> list[ClapConfig]:
 def read_pickled(path: Path) -> Any:
     """Return the content of a `.pt` file. Raises ValueError."""
     try:
-        with pinned(path) as opened:
+        with hold_file(path) as opened:
             return _load(opened)
     except Exception as error:  # torch raises various types for damaged files
         problem = "can't be read as a checkpoint of plain tensors"

@@ -27,7 +27,7 @@ from webdataset.writer import TarWriter
 from clap_ds.config.arguments import make_parser, whole_number
 from clap_ds.data.build_shards.shard_writer import print_settings
 from clap_ds.utils.errors import UserError, run_alone
-from clap_ds.utils.files import replacing, replacing_files, write_atomically
+from clap_ds.utils.files import open_atomically, replace_files, write_atomically
 from clap_ds.weights.hub import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
@@ -96,7 +96,7 @@ def write_sounds(options: argparse.Namespace) -> None:
         start = shard * options.clips // options.shards
         stop = (shard + 1) * options.clips // options.shards
         with (
-            replacing(directory / f"sounds-{shard:03d}.tar") as file,
+            open_atomically(directory / f"sounds-{shard:03d}.tar") as file,
             TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar,
         ):
             for number in range(start, stop):
@@ -104,7 +104,7 @@ def write_sounds(options: argparse.Namespace) -> None:
                 tar.write(item)
                 all_captions += captions
     # Small models train from scratch with a small vocabulary.
-    with replacing_files(directory / "tokenizer") as draft:
+    with replace_files(directory / "tokenizer") as draft:
         train_tokenizer(all_captions, draft)
     classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
     write_atomically(directory / "classes.json", json.dumps(classes, indent=1) + "\n")

@@ -42,7 +42,7 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def given(**changes: Any) -> Namespace:
+def make_options(**changes: Any) -> Namespace:
     """Return options of `input_parser`."""
     names = ("nodes", "gpus", "gpus_per_node", "batch_per_gpu", "model", "peak_tflops")
     return Namespace(

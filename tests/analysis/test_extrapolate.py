@@ -11,7 +11,7 @@ from clap_ds.analysis import extrapolate
 from clap_ds.analysis.extrapolate import ABOUT_BAND, render, summarize
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.weak_scaling import USUAL, make_series
+from clap_ds.analysis.weak_scaling import DEFAULT_FIT, make_series
 from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
@@ -33,8 +33,8 @@ def test_summary_of_a_ring_all_reduce_has_a_band_around_the_truth() -> None:
 def test_two_scales_are_projected_by_the_root_without_a_band() -> None:
     pair = TINY.head(2)
     text = render(pair)
-    percent = pair.percent_by(USUAL, 8)
-    assert f"{percent:.1f}% efficiency on 32 GPUs by {USUAL}, without a band" in text
+    percent = pair.percent_by(DEFAULT_FIT, 8)
+    assert f"{percent:.1f}% efficiency on 32 GPUs by {DEFAULT_FIT}, without a band" in text
     assert "No hold-outs: they need three scales." in text
     assert ABOUT_BAND not in text
     assert ABOUT_BAND in render(TINY)

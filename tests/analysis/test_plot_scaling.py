@@ -12,7 +12,7 @@ from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Row, Run, group_by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import Series, make_series
 from clap_ds.utils.errors import UserError
-from tests.analysis.samples import BASE, DATA, TINY, command, given, run
+from tests.analysis.samples import BASE, DATA, TINY, command, make_options, run
 
 MICRO = [
     Row(
@@ -59,7 +59,7 @@ def band_extents(axes: Any) -> Any:
 def test_panels_have_the_numbers_of_the_table(tmp_path: Path) -> None:
     failed = Row(8, 32, model="micro", scaling="weak", state="failed")
     write_csv(tmp_path / "t.csv", [*MICRO, failed])
-    curves = read_curves(given(inputs=[tmp_path / "t.csv"]))
+    curves = read_curves(make_options(inputs=[tmp_path / "t.csv"]))
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     summary = f"92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
     assert [summarize(rows) for rows in curves.values()] == [summary]

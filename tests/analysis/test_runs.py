@@ -13,10 +13,10 @@ import pytest
 from clap_ds.analysis.published import training_gflops
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model_names import list_presets
 from clap_ds.metrics.terminal import run_title
 from clap_ds.utils.errors import UserError
-from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
+from tests.analysis.samples import DATA, ROOT, TINY, make_options, record, running_log, write
 
 LOG = DATA / "deepspeed_2ranks.log"
 STEPS = running_log([1.0] * 20, batch=64)
@@ -25,7 +25,7 @@ WORLD_SIZE = "world_size ................... {}\n"
 
 
 def read_one(path: Path, **options: Any) -> Run:
-    (run,) = read_runs([path], given(**options))
+    (run,) = read_runs([path], make_options(**options))
     return run
 
 
@@ -67,7 +67,7 @@ def test_batch_and_scale_of_the_input_have_precedence_over_options() -> None:
     assert run.step_time_s == pytest.approx(64 / (run.rate or 0))
     run = read_one(DATA / "deepspeed_1rank_accumulating.log")
     assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (128, 64, 2)
-    assert read_runs([TINY], given(model="micro"))[0].model == "htsat_tiny_roberta_base"
+    assert read_runs([TINY], make_options(model="micro"))[0].model == "htsat_tiny_roberta_base"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_title_of_this_project_states_model_batch_and_tokens(
     assert run.peak_tflops == (989 if "H200" in run.device else None)
     assert run.achieved_tflops == (gflops and pytest.approx(8 * gflops / 1000))
     assert (run.mfu_model_percent is None) == (gflops is None or run.peak_tflops is None)
-    if summary["preset"] in preset_names() or not prefix:
+    if summary["preset"] in list_presets() or not prefix:
         assert run.model == summary["preset"]
 
 
@@ -181,11 +181,11 @@ def test_runs_of_a_sweep_are_found_and_their_logs_ignored(
     (runs.parent / "latest").symlink_to(runs / "n002")
     write(runs.parent / "slurm-1.out", f"run directory: my runs/n002\n{LOG.read_text()}")
     outputs = write(runs.parent / "jobs.out", "hello\n")
-    assert [run.gpus for run in read_runs([runs.parent], given())] == [2, 4]
+    assert [run.gpus for run in read_runs([runs.parent], make_options())] == [2, 4]
     assert not capsys.readouterr().err
     # Inputs that are named themselves are warned of.
     inputs = [runs.parent, runs.parent, outputs, tmp_path / "gone"]
-    assert len(read_runs(inputs, given())) == 2
+    assert len(read_runs(inputs, make_options())) == 2
     warnings = capsys.readouterr().err.splitlines()
     assert [re.findall("warning: .*(jobs.out|gone)", line) for line in warnings] == [
         ["jobs.out"],
@@ -206,7 +206,7 @@ def test_copies_of_a_record_count_once_with_a_note(tmp_path: Path) -> None:
         run_dir = write_record(tmp_path / "runs" / f"a{number}", rate, second=number)
         shutil.copytree(run_dir, tmp_path / "runs" / "backup" / f"old-{number}")
     shutil.copytree(tmp_path / "runs" / "a0", tmp_path / "again" / "a0")
-    runs = read_runs([tmp_path], given())
+    runs = read_runs([tmp_path], make_options())
     assert [run.rate for run in runs] == [600.0, 601.0, 602.0]
     assert [re.findall(r"(\d) of its copies", run.notes) for run in runs] == [["2"], ["1"], ["1"]]
 
@@ -234,7 +234,7 @@ def test_copies_of_other_inputs_count_once(tmp_path: Path, kind: str) -> None:
         folder.mkdir()
         COPIES[kind](folder)
     inputs = [folder / "t.csv" for folder in folders] if kind == "table" else folders
-    (run,) = read_runs(inputs, given(nodes=1, gpus=4))
+    (run,) = read_runs(inputs, make_options(nodes=1, gpus=4))
     assert "1 of its copies" in run.notes
 
 
@@ -245,7 +245,7 @@ def test_runs_that_are_only_alike_count_each(tmp_path: Path) -> None:
         text = "ranks: 4, nodes: 1\n" + running_log([1.0] * (20 + number))
         write(tmp_path / f"repeat{number}.log", text)
     table = write(tmp_path / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n1,4,600.1\n1,4,600.1\n")
-    runs = read_runs([tmp_path, table], given())
+    runs = read_runs([tmp_path, table], make_options())
     assert len(runs) == 8
     assert not any("copies" in run.notes for run in runs)
 

@@ -11,7 +11,7 @@ from clap_ds.analysis import scaling
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.scaling import render, scaling_table
 from clap_ds.analysis.table import Row, Run, Scale, read_table_runs, write_csv
-from tests.analysis.samples import command, given, record, run, running_log, write
+from tests.analysis.samples import command, make_options, record, run, running_log, write
 
 
 def percents(rows: list[Scale]) -> list[float | None]:
@@ -229,7 +229,7 @@ def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: P
         }
         folders.append(record(tmp_path / f"n{nodes}", [], state="completed", **summary))
     for option, expected, tflops in (("measured", 90, 45), ("deepspeed", 75, None)):
-        rows = scaling_table(read_runs(folders, given(rate=option)))
+        rows = scaling_table(read_runs(folders, make_options(rate=option)))
         assert percents(rows) == [100, expected]
         assert [row.achieved_tflops for row in rows] == [tflops, tflops]
 

@@ -15,7 +15,7 @@ from clap_ds.analysis.table import (
     write_csv,
 )
 from clap_ds.utils.errors import UserError
-from tests.analysis.samples import TINY, given, write
+from tests.analysis.samples import TINY, make_options, write
 
 HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
@@ -106,7 +106,7 @@ def test_missing_table_is_named(tmp_path: Path) -> None:
 )
 def test_table_of_a_spreadsheet_is_read(tmp_path: Path, text: str, encoding: str) -> None:
     for name in ("t.csv", "t.tsv", "T.CSV"):
-        rows = read_runs([write(tmp_path / name, text.encode(encoding))], given())
+        rows = read_runs([write(tmp_path / name, text.encode(encoding))], make_options())
         assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
 
 

@@ -16,7 +16,7 @@ from clap_ds.analysis.table import Run
 from clap_ds.analysis.training_log import read_log, read_log_lines
 from clap_ds.utils.errors import UserError
 from clap_ds.utils.files import LONGEST_LINE
-from tests.analysis.samples import DATA, LAUNCHER, given, running_log, throughput_line, write
+from tests.analysis.samples import DATA, LAUNCHER, make_options, running_log, throughput_line, write
 
 Read = Callable[..., Run]
 FAILURE = "Traceback (most recent call last)\n"
@@ -78,7 +78,7 @@ def read(tmp_path: Path) -> Read:
 
     def read_text(text: str, **options: int | str) -> Run:
         log = write(tmp_path / "run.log", text)
-        (run,) = read_runs([log], given(**{"nodes": 1, "gpus": 1, **options}))
+        (run,) = read_runs([log], make_options(**{"nodes": 1, "gpus": 1, **options}))
         return run
 
     return read_text

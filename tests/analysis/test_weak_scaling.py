@@ -12,7 +12,7 @@ import pytest
 from clap_ds.analysis.extrapolate import ABOUT_BAND
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import read_table_runs
-from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, make_series
+from clap_ds.analysis.weak_scaling import DEFAULT_FIT, LAWS, ScalingFit, Series, make_series
 from clap_ds.utils.errors import UserError
 from tests.analysis import samples
 
@@ -58,7 +58,7 @@ NOISES = (0.0, 0.002, 0.005, 0.01, 0.02)
 
 def make_law_series(law: str, **changes: Any) -> Series:
     """Return a sweep in which a sample takes 1.5 ms plus 0.16 ms per unit of growth."""
-    fit = Law(LAWS[law], 1.5e-3, 0.16e-3)
+    fit = ScalingFit(LAWS[law], 1.5e-3, 0.16e-3)
     return Series("", tuple((nodes, fit.rate(nodes)) for nodes in NODES[:6]), **changes)
 
 
@@ -130,10 +130,10 @@ def test_hold_outs_are_fitted_to_smaller_scales_alone() -> None:
     time = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)
     error = abs(100 / time / one - 100 * four / one)
     ((small, nodes, measured),) = TINY.head(3).hold_outs()
-    assert abs(small.percent_by(USUAL, nodes) - measured) == pytest.approx(error, abs=1e-6)
+    assert abs(small.percent_by(DEFAULT_FIT, nodes) - measured) == pytest.approx(error, abs=1e-6)
     pair = TINY.head(2)
     assert pair.hold_outs() == []
-    assert pair.percents([8]) == [pair.percent_by(USUAL, 8)]
+    assert pair.percents([8]) == [pair.percent_by(DEFAULT_FIT, 8)]
 
 
 def make_run_series(rates: dict[int, float], **columns: Any) -> Series:

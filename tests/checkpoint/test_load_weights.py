@@ -165,7 +165,7 @@ def test_manifest_describes_weights(model: ClapModel, tmp_path: Path) -> None:
         weights = load_weights(path)
         assert (weights.tokenizer, weights.context_length) == ("roberta-base", 12)
         assert weights.loss_kind == "another"
-        assert weights.shown == f"{path}, step 1, zero_shot_top1 0.25"
+        assert weights.description == f"{path}, step 1, zero_shot_top1 0.25"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_missing_or_wrong_settings_count_as_unknown(
     assert (weights.loss_kind, weights.longest_caption) == ("softmax", MICRO.text.max_tokens)
     # The folder in the checkpoint.
     assert weights.tokenizer == str(path / "tokenizer")
-    assert weights.shown == f"{path}, step 1,200"
+    assert weights.description == f"{path}, step 1,200"
 
 
 @pytest.mark.parametrize("context_length", [12, None])
@@ -192,7 +192,7 @@ def test_file_without_manifest_keeps_context_length(
     path.write_bytes(safetensors.torch.save(*content))
     weights = load_weights(path, MICRO)
     assert (weights.tokenizer, weights.context_length) == (None, context_length)
-    assert weights.shown == str(path)
+    assert weights.description == str(path)
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,13 @@ def interrupt_and_resume(
 
     def train_three_steps(engine: ClapEngine) -> dict[str, Any]:
         losses = engines.train(engine, 3, 3)
-        assert engine.average is not None
+        assert engine.ema is not None
         deepspeed = engine.deepspeed
         return {
             "losses": losses,
             "random number": float(torch.rand(1)),
             "learning rates": deepspeed.get_lr(),
-            "average": [tensor.tolist() for tensor in engine.average.weights.values()],
+            "average": [tensor.tolist() for tensor in engine.ema.weights.values()],
             "steps": (engine.steps, deepspeed.global_steps, deepspeed.skipped_steps),
             "samples": deepspeed.global_samples,
         }

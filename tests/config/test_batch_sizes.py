@@ -26,10 +26,10 @@ def by_deepspeed(numbers: tuple[Any, ...], world_size: int) -> tuple[int, ...] |
 
 def by_us(numbers: tuple[Any, ...], world_size: int | None) -> tuple[int, ...] | None:
     try:
-        sizes = BatchSizes.of(dict(zip(NAMES, numbers, strict=True)), world_size)
+        sizes = BatchSizes.from_config(dict(zip(NAMES, numbers, strict=True)), world_size)
     except ValueError:
         return None
-    return sizes.micro_batch, sizes.accumulation_steps, sizes.global_batch
+    return sizes.micro_batch, sizes.gradient_accumulation_steps, sizes.global_batch
 
 
 def test_batch_sizes_of_any_numbers_equal_deepspeeds() -> None:

@@ -16,7 +16,7 @@ from clap_ds.data.batch import BatchSpec
 from clap_ds.data.clip import captions_of, choose_clip, read_fused, read_mel
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.webdataset import WebDatasetStream
-from clap_ds.evaluation.clips import Middle, list_clips, load_audio
+from clap_ds.evaluation.clips import CenterCropRng, list_clips, load_audio
 from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.weights.key_mapping import feature_extractor
 from tests.data.tars import wav, write_tar
@@ -132,7 +132,7 @@ def noise(num_samples: int, seed: int = 0) -> np.ndarray:
 
 def fuse(samples: np.ndarray, audio: AudioConfig) -> torch.Tensor:
     row = torch.empty(audio.clip_shape)
-    read_fused(wav(samples), row, audio=audio, rng=Middle())
+    read_fused(wav(samples), row, audio=audio, rng=CenterCropRng())
     return row
 
 

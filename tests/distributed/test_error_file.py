@@ -25,7 +25,7 @@ from clap_ds.distributed.error_file import (
     PROGRAM,
     STOPPED,
     UNREACHABLE,
-    fault_of,
+    find_fault,
     read_errors,
     write_error_file,
 )
@@ -126,4 +126,4 @@ SLOW_DOWN = "An error occurred (SlowDown): reduce your request rate"
     ],
 )
 def test_fault_of_an_error_by_type_code_and_text(make_error: Callable[[], Any], fault: str) -> None:
-    assert fault_of(make_error()) == fault
+    assert find_fault(make_error()) == fault

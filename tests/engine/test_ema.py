@@ -34,9 +34,9 @@ def _train(precision: str, accumulation: str) -> ClapEngine:
         # True on every CPU, but slow.
         patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
         engine = engine_of(run, model)
-    assert engine.average is not None
+    assert engine.ema is not None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert engine.average.weights.keys() == trained
+    assert engine.ema.weights.keys() == trained
 
     weights = torch.nn.ParameterList(fp32_state(engine)[name].clone() for name in sorted(trained))
     reference = AveragedModel(weights, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -49,14 +49,14 @@ def _train(precision: str, accumulation: str) -> ClapEngine:
             weight.data.copy_(fp32_state(engine)[name])
         reference.update_parameters(weights)
         for name, average in zip(sorted(trained), reference.module, strict=True):
-            assert torch.equal(engine.average.weights[name], average), name
+            assert torch.equal(engine.ema.weights[name], average), name
     return engine
 
 
 def _check_evaluation(engine: ClapEngine) -> None:
     """Check that the average, in the model's dtypes, is evaluated, and the weights restored."""
-    assert engine.average is not None
-    average = engine.average.weights
+    assert engine.ema is not None
+    average = engine.ema.weights
     initial = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 
     def evaluate_model(model: Any) -> Any:
@@ -74,13 +74,13 @@ def _check_evaluation(engine: ClapEngine) -> None:
 
 def _check_checkpoint(engine: ClapEngine, folder: str) -> None:
     """Check that a checkpoint's weights are the average, and that the others are beside it."""
-    assert engine.average is not None
+    assert engine.ema is not None
     (saved,) = Checkpointer(folder).save(engine, TrainState(3))
     assert saved.path is not None
     weights = fp32_state(engine)
     averaged = load_weights(saved.path)
     for name, tensor in averaged.state.items():
-        assert torch.equal(tensor, engine.average.weights.get(name, weights[name])), name
+        assert torch.equal(tensor, engine.ema.weights.get(name, weights[name])), name
     assert averaged.reached.endswith("moving average of the weights")
     raw = load_weights(saved.path, raw=True)
     for name, tensor in raw.state.items():
@@ -93,8 +93,8 @@ def _run(precision: str, accumulation: str, folder: str) -> bytes:
     engine = _train(precision, accumulation)
     _check_evaluation(engine)
     _check_checkpoint(engine, folder)
-    assert engine.average is not None
-    averages = [average.flatten() for average in engine.average.weights.values()]
+    assert engine.ema is not None
+    averages = [average.flatten() for average in engine.ema.weights.values()]
     return torch.cat(averages).numpy().tobytes()
 
 

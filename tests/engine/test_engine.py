@@ -99,7 +99,7 @@ def _difference(
     if "FusedAdam" in stepping:
         run.clap = run.clap.model_copy(update={"optimizer_implementation": "deepspeed"})
     engine = make_engine(run, stepping)
-    engine.norm_wanted = True
+    engine.log_gradient_norm = True
     batches = batches_of(run)
     model = model_of(run).to(DEVICE)
     plain = PlainDDP(model, accumulation or 2, precision, sync, OPTIMIZER["params"], clip)
@@ -243,7 +243,7 @@ def _skip_steps(sync: str, stepping: str) -> SkippedSteps:
     params = {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}
     run = settings("bf16", 1, sync, scheduler={"type": "WarmupLR", "params": params})
     engine = make_engine(run, stepping)
-    engine.norm_wanted = True
+    engine.log_gradient_norm = True
     batches = batches_of(run)
     rates = []
 

@@ -70,7 +70,7 @@ def _step_with_fake_tensors(precision: str, accumulation: str, num_micro_batches
     clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", "train": train}
     run = settings(precision, num_micro_batches, gradient_clipping=1.0, clap=clap)
     engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
-    engine.norm_wanted = True
+    engine.log_gradient_norm = True
     source = batch_source(run, 0, 2, 2)
     engine.step(source)
     mode = FakeTensorMode()

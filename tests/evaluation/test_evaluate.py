@@ -9,7 +9,7 @@ import pytest
 
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.data.clip import Broken
+from clap_ds.data.clip import SkippedSample
 from clap_ds.evaluate import evaluation_settings, parse_arguments, render
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
@@ -56,7 +56,7 @@ def test_results_are_json_and_table() -> None:
         "retrieval_loss": Measure(2.5, 6.9078, 2.4, 2.6),
     }
     task = TaskResult({"clips": 1234, "captions": 5678}, measures)
-    evaluation = Evaluation({"retrieval": task}, [Broken("a.tar: [0001]", "empty caption")])
+    evaluation = Evaluation({"retrieval": task}, [SkippedSample("a.tar: [0001]", "empty caption")])
     content = json.loads(json.dumps(evaluation.to_dict()))
     assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
     assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}

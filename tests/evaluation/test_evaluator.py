@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from clap_ds.config.model import load_preset
-from clap_ds.config.schema import LOSS, EvaluationSettings
+from clap_ds.config.schema import RETRIEVAL_LOSS, EvaluationSettings
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, front_end_of, write_manifest
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import NonFiniteError
@@ -97,10 +97,10 @@ def test_metrics_are_independent_of_number_of_ranks(
     by_rank = run_on_ranks(
         eight_processes, world_size, tmp_path, evaluate_on_rank, shards, clip_tokenizer
     )
-    loss = expected.pop(LOSS)
+    loss = expected.pop(RETRIEVAL_LOSS)
     for metrics in by_rank:
         # Other micro-batches are rounded differently, which ranks must not affect.
-        assert metrics.pop(LOSS) == pytest.approx(loss, rel=1e-5)
+        assert metrics.pop(RETRIEVAL_LOSS) == pytest.approx(loss, rel=1e-5)
         assert metrics == expected
 
 
@@ -127,7 +127,7 @@ def test_metrics_equal_the_models_features(write_clips: WriteClips, clip_tokeniz
     logits = model.logit_scale.exp() * audio @ text.T
     labels = torch.arange(9)
     loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-    assert metrics[LOSS] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics[RETRIEVAL_LOSS] == pytest.approx(float(loss), rel=1e-4)
 
     # With one relevant clip, the average precision is 1 / rank.
     precisions = []

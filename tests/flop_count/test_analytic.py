@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model_names import list_presets
 from clap_ds.engine.factory import freeze
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import Convention, TextLengths, forward_components
@@ -82,7 +82,7 @@ def test_model_convention_counts_executed_operations() -> None:
 
 @pytest.mark.parametrize("convention", analytic.CONVENTIONS)
 def test_components_add_up(convention: Convention) -> None:
-    for preset in preset_names():
+    for preset in list_presets():
         gflops = gflops_of(preset, 20, convention)
         stages = sum(value for name, value in gflops.items() if name.startswith("stage_"))
         assert sum(gflops[name] for name in analytic.STAGE_VIEWS) == pytest.approx(stages)
@@ -90,7 +90,7 @@ def test_components_add_up(convention: Convention) -> None:
 
 
 def test_packed_captions_cost_their_own_length() -> None:
-    lengths = TextLengths.of([10, 10, 50, 10])
+    lengths = TextLengths.from_lengths([10, 10, 50, 10])
     assert (lengths.mean, lengths.mean_square) == (20, (3 * 100 + 2500) / 4)
     config = load_preset(TINY)
     packed = forward_components(config, lengths, "model")

@@ -9,7 +9,7 @@ import pytest
 from clap_ds.config.model import AudioConfig, ClapConfig, ProjectionConfig, TextConfig, load_preset
 from clap_ds.flop_count import counters
 from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, forward_components
-from clap_ds.flop_count.published_model import published_model
+from clap_ds.flop_count.published_model import build_published_model
 from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
 
@@ -17,7 +17,7 @@ TINY = "htsat_tiny_roberta_base"
 BASE = "htsat_base_roberta_base"
 LAION = "clap_htsat_tiny_roberta_base"
 BUILDERS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {
-    "published": published_model,
+    "published": build_published_model,
     "model": counters.build,
 }
 
@@ -58,7 +58,7 @@ def test_profiler_agrees_with_closed_form_to_the_last_flop(
 
 @pytest.mark.parametrize(("preset", "gflops"), [(TINY, 111.1967), (BASE, 130.0878)])
 def test_profiler_alone_counts_the_published_figure(preset: str, gflops: float) -> None:
-    count = counters.count_by_deepspeed(published_model(load_preset(preset)), 514)
+    count = counters.count_by_deepspeed(build_published_model(load_preset(preset)), 514)
     assert (count.counted / 1e9, count.ffts) == (pytest.approx(gflops, abs=1e-4), 0)
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from clap_ds.flop_count.device_specs import ALIASES, GPUS, gpu_named, peak_for, utilization
+from clap_ds.flop_count.device_specs import ALIASES, GPUS, find_peak, gpu_named, utilization
 from clap_ds.metrics.terminal import rows
 from clap_ds.utils.errors import UserError
 from tests.processes import ROOT
@@ -24,14 +24,14 @@ from tests.processes import ROOT
 )
 def test_name_variants_have_the_peak_of_their_device(names: str, tflops: float) -> None:
     for name in names.split(", "):
-        gpu = peak_for(name)
+        gpu = find_peak(name)
         assert gpu is not None
         assert gpu.bf16_tflops == tflops
 
 
 @pytest.mark.parametrize("name", ["H100", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H20 NVL", ""])
 def test_ambiguous_or_unlisted_name_has_no_peak(name: str) -> None:
-    assert peak_for(name) is None
+    assert find_peak(name) is None
 
 
 def test_gpus_of_plans_have_complete_data_sheets() -> None:

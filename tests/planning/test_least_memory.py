@@ -52,8 +52,8 @@ def stored_bytes(run: RunSettings) -> tuple[int, int]:
     tensors = [*model.parameters(), *engine.masters.values()]
     for state in inner_optimizer(engine.deepspeed.optimizer).state.values():
         tensors += [tensor for tensor in state.values() if tensor.dim()]
-    if engine.average is not None:
-        tensors += engine.average.weights.values()
+    if engine.ema is not None:
+        tensors += engine.ema.weights.values()
     state_bytes = storage_bytes(tensors)
     saved: list[torch.Tensor] = []
 

@@ -8,11 +8,11 @@ import pytest
 
 from clap_ds.run_records.cpu_binding import (
     RankPlace,
+    describe_place,
     describe_places,
     find_wrong_binding,
     numa_node_of_gpu,
     numa_nodes,
-    place_of_rank,
 )
 
 
@@ -59,7 +59,7 @@ def test_binding_to_shared_or_too_few_cores_is_described(
 
 
 def test_rank_place_has_cores_as_ranges() -> None:
-    assert place_of_rank("n1", "CPU")["cores"] == sorted(os.sched_getaffinity(0))
+    assert describe_place("n1", "CPU")["cores"] == sorted(os.sched_getaffinity(0))
     (described,) = describe_places(bound_ranks([0, 1, 2, 8]))
     assert described == {
         "host": "n1",

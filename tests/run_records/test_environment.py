@@ -14,21 +14,21 @@ import torch
 from clap_ds.run_records.environment import (
     MemoryLimit,
     cgroup_limits,
-    energy,
-    energy_joules,
-    environment,
-    infiniband_rates,
-    largest_memory,
+    describe_environment,
     memory_limits,
     peak_memory,
     peak_memory_bytes,
+    read_energy_joules,
+    read_infiniband_rates,
+    summarize_energy,
+    summarize_memory,
 )
 
 CPU = torch.device("cpu")
 
 
 def test_environment_describes_device_software_and_command() -> None:
-    content = environment(CPU, "avx512")
+    content = describe_environment(CPU, "avx512")
     assert json.loads(json.dumps(content)) == content
     assert content["versions"]["torch"] == torch.__version__
     assert content["cpu_kernels"] == "avx512"
@@ -46,8 +46,8 @@ def test_infiniband_ports_that_are_up_have_rates(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(state)
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    assert infiniband_rates(tmp_path) == {"mlx5_0/1": "400 Gb/sec (4X NDR)"}
-    assert infiniband_rates(tmp_path / "none") == {}
+    assert read_infiniband_rates(tmp_path) == {"mlx5_0/1": "400 Gb/sec (4X NDR)"}
+    assert read_infiniband_rates(tmp_path / "none") == {}
 
 
 def test_peak_memory_on_cpu_is_the_kernels() -> None:
@@ -69,7 +69,7 @@ def test_largest_memory_of_gpus_includes_memory_outside_torch(
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
     ranks = [peak_memory(torch.device("cuda")), [7, 7, 0]]
-    assert largest_memory(ranks) == {
+    assert summarize_memory(ranks) == {
         "memory_peak_bytes": 7,
         "memory_reserved_peak_bytes": 8,
         "memory_context_bytes": 1,
@@ -82,16 +82,16 @@ def test_energy_is_by_nvmls_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     find_handle = lambda device: f"handle of {device.index}"  # noqa: E731
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", find_handle)
-    assert energy_joules(torch.device("cuda", 1)) == 7200
+    assert read_energy_joules(torch.device("cuda", 1)) == 7200
     # a GPU without a counter, and a CPU
-    assert math.isnan(energy_joules(torch.device("cuda", 2)))
-    assert math.isnan(energy_joules(CPU))
+    assert math.isnan(read_energy_joules(torch.device("cuda", 2)))
+    assert math.isnan(read_energy_joules(CPU))
 
 
 def test_energy_fields_are_absent_if_unknown() -> None:
-    assert energy(7200.0, 100) == {"energy_kwh": 0.002, "joules_per_sample": 72.0}
-    assert energy(math.nan, 100) == {}
-    assert energy(7200.0, 0) == {}
+    assert summarize_energy(7200.0, 100) == {"energy_kwh": 0.002, "joules_per_sample": 72.0}
+    assert summarize_energy(math.nan, 100) == {}
+    assert summarize_energy(7200.0, 0) == {}
 
 
 @pytest.mark.parametrize(

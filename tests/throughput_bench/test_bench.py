@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clap_ds.analysis.runs import read_runs
 from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import published_flops
-from tests.analysis.samples import given, write
+from tests.analysis.samples import make_options, write
 from tests.processes import ROOT, TIMEOUT_S, run
 from tests.rank_pool import free_port
 from tests.training.training_commands import deepspeed_launcher, environment
@@ -77,7 +77,7 @@ def test_bench_under_torchrun_records_the_steps_that_it_prints(write_run: WriteR
 
     # `clap-ds scaling` reads the terminal's output.
     log = write(config.parent / "terminal.log", result.stdout)
-    (logged,) = read_runs([log], given(rate="engine"))
+    (logged,) = read_runs([log], make_options(rate="engine"))
     assert (logged.model, logged.gpus, logged.batch_per_gpu) == ("micro", 2, 4)
     assert logged.context_length == 16
     tflop = summary["achieved_tflops"] / summary["samples_per_s_per_gpu"]["mean"]

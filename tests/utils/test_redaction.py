@@ -8,7 +8,7 @@ import pytest
 from clap_ds.config.settings import make_run_model
 from clap_ds.run_records.schema import StepLine, Summary
 from clap_ds.utils.errors import list_fields
-from clap_ds.utils.redaction import redacted, redacted_all
+from clap_ds.utils.redaction import redact, redact_all
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ from clap_ds.utils.redaction import redacted, redacted_all
     ],
 )
 def test_text_with_secrets_hides_them(text: str, redacted_text: str) -> None:
-    assert redacted(text) == redacted_text
-    assert redacted_all({"a": [{text: text}]}) == {"a": [{redacted_text: redacted_text}]}
+    assert redact(text) == redacted_text
+    assert redact_all({"a": [{text: text}]}) == {"a": [{redacted_text: redacted_text}]}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_text_with_secrets_hides_them(text: str, redacted_text: str) -> None:
     ],
 )
 def test_field_with_the_name_of_a_secret_is_hidden_whole(content: dict[str, Any]) -> None:
-    text = json.dumps(redacted_all(content))
+    text = json.dumps(redact_all(content))
     assert "[hidden]" in text
     assert '"a' not in text.replace('"api_key"', "").replace('"account_key"', "")
 
@@ -77,13 +77,13 @@ def test_names_of_this_project_are_no_secrets() -> None:
             names.append(name)
     assert len(names) > 300
     content = dict.fromkeys(names, "shown")
-    assert redacted_all(content) == content
+    assert redact_all(content) == content
     text = "\n".join(f"--{name} shown {name}=shown {name}: shown" for name in names)
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_command_with_secret_after_its_option_hides_it() -> None:
     command = ["python", "train.py", "--hf_token", "abc", "--secret", "--samples", "5"]
     redacted_command = [*command]
     redacted_command[3] = "[hidden]"
-    assert redacted_all(command) == redacted_command
+    assert redact_all(command) == redacted_command

@@ -12,7 +12,7 @@ from torch import Tensor
 import clap_ds
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
-from clap_ds.config.transformers_config import sizes_of_clap
+from clap_ds.config.transformers_config import convert_clap_config
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import load_transformers, save_transformers
 from clap_ds.weights.hub import train_tokenizer
@@ -300,11 +300,11 @@ def test_published_layouts_equal_presets() -> None:
     joint space of 512."""
 
     def sizes(**config: Any) -> ClapConfig:
-        return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict()), "hf")
+        return parse_sizes(convert_clap_config(transformers.ClapConfig(**config).to_dict()), "hf")
 
     tiny = sizes()
     preset = load_preset("clap_htsat_tiny_roberta_base")
-    assert parse_sizes(sizes_of_clap({"model_type": "clap"}), "hf") == tiny, (
+    assert parse_sizes(convert_clap_config({"model_type": "clap"}), "hf") == tiny, (
         "missing fields have transformers' defaults"
     )
     assert (tiny.audio, tiny.joint_dim) == (preset.audio, preset.joint_dim)

@@ -15,8 +15,8 @@ from clap_ds.weights import hub
 from clap_ds.weights.hub import (
     SPECIAL_TOKENS,
     load_by_name,
+    load_pretrained_text,
     load_tokenizer,
-    pretrained_text,
     tokenize,
 )
 from tests.model.reference_clap import MICRO_TEXT
@@ -101,7 +101,7 @@ def test_unfit_or_missing_pretrained_weights_are_rejected(tmp_path: Path) -> Non
         (MICRO.hub_name, "hub_name is empty"),
     ):
         with pytest.raises(ValueError, match=message):
-            pretrained_text(MICRO.model_copy(update={"hub_name": name}))
+            load_pretrained_text(MICRO.model_copy(update={"hub_name": name}))
 
 
 def test_captions_are_framed_truncated_and_padded(tokenizer_dir: str) -> None:

@@ -50,7 +50,7 @@ from clap_ds.data.decoding import BrokenItemError, check_samples, open_audio
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
 from clap_ds.utils.errors import UserError
-from clap_ds.utils.files import pinned, read_bytes, replacing_files
+from clap_ds.utils.files import hold_file, read_bytes, replace_files
 from clap_ds.weights.hub import train_tokenizer
 
 TRAIN = ("train", "training")
@@ -163,7 +163,7 @@ def train_on_captions(entries: list[Entry], options: Namespace) -> str:
     """Train a tokenizer on the captions, and return its folder."""
     folder = options.folder / "tokenizer"
     captions = chain.from_iterable(entry.captions for entry in entries)
-    with replacing_files(folder) as draft:
+    with replace_files(folder) as draft:
         vocab_size = train_tokenizer(captions, draft, vocab_size=options.train_tokenizer)
     print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
     return str(folder)
@@ -195,7 +195,7 @@ def identify_audio(max_samples: int, entry: Entry) -> str:
         return str(entry.path)
     try:
         entry.size = entry.path.stat().st_size
-        with pinned(entry.path) as path, open_audio(path) as file:
+        with hold_file(entry.path) as path, open_audio(path) as file:
             # The mean, so that mono and stereo copies are equal.
             samples = file.read(max_samples, "float32", always_2d=True).mean(axis=1)
             is_constant = len(samples) == file.frames and samples.min() == samples.max()

@@ -50,7 +50,7 @@ from clap_ds.data.shard_manifest import (
 )
 from clap_ds.model.mel import LogMel
 from clap_ds.utils.errors import UserError
-from clap_ds.utils.files import leads_outside, replacing_files
+from clap_ds.utils.files import leads_outside, replace_files
 
 
 class EncodedClip(NamedTuple):
@@ -191,7 +191,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     def find_outside(folder: str, names: list[str]) -> list[str]:
         return [name for name in names if leads_outside(Path(folder, name), source)]
 
-    with replacing_files(target) as draft:
+    with replace_files(target) as draft:
         shutil.copytree(source, draft, ignore=find_outside, dirs_exist_ok=True)
 
 

@@ -26,7 +26,13 @@ from clap_ds.config.arguments import number, whole_number
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, write_manifest
 from clap_ds.utils.errors import UserError, printable
-from clap_ds.utils.files import own_folder, read_bytes, read_json, replacing, write_atomically
+from clap_ds.utils.files import (
+    hold_folder,
+    open_atomically,
+    read_bytes,
+    read_json,
+    write_atomically,
+)
 
 RECORDS = ".build"
 """Subfolder of finished shards' records."""
@@ -114,7 +120,7 @@ def _claim_folder(folder: Path, plan: Iterable[str]) -> None:
         is_claimable = all(path.name == RECORDS for path in folder.iterdir())
     if not is_claimable:
         raise UserError(f"{folder} exists and isn't an empty folder; choose a new one or empty it")
-    with own_folder(path.parent) as records:
+    with hold_folder(path.parent) as records:
         write_atomically(records / path.name, digest.hexdigest())
 
 
@@ -155,7 +161,7 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
     # Tars with equal contents have equal bytes, without times and users.
     options: Any = {"encoder": False, "mtime": 0, "user": "clap", "group": "clap"}
     # The tar appears when it is complete.
-    with replacing(path) as file, TarWriter(file, **options) as tar:
+    with open_atomically(path) as file, TarWriter(file, **options) as tar:
         for item, seconds in members(skipped):
             tar.write(item)
             num_items += 1
@@ -170,7 +176,7 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
     else:
         path.unlink()
     # After the tar, so that one without a record is written again.
-    with own_folder(folder / RECORDS) as records:
+    with hold_folder(folder / RECORDS) as records:
         content = json.dumps({"record": record, "broken": skipped})
         write_atomically(records / f"{name}.json", content)
 
