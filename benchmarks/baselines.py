@@ -15,6 +15,9 @@ from clap_ds.config.schema import LossSettings, ModelSettings, SyntheticData
 from clap_ds.cpu_kernels.patch_model import patch_model
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import build_model
+from clap_ds.engine.loss import build_loss
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.metrics.timers import StepTimer, seconds
 from clap_ds.model.clap import Projection
@@ -61,10 +64,6 @@ class EngineSide:
     def __init__(
         self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool
     ) -> None:
-        from clap_ds.engine.engine import ClapEngine
-        from clap_ds.engine.factory import build_model
-        from clap_ds.engine.loss import build_loss
-
         settings = ModelSettings(
             preset=arguments.preset, drop_path=0.0, text_dropout=0.0, spec_augment=spec_augment
         )

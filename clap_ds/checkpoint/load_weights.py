@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from clap_ds.checkpoint.checkpoint_files import (
     MANIFEST,
     RAW,
@@ -119,8 +121,6 @@ def _read_open_clip_folder(folder: Path, config: ClapConfig | None) -> Checkpoin
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
     # Weights of local files don't need the Hub's client.
-    from huggingface_hub import snapshot_download
-
     folder = snapshot_download(
         str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL
     )
