@@ -262,7 +262,7 @@ class CheckpointSettings(Section):
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
-    """Best checkpoints by `choose_best_metric` to keep in addition."""
+    """Best checkpoints by `best_metric` to keep in addition."""
     best_metric: str | None = None
     """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else
     `retrieval_audio_to_text_r1`."""

@@ -85,7 +85,7 @@ def _measure(folder: str) -> dict[str, Any]:
         patch.setattr(environment, "peak_memory_bytes", lambda _: (1 + engine.rank) * GIB)
         # Rank 0's GPU uses 100 W, and rank 1's 150 W.
         patch.setattr(
-            "clap_ds.metrics.throughput.energy_joules",
+            "clap_ds.metrics.throughput.read_energy_joules",
             lambda _: (100 + 50 * engine.rank) * engine.now_s,
         )
         patch.setattr(report, "print_summary", lambda summary: None)

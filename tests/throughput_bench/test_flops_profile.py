@@ -55,12 +55,12 @@ def _profile(root: str, packed: bool) -> tuple[dict[str, Any], str, float]:
     with (
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         pytest.MonkeyPatch.context() as patch,
+        # As `compile_towers` sets it: the reducer's buckets don't concern compiled parts.
+        torch._dynamo.config.patch(optimize_ddp=False),
         setup_dataloader(run, ranks, engine) as loader,
     ):
-        # As `compile_towers` sets it: the reducer's buckets don't concern compiled parts.
-        patch.setattr(torch._dynamo.config, "optimize_ddp", False)
         if packed:
-            patch.setattr(flops_profile, "published_model", build)
+            patch.setattr(flops_profile, "build_published_model", build)
         engine.step(loader)
         kernels("triton")
         num_before = num_compiled_calls

@@ -94,7 +94,7 @@ def log_six_steps(folder: str) -> dict[str, Any]:
         patch.setattr(timers.time, "perf_counter", lambda: engine.clock_s)
         patch.setattr(environment, "peak_memory_bytes", lambda _: (1 + rank) * GIB)
         patch.setattr(environment, "read_energy_joules", engine.energy_joules)
-        patch.setattr(throughput, "energy_joules", engine.energy_joules)
+        patch.setattr(throughput, "read_energy_joules", engine.energy_joules)
         patch.setattr(log, "Scalars", lambda *_: scalars)
         logger = TrainLogger(record, Path(folder), engine, plan, state, ranks)
         for step in range(1, 7):
