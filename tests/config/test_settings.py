@@ -42,7 +42,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": "shards/*.tar"}, "data: expected an object, found"),
     (
         {"loss": "siglip"},
-        "loss.kind: expected 'softmax' or 'sigmoid', found \"siglip\"; did you mean 'sigmoid'",
+        "loss.kind: expected 'softmax'… found \"siglip\"; did you mean 'sigmoid'",
     ),
     (
         {"train": {"lr_scale": {"txt": 0.5}}},
