@@ -74,15 +74,16 @@ def draw_boxes(axes: Axes) -> None:
         axes.text(middle, y + 0.28, file, ha="center", va="center", fontsize=7, family="monospace")
         centers.append((middle, y + BOX_HEIGHT / 2))
     for start, end in ARROWS:
+        # Arrows end at the edges of boxes, whose centers they connect: points from center to edge.
+        shrink = 34 if is_vertical(centers[start], centers[end]) else 66
         axes.add_patch(
             FancyArrowPatch(
                 centers[start],
                 centers[end],
                 arrowstyle="-|>",
                 mutation_scale=11,
-                # Arrows begin and end at the edges of boxes, half of whose width is 1.05.
-                shrinkA=34 if is_vertical(centers[start], centers[end]) else 66,
-                shrinkB=34 if is_vertical(centers[start], centers[end]) else 66,
+                shrinkA=shrink,
+                shrinkB=shrink,
                 color=INK,
             )
         )
