@@ -54,12 +54,6 @@ def test_join_with_packing_has_real_tokens_in_order() -> None:
     assert torch.equal(batch.input_ids, ids)
 
 
-def test_join_of_one_piece_packs_it_once() -> None:
-    batch = random_batch(2, seed=0)
-    first, second = (join([batch], CPU, pack_captions=True).model_inputs()[1] for _ in range(2))
-    assert first is second
-
-
 @pytest.mark.parametrize(
     ("throughput", "needed", "report"),
     [

@@ -9,7 +9,6 @@ import pytest
 from clap_ds.data.build_shards.caption_lists import (
     Entry,
     add_columns,
-    audio_files_in,
     read_entries,
     rows_of,
 )
@@ -44,8 +43,6 @@ LISTS = {
     "sep of excel": ("x.csv", "sep=;\r\npath;caption\r\na.wav;x\r\nb.wav;y\r\n", "", AB),
     "delimiter in a heading": ("x.csv", 'path;caption;"tags, a, b, c"\na.wav;x;1\nb.wav;y;2\n', "", AB),
     "duplicate headings of pandas": ("x.csv", "path,caption,caption.1\na.wav,x,y\n", "", {"a.wav": ["x", "y"]}),
-    "description beside caption": ("x.csv", "path,description,caption\na.wav,no,x\nb.wav,no,y\n", "", AB),
-    "tabs": ("x.tsv", "path\tcaption\na.wav\tx, y\n", "", {"a.wav": ["x, y"]}),
     "rows of a file": ("x.csv", "file,caption_1,caption_2\na.wav,x,\n./a.wav,z,y\n", "", {"a.wav": ["x", "z", "y"]}),
     "jsonl": (
         "x.jsonl", '{"path": "a.wav", "captions": ["x", "y", "x"]}\n\n{"path": "b.wav", "text": "z"}', "",
@@ -130,14 +127,6 @@ def test_folder_has_caption_files_beside_audio(tmp_path: Path) -> None:
             assert entries[name].captions == expected
 
 
-def test_folder_lists_unreadable_formats(tmp_path: Path) -> None:
-    """So that they are counted as unusable."""
-    names = ["a.aifc", "b.m4a", "c.mp2", "d.mp4", "e.oga", "f.spx", "g.webm"]
-    for name in [*names, "captions.txt", "cover.jpg"]:
-        (tmp_path / name).touch()
-    assert [path.name for path in audio_files_in(tmp_path)] == names
-
-
 MISTAKES = [
     # content, options or suffix, message; CSV by default
     ("path,caption\n", "", "no rows"),
@@ -146,12 +135,8 @@ MISTAKES = [
     ("path,caption\na.wav,b\n\na.wav,b,c\n", "", "list.csv:4"),
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "UTF-8"),
     ('{"path": "x"\n', "jsonl", "list.jsonl:1: expected a JSON object"),
-    ('{"path": "x"}\n{"path": "x", "text": "a", "text": "b"}\n', "jsonl", "list.jsonl:2: .*'text'"),
     ('[{"path": "x", "text": "a", "text": "b"}]', "json", "'text' appears twice"),
-    ('[{"path": "x"},\n{"path" "y"}]', "json", "line 2"),
     ('["x"]', "json", "array of objects"),
-    ("[]", "json", "no rows"),
-    ("path,path,caption\na.wav,b.wav,y\n", "", "several columns are named 'path'"),
     ("path,caption,a note,A  Note\na.wav,x,y,z\n", "", "'anote'"),
     ("path,caption,\na.wav,x,\nb.wav,y,z\n", "", "list.csv:3: 'z' is in a column without a heading"),
     ('path,caption\na.wav,"x\ny"\nb.wav\n', "", "list.csv:4: expected 2 fields"),
@@ -171,21 +156,14 @@ def test_malformed_list_is_refused(
 
 QUOTES = [
     # rows, and the first line of the row with unmatched quotes
-    ('a.wav,x\nb.wav,y\nc.wav,z\nd.wav,"bad" quote\n', 5),
-    ('a.wav,x\nb.wav,"never closed\nc.wav,z\n', 3),
     ('a.wav,x\nb.wav,"not closed\nc.wav,"a caption, with a comma"\n', 3),
     ('a.wav,"one\ntwo ""three"""\nb.wav,x\nc.wav,"bad" quote\n', 5),
-    ('\n\na.wav,a 5" nail\n\nb.wav,"bad" quote\n', 6),
 ]
 
 
-@pytest.mark.parametrize(("delimiter", "line_end"), [(",", "\n"), (";", "\r\n"), ("\t", "\r")])
 @pytest.mark.parametrize(("rows", "line"), QUOTES)
-def test_csv_with_unmatched_quote_names_line_of_row(
-    tmp_path: Path, rows: str, line: int, delimiter: str, line_end: str
-) -> None:
+def test_csv_with_unmatched_quote_names_line_of_row(tmp_path: Path, rows: str, line: int) -> None:
     path = tmp_path / "list.csv"
-    content = f"path,caption\n{rows}".replace(",", delimiter).replace("\n", line_end)
-    path.write_bytes(content.encode("utf-8-sig"))
+    path.write_text(f"path,caption\n{rows}")
     with pytest.raises(UserError, match=rf"list.csv:{line}: quotes"):
         rows_of(path)

@@ -47,12 +47,6 @@ def test_least_recently_used_copies_make_room(
     assert opened.read(0, SIZE) == bytes(SIZE)
 
 
-def test_changed_shard_is_downloaded_again(urls: list[str]) -> None:
-    assert content(urls[1]) == bytes([1]) * SIZE
-    put(urls[1], b"other" * 1000)
-    assert content(urls[1]) == b"other" * 1000
-
-
 def test_interrupted_download_is_no_copy(
     urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

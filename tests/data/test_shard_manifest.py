@@ -222,21 +222,6 @@ def tar(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "a.tar", marked_items(range(3)))
 
 
-def test_contents_are_fetched_from_deleted_tar(tar: Path) -> None:
-    """It is closed with the last reference to an item."""
-    num_open = len(os.listdir("/proc/self/fd"))
-    items = list(list_items(str(tar), pytest.fail))
-    tar.unlink()
-    contents = []
-    for item in items:
-        assert not isinstance(item["wav"], bytes)
-        fetch(item)
-        contents += [item["wav"], item["txt"]]
-    assert contents == [content for _, content in marked_items(range(3))]
-    del items, item
-    assert len(os.listdir("/proc/self/fd")) == num_open
-
-
 def test_damaged_tar_is_reported_and_read_to_the_damage(tar: Path, tmp_path: Path) -> None:
     whole = tar.read_bytes()
     expected = [item["txt"] for item in read_items(tar)[0]]
