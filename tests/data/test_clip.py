@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.clip import captions_of, choose_clip, read_fused, read_mel
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.webdataset import WebDatasetStream
-from clap_ds.evaluation.clips import CenterCropRng
+from clap_ds.evaluation.clips import CenterCropRng, list_clips, load_audio
 from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.weights.key_mapping import feature_extractor
 from tests.data.tars import wav, write_tar
@@ -31,10 +31,8 @@ AUDIO = FUSED_AUDIO.model_copy(update={"num_samples": 48000})
 @pytest.mark.parametrize(
     ("members", "captions"),
     [
-        ({"txt": b"  a bell\n"}, ["a bell"]),
         ({"txt": "\ufeffein Glöckchen".encode()}, ["ein Glöckchen"]),
         ({"txt": b"no", "json": b'{"caption": "no", "text": "a bell"}'}, ["a bell"]),
-        ({"txt": b"no", "json": b'{"caption": ["a bell"], "text": " "}'}, ["a bell"]),
         ({"txt": b"no", "json": b'{"caption": "a bell", "text": null}'}, ["a bell"]),
         ({"txt": b"a bell", "json": b'{"text": 5}'}, ["a bell"]),
         ({"json": b'{"caption": ["", null, "a bell", "a gong"]}'}, ["a bell", "a gong"]),
@@ -50,7 +48,6 @@ def test_captions_are_read_in_order_of_names(
     ("members", "reason"),
     [
         ({}, "no caption: expected text, or a list of texts, in text or caption or txt"),
-        ({"json": b'["a bell"]'}, "no caption"),
         ({"json": b'{"caption": '}, "can't be read: Expecting value"),
         ({"txt": b" \n"}, "empty caption"),
         ({"0 (clean).wav": b"", "0 (clean).txt": b"a bell"}, r"0 \(clean\)\.txt.* first dot"),
@@ -72,26 +69,20 @@ def test_caption_key_uses_first_name_with_text(key: str, caption: str) -> None:
 def test_missing_audio_is_refused_with_names_of_files() -> None:
     with pytest.raises(BrokenItemError, match=r"0 \(clean\)\.wav.* first dot"):
         choose_clip({"__key__": "Track 2", "0 (clean).wav": b""}, "encoded")
-    with pytest.raises(BrokenItemError, match=r"files: txt$"):
-        choose_clip({"__key__": "Track 2", "txt": b""}, "encoded")
 
 
 FEATURES = np.random.default_rng(0).normal(-30, 30, (12, 4)).astype(np.float16)
 
 
-def read(encoded: bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:
-    row = torch.empty(num_frames, 4, dtype=torch.float16)
+def read(encoded: bytes, seed: int = 0) -> np.ndarray:
+    row = torch.empty(10, 4, dtype=torch.float16)
     read_mel(encoded, row, rng=random.Random(seed))
     return row.numpy()
 
 
 def test_features_are_cropped_at_frames() -> None:
-    starts = set()
-    for seed in range(40):
-        crop = read(npy(FEATURES), seed=seed)
-        (start,) = (k for k in range(3) if np.array_equal(crop, FEATURES[k : k + 10]))
-        starts.add(start)
-    assert starts == {0, 1, 2}
+    crops = {read(npy(FEATURES), seed).tobytes() for seed in range(40)}
+    assert crops == {FEATURES[start : start + 10].tobytes() for start in range(3)}
 
 
 def with_value(value: float) -> bytes:
@@ -105,13 +96,9 @@ def with_value(value: float) -> bytes:
     [
         (b"", "aren't a NumPy file"),
         (npy(FEATURES)[:128].replace(b"descr", b"[[[[["), "aren't a NumPy file"),
-        (npy(FEATURES)[:-1], "aren't a NumPy file"),
         (npy(FEATURES.astype("f4")), r"float32 of shape \(12, 4\), expected float16, at least 10"),
         (npy(FEATURES[:9]), r"of shape \(9, 4\)"),
-        (npy(FEATURES[0]), r"of shape \(4,\)"),
         (with_value(np.nan), "NaN or infinite"),
-        (with_value(-np.nan), "NaN or infinite"),
-        (with_value(np.inf), "NaN or infinite"),
         (with_value(-np.inf), "NaN or infinite"),
     ],
 )
@@ -120,17 +107,11 @@ def test_unusable_features_are_refused_with_reason(encoded: bytes, reason: str) 
         read(encoded)
 
 
-def noise(num_samples: int, seed: int = 0) -> np.ndarray:
-    return (0.2 * np.random.default_rng(seed).standard_normal(num_samples)).astype(np.float32)
+def noise(num_samples: int) -> np.ndarray:
+    return (0.2 * np.random.default_rng(0).standard_normal(num_samples)).astype(np.float32)
 
 
-def fuse(samples: np.ndarray, audio: AudioConfig) -> torch.Tensor:
-    row = torch.empty(audio.clip_shape)
-    read_fused(wav(samples), row, audio=audio, rng=CenterCropRng())
-    return row
-
-
-@pytest.mark.parametrize("num_samples", [20_000, 48_300, 48_480, 170_000])
+@pytest.mark.parametrize("num_samples", [20_000, 48_480, 170_000])
 def test_fusion_equals_extractor_of_transformers(
     num_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,39 +121,28 @@ def test_fusion_equals_extractor_of_transformers(
     monkeypatch.setattr(np.random, "choice", choose_middle)
     (features,), _ = feature_extractor(AUDIO)([samples], sampling_rate=48000).values()
     expected = torch.tensor(np.asarray(features)).float()
-    row = fuse(samples, AUDIO)
+    row = torch.empty(AUDIO.clip_shape)
+    read_fused(wav(samples), row, audio=AUDIO, rng=CenterCropRng())
     # dB, from fp32's FFT
     torch.testing.assert_close(row, expected, rtol=0, atol=2e-3)
     assert bool(is_longer_than_clip(row[None])) == (num_samples >= 48_480)
 
 
-@pytest.fixture
-def fused_tar(tmp_path: Path) -> str:
-    """Write clips shorter and longer than a second in turn."""
-    members = []
-    for number in range(4):
-        samples = noise(30_000 + 60_000 * (number % 2), number)
-        members += [(f"{number}.wav", wav(samples)), (f"{number}.txt", b"a")]
-    return str(write_tar(tmp_path / "a.tar", members))
-
-
 FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion": True})})
 
 
-@pytest.mark.parametrize(
-    ("audio_dtype", "dtype"), [("int16", torch.float16), ("float32", torch.float32)]
-)
-def test_training_fuses_shards(
-    fused_tar: str, tokenizer_dir: str, audio_dtype: Any, dtype: torch.dtype
-) -> None:
+def test_training_and_evaluation_fuse_shards(tmp_path: Path, tokenizer_dir: str) -> None:
+    """Of clips shorter and longer than a second in turn."""
+    members = []
+    for number, num_samples in enumerate((30_000, 90_000)):
+        members += [(f"{number}.wav", wav(noise(num_samples))), (f"{number}.txt", b"a")]
+    tar = str(write_tar(tmp_path / "a.tar", members))
+    evaluated = torch.stack([*load_audio(list_clips([tar])[0], FUSED.audio, num_workers=0)])
+    assert is_longer_than_clip(evaluated).tolist() == [False, True]
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
-    data = ShardData(source="webdataset", shards=fused_tar, audio_dtype=audio_dtype, **options)
-    with contextlib.closing(WebDatasetStream(data, BatchSpec(FUSED, 12, 4))) as stream:
+    data = ShardData(source="webdataset", shards=tar, **options)
+    with contextlib.closing(WebDatasetStream(data, BatchSpec(FUSED, 12, 2))) as stream:
         (piece,) = next(stream)
-    assert piece.audio.dtype == dtype
-    assert tuple(piece.audio.shape) == (4, 4, 101, 16)
-    audio = piece.audio.float()
-    assert is_longer_than_clip(audio).tolist() == [False, True] * 2
-    # half of float16's step up to 128 dB
-    expected = fuse(noise(30_000), FUSED.audio)
-    torch.testing.assert_close(audio[0], expected, rtol=0, atol=2**-5)
+    assert (piece.audio.dtype, piece.audio.shape) == (torch.float16, evaluated.shape)
+    # Both contain the shrunk file, up to half of float16's step up to 128 dB.
+    torch.testing.assert_close(piece.audio[:, 0].float(), evaluated[:, 0], rtol=0, atol=2**-5)

@@ -42,7 +42,6 @@ MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
         ("*.tar", [0, 6, 13], {"micro_batch": 5, "shuffle_buffer": 9}),
         # Micro-batches end within chunks of 32.
         ("*.tar", [1, 6], {"micro_batch": 40, "num_workers": 2}),
-        (MIXTURE, [1, 7], {"num_workers": 2, "resampled": False, "shuffle_buffer": 9}),
         (MIXTURE, [1, 7], {"num_workers": 2, "resampled": True, "shuffle_buffer": 9}),
     ],
 )

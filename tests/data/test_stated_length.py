@@ -2,15 +2,13 @@
 are named."""
 
 import io
-import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
-import torch
 
-from clap_ds.data.decoding import BrokenItemError, decode_audio, open_audio
+from clap_ds.data.decoding import BrokenItemError, open_audio
 from tests.data import tars
 
 SECONDS = 3
@@ -69,12 +67,11 @@ CBR = encode("MP3", bitrate_mode="CONSTANT")
 VBR_SAMPLES, VBR_FRAMES = split_info_frame(VBR)
 
 
-@pytest.mark.parametrize("mode", ["VARIABLE", "CONSTANT"])
-@pytest.mark.parametrize(("rate", "channels"), [(44100, 2), (48000, 1), (22050, 2), (8000, 1)])
-def test_mp3_without_length_has_samples_of_all_frames(rate: int, channels: int, mode: str) -> None:
+@pytest.mark.parametrize(("rate", "channels"), [(44100, 2), (22050, 1)])
+def test_mp3_without_length_has_samples_of_all_frames(rate: int, channels: int) -> None:
     """As in ffmpeg, with the encoder's delay, which nothing states: here LAME's 576 and the
     decoder's 529 samples."""
-    whole = encode("MP3", rate=rate, channels=channels, bitrate_mode=mode)
+    whole = encode("MP3", rate=rate, channels=channels, bitrate_mode="VARIABLE")
     num_samples, frames = split_info_frame(whole)
     assert_length(frames, num_samples)
     _, samples = read_all(frames)
@@ -84,14 +81,8 @@ def test_mp3_without_length_has_samples_of_all_frames(rate: int, channels: int, 
 
 @pytest.mark.parametrize(
     ("start", "end"),
-    [
-        (ID3_TAG, ID3V1_TAG),
-        (COVER_TAG, APE_TAG),
-        (ID3_TAG + COVER_TAG, bytes(9999)),
-        (bytes(300), b""),
-        (b"\xff\xe0 not a frame " * 9, b""),
-    ],
-    ids=["tags", "cover", "two tags and padding", "zeros", "text"],
+    [(ID3_TAG + COVER_TAG, ID3V1_TAG), (bytes(300), APE_TAG)],
+    ids=["tags", "zeros"],
 )
 def test_mp3_with_other_bytes_around_frames_has_their_samples(
     tmp_path: Path, start: bytes, end: bytes
@@ -102,28 +93,18 @@ def test_mp3_with_other_bytes_around_frames_has_their_samples(
 
 def test_joined_mp3s_are_read_to_the_last() -> None:
     assert_length(VBR_FRAMES + COVER_TAG + VBR_FRAMES, 2 * VBR_SAMPLES)
+    # The frames that state lengths are frames without sound.
+    assert_length(CBR + CBR, 2 * split_info_frame(CBR)[0] + 2 * 1152)
 
 
-@pytest.mark.parametrize("tag", [b"", ID3_TAG, bytes(417)], ids=["no tag", "ID3", "zeros"])
-def test_joined_mp3s_that_state_lengths_are_read_to_the_last(tag: bytes) -> None:
-    """`cat a.mp3 b.mp3`: the frames that state lengths are frames without sound."""
-    num_samples, _ = split_info_frame(CBR)
-    num_stated, samples = read_all(CBR + tag + CBR)
-    assert num_stated == 2 * num_samples + 2 * 1152
-    # Behind a tag, mpg123 may lose a frame.
-    assert len(samples) == pytest.approx(num_stated, abs=1152)
-
-
-@pytest.mark.parametrize("bit_rates", [[8], [8, 8, 13, 2, 2, 2, 2], [2, 2, 2, 13, 13]])
-def test_mpeg_layer_2_is_read_to_its_end(bit_rates: list[int]) -> None:
+def test_mpeg_layer_2_is_read_to_its_end() -> None:
     """Frames of MPEG-1 layer II at 44.1 kHz, without samples; every other one is padded."""
-    kbps = {2: 48, 8: 128, 13: 320}
     content = b""
     for number in range(210):
-        index = bit_rates[number % len(bit_rates)]
+        index, kbps = ((2, 48), (8, 128), (13, 320))[number % 3]
         padding = number % 2
         header = bytes([0xFF, 0xFD, index << 4 | padding << 1, 0])
-        content += header.ljust(144000 * kbps[index] // 44100 + padding, b"\0")
+        content += header.ljust(144000 * kbps // 44100 + padding, b"\0")
     assert_length(content, 210 * 1152)
 
 
@@ -133,10 +114,10 @@ def test_mp3_whose_xing_frame_states_no_length_is_read_to_its_end(fields: bytes)
     assert_length(replaced(VBR, b"Xing", fields), VBR_SAMPLES + 1152)
 
 
-@pytest.mark.parametrize("content", [VBR, CBR, ID3_TAG + VBR], ids=["VBR", "CBR", "tag"])
-def test_mp3_with_length_keeps_it(content: bytes) -> None:
+def test_mp3_with_length_keeps_it() -> None:
     """Its encoder's delay and padding are removed."""
-    assert_length(content, NUM_SAMPLES)
+    for content in (CBR, ID3_TAG + VBR):
+        assert_length(content, NUM_SAMPLES)
 
 
 def without_count(flac: bytes) -> bytes:
@@ -144,9 +125,8 @@ def without_count(flac: bytes) -> bytes:
     return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
 
 
-@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24"])
-def test_flac_without_length_is_read_exactly(subtype: str) -> None:
-    whole = encode("FLAC", subtype)
+def test_flac_without_length_is_read_exactly() -> None:
+    whole = encode("FLAC", "PCM_24")
     expected, _ = soundfile.read(io.BytesIO(whole), dtype="float32")
     with open_audio(without_count(whole)) as file:
         assert file.frames == len(expected)
@@ -161,17 +141,12 @@ WAV, AIFF, CAF, RF64, AU, W64 = (
 VORBIS = encode("OGG", "VORBIS", 48000, 1)
 OPUS = encode("OGG", "OPUS", 48000, 1)
 FROM_A_PIPE = {
-    "WAV, 0": replaced(WAV, b"data", bytes(4)),
     "WAV, ffmpeg": replaced(WAV, b"data", b"\xff" * 4),
-    "WAV, sox": replaced(WAV, b"data", b"\0\xf0\xff\x7f"),
-    "AIFF, ffmpeg": replaced(AIFF, b"SSND", bytes(4)),
     "AIFF, sox": replaced(AIFF, b"SSND", b"\x7f\0\0\x08"),
     "CAF, ffmpeg": replaced(CAF, b"data", b"\xff" * 8),
     "CAF, sox": replaced(CAF, b"data", bytes(7) + b"\4"),
-    "CAF, 0": replaced(CAF, b"data", bytes(8)),
     "AU, ffmpeg": AU[:8] + b"\xff" * 4 + AU[12:],
     "W64, ffmpeg": W64[: W64.index(b"data") + 16] + b"\xff" * 8 + W64[W64.index(b"data") + 24 :],
-    "RF64 with its size": RF64,
     "WAV before a cut chunk": WAV + b"LIST" + b"\1" * 99,
 }
 
@@ -180,10 +155,9 @@ FROM_A_PIPE = {
 def test_file_from_a_pipe_is_read_to_its_end(name: str, tmp_path: Path) -> None:
     expected, _ = soundfile.read(io.BytesIO(WAV), dtype="float32")
     (tmp_path / "a").write_bytes(FROM_A_PIPE[name])
-    for encoded in (FROM_A_PIPE[name], str(tmp_path / "a")):
-        num_stated, samples = read_all(encoded)
-        assert num_stated == len(expected)
-        np.testing.assert_array_equal(samples, expected)
+    num_stated, samples = read_all(str(tmp_path / "a"))
+    assert num_stated == len(expected)
+    np.testing.assert_array_equal(samples, expected)
 
 
 @pytest.mark.parametrize("content", [VORBIS, OPUS], ids=["Vorbis", "Opus"])
@@ -209,22 +183,18 @@ CUT = {
 
 
 @pytest.mark.parametrize("name", CUT)
-@pytest.mark.parametrize("fraction", [0.3, 0.61, 0.97])
-def test_truncated_file_is_refused(name: str, fraction: float) -> None:
-    content = CUT[name][: int(fraction * len(CUT[name]))]
+def test_truncated_file_is_refused(name: str) -> None:
+    content = CUT[name][: int(0.97 * len(CUT[name]))]
     with pytest.raises(BrokenItemError, match="truncated"):
         read_all(content)
 
 
 REFUSED = {
     "1 byte of a frame": (VBR_FRAMES + VBR_FRAMES[:1], "truncated"),
-    "2 bytes of a frame": (VBR_FRAMES + VBR_FRAMES[:2], "truncated"),
-    "50 bytes of a frame": (VBR_FRAMES + VBR_FRAMES[:50], "truncated"),
     # with the number of another stream
     "joined Oggs": (VORBIS + VORBIS.replace(VORBIS[14:18], b"next"), "several Ogg streams"),
     "no bytes": (b"", "empty"),
     "m4a": (b"\0\0\0\x20ftypM4A " + bytes(99), "ffmpeg -i"),
-    "aac": (b"\xff\xf1\x50\x80" * 99, "ffmpeg -i"),
 }
 
 
@@ -233,12 +203,3 @@ def test_unusable_file_is_refused_with_reason(name: str) -> None:
     content, reason = REFUSED[name]
     with pytest.raises(BrokenItemError, match=reason):
         read_all(content)
-
-
-@pytest.mark.parametrize("name", ["VBR", "FLAC"])
-def test_crops_reach_the_end_that_no_header_states(name: str) -> None:
-    crops = torch.zeros(20, 44100)
-    for seed, crop in enumerate(crops):
-        decode_audio(CUT[name], crop, sample_rate=44100, rng=random.Random(seed))
-    # Only the first second is loud.
-    assert (crops.abs().amax(dim=1) < 0.1).any()

@@ -25,29 +25,20 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
     return evaluation_settings(arguments, run).model_dump(exclude_unset=True)
 
 
-def test_options_without_configuration_define_tasks() -> None:
-    retrieval = settings_of("--retrieval a.tar b.tar --caption_key title")["retrieval"]
-    assert retrieval == {"shards": ["a.tar", "b.tar"], "caption_key": "title"}
-    settings = settings_of(
-        "--zero_shot c.tar --class_key label --template {}! --num_workers 2 --batch_size 5"
-    )
-    assert settings["retrieval"] is None
-    zero_shot = {"shards": ["c.tar"], "class_key": "label", "templates": ["{}!"]}
-    assert settings["zero_shot"] == zero_shot
-    assert (settings["num_workers"], settings["batch_size"]) == (2, 5)
-    with pytest.raises(UserError, match="nothing to evaluate"):
-        settings_of("")
-
-
 def test_options_change_configuration(write_run: Callable[..., Path]) -> None:
     zero_shot = {"shards": "c.tar", "class_key": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "webdataset", "shards": "train.tar", "tokenizer": "from-data"}
     evaluation = {"zero_shot": zero_shot, "batch_size": 3}
     run = load_run(write_run(clap={"evaluation": evaluation, "data": data}))
-    settings = settings_of("--template a_{} --retrieval r.tar", run)
+    settings = settings_of("--template a_{} --retrieval r.tar --caption_key title", run)
     assert settings["zero_shot"] == {**zero_shot, "templates": ["a_{}"]}
-    assert settings["retrieval"] == {"shards": ["r.tar"]}
+    assert settings["retrieval"] == {"shards": ["r.tar"], "caption_key": "title"}
     assert (settings["tokenizer"], settings["batch_size"]) == ("from-data", 3)
+
+
+def test_options_without_task_are_refused() -> None:
+    with pytest.raises(UserError, match="nothing to evaluate"):
+        settings_of("")
 
 
 def test_results_are_json_and_table() -> None:
@@ -57,9 +48,8 @@ def test_results_are_json_and_table() -> None:
     }
     task = TaskResult({"clips": 1234, "captions": 5678}, measures)
     evaluation = Evaluation({"retrieval": task}, [SkippedSample("a.tar: [0001]", "empty caption")])
-    content = json.loads(json.dumps(evaluation.to_dict()))
+    content = evaluation.to_dict()
     assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
-    assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     table = " ".join(render(evaluation, "the title").replace("|", " ").split())
     for part in (
@@ -70,13 +60,6 @@ def test_results_are_json_and_table() -> None:
         "empty caption",
     ):
         assert part in table
-
-
-def run_command(world_size: int, *options: str | Path) -> tuple[list[int], str, str]:
-    """Run the command on ranks, and return their exit codes and output."""
-    ranks = processes.ranks(["clap_ds/evaluate.py", *options], world_size, env=environment())
-    codes = [rank.wait() for rank in ranks]
-    return codes, "".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks)
 
 
 @pytest.mark.end_to_end
@@ -95,13 +78,12 @@ def test_best_checkpoint_is_evaluated_on_two_ranks(
         )
     results = tmp_path / "results.json"
     options = ["--best", "--retrieval", *write_clips(5, 4), "--json", str(results)]
-    codes, output, errors = run_command(2, tmp_path / "run", *options)
-    assert codes == [0, 0], errors
+    command = ["clap_ds/evaluate.py", tmp_path / "run", *options]
+    ranks = processes.ranks(command, 2, env=environment())
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    output = "".join(rank.stdout for rank in ranks)
     assert ", step 1, zero_shot_top1 0.5: micro on 2 × " in output
     assert ", 12 text tokens" in output
     # Only one rank prints.
     assert output.count("retrieval (9 clips, 14 captions)") == 1
-    assert output.count(" retrieval_audio_to_text_r1 ") == 1
-    content = json.loads(results.read_text())
-    assert (content["world_size"], content["model"]) == (2, "micro")
-    assert content["num_broken_items"] == 0
+    assert json.loads(results.read_text())["world_size"] == 2

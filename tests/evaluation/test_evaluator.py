@@ -1,11 +1,9 @@
 """The evaluator is independent of the number of ranks, leaves the model unchanged, and detects
 mistakes early."""
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,19 +55,14 @@ def settings_for(shards: list[str], **zero_shot: Any) -> EvaluationSettings:
     return EvaluationSettings.model_validate(both)
 
 
-def build(
-    settings: EvaluationSettings,
-    tokenizer: str | None,
-    ranks: Ranks = ALONE,
-    loss_kind: str = "softmax",
-) -> Evaluator:
+def build(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALONE) -> Evaluator:
     return Evaluator(
         settings,
         model_config=MICRO,
         tokenizer_name=tokenizer,
         context_length=16,
         micro_batch=4,
-        loss_kind=loss_kind,
+        loss_kind="softmax",
         ranks=ranks,
     )
 
@@ -82,21 +75,14 @@ def evaluate_on_rank(shards: list[str], tokenizer: str) -> dict[str, float]:
         return evaluator.evaluate(micro_model()).metrics
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), [(2, (4, 5)), (3, (2,))])
 def test_metrics_are_independent_of_number_of_ranks(
-    eight_processes: RankPool,
-    tmp_path: Path,
-    write_clips: WriteClips,
-    clip_tokenizer: str,
-    world_size: int,
-    sizes: tuple[int, ...],
+    eight_processes: RankPool, tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
 ) -> None:
-    shards = write_clips(*sizes)
+    shards = write_clips(4, 5)
     expected = build(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
     assert {*expected} == {*RETRIEVAL, *ZERO_SHOT}
-    by_rank = run_on_ranks(
-        eight_processes, world_size, tmp_path, evaluate_on_rank, shards, clip_tokenizer
-    )
+    arguments = (evaluate_on_rank, shards, clip_tokenizer)
+    by_rank = run_on_ranks(eight_processes, 2, tmp_path, *arguments)
     loss = expected.pop(RETRIEVAL_LOSS)
     for metrics in by_rank:
         # Other micro-batches are rounded differently, which ranks must not affect.
@@ -129,14 +115,6 @@ def test_metrics_equal_the_models_features(write_clips: WriteClips, clip_tokeniz
     loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
     assert metrics[RETRIEVAL_LOSS] == pytest.approx(float(loss), rel=1e-4)
 
-    # With one relevant clip, the average precision is 1 / rank.
-    precisions = []
-    for number in range(9):
-        scores = embed(description(number)["caption"]) @ audio.T
-        ranks = (scores > scores[:, number, None]).sum(1) + 1
-        precisions += (1 / ranks).tolist()
-    assert metrics["retrieval_text_to_audio_map10"] == pytest.approx(np.mean(precisions))
-
 
 def test_features_are_evaluated_like_their_audio(
     tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
@@ -157,9 +135,6 @@ def test_features_are_evaluated_like_their_audio(
         for shards in (encoded, mel)
     )
     assert metrics == pytest.approx(expected, rel=1e-5)
-    mixed = {"retrieval": {"shards": encoded}, "zero_shot": {"shards": mel}}
-    with pytest.raises(CollectiveUserError, match="mixed"):
-        build(EvaluationSettings.model_validate(mixed), clip_tokenizer)
 
 
 def test_evaluation_leaves_model_and_random_state(
@@ -174,13 +149,10 @@ def test_evaluation_leaves_model_and_random_state(
             [module.training for module in model.modules()],
             [tensor.tolist() for tensor in model.state_dict().values()],
             torch.get_rng_state().tolist(),
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.is_grad_enabled(),
         ]
 
     state = read_state()
-    assert evaluator.evaluate(model).metrics == evaluator.evaluate(model).metrics
+    evaluator.evaluate(model)
     assert read_state() == state
     with torch.no_grad():
         model.audio_projection.linear1.weight.fill_(torch.nan)
@@ -226,9 +198,7 @@ def test_ranks_with_different_shards_are_refused(
 
 
 UNDECODABLE: Members = [("a.wav", b"RIFF"), ("a.txt", b"a caption")]
-HUM = clip_members(0, {"kind": "hum"})
 FOUR = members_of(range(4))
-ONE_CLASS_MISSING = {"hum": ["x"], "click": ["y"]}
 
 
 @pytest.mark.parametrize(
@@ -236,15 +206,8 @@ ONE_CLASS_MISSING = {"hum": ["x"], "click": ["y"]}
     [
         ("retrieval", UNDECODABLE, {}, "retrieval.shards: none .* can be decoded"),
         ("retrieval", FOUR, {"caption_key": "title"}, "retrieval.shards: expected clips with capt"),
-        ("zero_shot", HUM, {}, "zero_shot.classes: expected at least 2 classes"),
-        (
-            "zero_shot",
-            FOUR,
-            {"class_key": "label"},
-            "zero_shot.shards: expected clips with 'label'",
-        ),
-        ("zero_shot", FOUR, {"classes": ONE_CLASS_MISSING}, "zero_shot.classes: .* 'hiss'"),
-        ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "zero_shot.shards: .*does not exist"),
+        ("zero_shot", FOUR[:2], {}, "zero_shot.classes: expected at least 2 classes"),
+        ("zero_shot", FOUR, {"classes": {"hum": ["x"]}}, "zero_shot.classes: .* 'click'"),
     ],
 )
 def test_mistake_in_settings_names_field(
@@ -264,8 +227,3 @@ def test_mistake_in_settings_names_field(
 def test_missing_tokenizer_is_named(write_clips: WriteClips) -> None:
     with pytest.raises(CollectiveUserError, match=r"^clap\.evaluation\.tokenizer: missing"):
         build(settings_for(write_clips(4)), None)
-
-
-def test_unknown_loss_of_training_is_refused(clip_tokenizer: str) -> None:
-    with pytest.raises(CollectiveUserError, match="'another'; this version has softmax, sigmoid"):
-        build(settings_for(["nowhere.tar"]), clip_tokenizer, loss_kind="another")

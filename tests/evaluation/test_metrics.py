@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 
+from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.metrics import (
     evaluate_retrieval,
@@ -78,8 +79,6 @@ def test_retrieval_equals_sorting_with_numpy(captions_per_clip: list[int], seed:
 CHANCE_R5 = 1 - (75 * 74) / (80 * 79)
 
 
-
-
 def test_chance_is_independent_of_model() -> None:
     """With 40 clips of two captions, and eight classes."""
     audio = features(40, 0, dim=64)
@@ -87,12 +86,8 @@ def test_chance_is_independent_of_model() -> None:
     measures = evaluate_retrieval(audio, text, torch.arange(40).repeat_interleave(2), ALONE)
     audio_to_text = measures["retrieval_audio_to_text_r5"]
     assert (audio_to_text.value, audio_to_text.chance) == (1, pytest.approx(CHANCE_R5))
-    text_to_audio = measures["retrieval_text_to_audio_r1"]
-    assert (text_to_audio.value, text_to_audio.chance) == (1, pytest.approx(1 / 40))
     is_of_class = F.one_hot(torch.arange(40) % 8).bool()
     zero_shot = evaluate_zero_shot(audio, audio[:8], is_of_class, ALONE)
-    assert zero_shot["zero_shot_top1"].chance == pytest.approx(1 / 8)
-    assert zero_shot["zero_shot_top1"].value != pytest.approx(1 / 8)
     assert zero_shot["zero_shot_top5"].chance == pytest.approx(5 / 8)
 
 
@@ -108,9 +103,8 @@ def test_zero_shot_equals_scikit_learn(probability: float) -> None:
     scores = (audio @ classes.T).numpy()
     labels = is_of_class.numpy()
     hits = np.take_along_axis(labels, np.argsort(-scores, axis=1), axis=1)
-    for k in (1, 5):
-        expected = hits[:, :k].any(axis=1).mean()
-        assert measures[f"zero_shot_top{k}"].value == pytest.approx(expected, abs=1e-12)
+    top5 = hits[:, :5].any(axis=1).mean()
+    assert measures["zero_shot_top5"].value == pytest.approx(top5, abs=1e-12)
     has_clips = labels.any(0)
     labels = labels[:, has_clips]
     precision = average_precision_score(labels, scores[:, has_clips], average="macro")
@@ -121,35 +115,29 @@ def test_zero_shot_equals_scikit_learn(probability: float) -> None:
     assert (measure.low, measure.high) == pytest.approx(wilson(precision, num_clips))
 
 
-@pytest.mark.parametrize("bias", [None, torch.tensor([-2.0])])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_retrieval_loss_is_of_nearly_equal_batches(
-    bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
     scale = torch.tensor([5.0])
+    bias = torch.tensor([-2.0]) if kind == "sigmoid" else None
     audio = features(10, 0)
     text = features(10, 1)
     # Three captions are equal to others.
     captions = [f"caption {number % 7}" for number in range(10)]
-    text[7:] = text[:3]
-    losses: list[float] = []
+    losses = []
+    chances = []
     for batch in ([0, 3, 6, 9], [1, 4, 7], [2, 5, 8]):
         numbers = torch.tensor(batch) % 7
-        is_same = (numbers[:, None] == numbers).float()
-        logits = scale * audio[batch] @ text[batch].T
-        if bias is None:
-            targets = is_same / is_same.sum(1, keepdim=True)
-            by_audio = F.cross_entropy(logits, targets, reduction="none")
-            by_text = F.cross_entropy(logits.T, targets, reduction="none")
-            losses += ((by_audio + by_text) / 2).tolist()
-        else:
-            losses += (-F.logsigmoid((2 * is_same - 1) * (logits + bias)).sum(1)).tolist()
-    kind = "softmax" if bias is None else "sigmoid"
+        positives = (numbers[:, None] == numbers).double()
+        logits = scale * audio[batch].double() @ text[batch].double().T
+        loss_B, chance = LOSSES[kind].evaluate(logits + (bias or 0), positives)
+        losses += loss_B.tolist()
+        chances += [chance] * len(batch)
     measure = retrieval_loss(kind, audio, text, captions, scale, bias)
     assert measure.value == pytest.approx(np.mean(losses), rel=1e-5)
-    if bias is None:
-        chance = (4 * np.log(4) + 6 * np.log(3)) / 10
-        assert measure.chance == pytest.approx(chance)
+    assert measure.chance == pytest.approx(np.mean(chances))
     margin = 1.96 * np.std(losses) / np.sqrt(10)
     interval = (measure.value - margin, measure.value + margin)
     assert (measure.low, measure.high) == pytest.approx(interval, rel=1e-3)

@@ -4,6 +4,7 @@ unusable files."""
 import contextlib
 import itertools
 import resource
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from clap_ds.config.model import load_preset
 from clap_ds.data.decoding import resample, resampling_ratio
 from clap_ds.inference import audio_windows
-from clap_ds.inference.audio_windows import Pooling, Window, read_windows
+from clap_ds.inference.audio_windows import Window, read_windows
 from clap_ds.inference.model import Clap
 from tests.inference.conftest import noise, write_sound
 
@@ -28,7 +29,7 @@ def windows_of(path: str, overlap: float = 0.0) -> list[Window]:
 
 @pytest.mark.parametrize(
     ("name", "rate", "overlap"),
-    [("a.wav", 44100, 0), ("a.flac", 8000, 0.5), ("a.mp3", 44100, 0.5), ("a.ogg", 48000, 0)],
+    [("a.wav", 44100, 0), ("a.mp3", 8000, 0.5), ("a.ogg", 48000, 0.5)],
 )
 def test_windows_equal_parts_of_the_whole_file(
     tmp_path: Path, name: str, rate: int, overlap: float, monkeypatch: pytest.MonkeyPatch
@@ -83,32 +84,22 @@ def test_mean_pooling_normalizes_the_sum_of_windows(clap: Clap, tmp_path: Path) 
     assert np.array_equal(short_row.vector, rows[5].vector)
 
 
-@pytest.mark.parametrize(
-    ("pooling", "num_workers", "num_rows"),
-    [("none", 2, {"a.wav": 2, "late.wav": 4, "silent.wav": 3, "cut.flac": 2}), ("mean", 0, {})],
-)
 def test_unusable_files_are_rows_in_their_place(
-    clap: Clap, tmp_path: Path, pooling: Pooling, num_workers: int, num_rows: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audio_windows, "_BLOCK", 7001)
-    # Silent windows before and after one with sound.
-    late = noise(4)
-    late[:, :72000] = late[:, 90000:] = 0
     write_sound(tmp_path / "a.wav", noise(1.5))
-    write_sound(tmp_path / "late.wav", late)
     write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
     content = Path(write_sound(tmp_path / "cut.flac", noise(4))).read_bytes()
     (tmp_path / "cut.flac").write_bytes(content[: len(content) // 3])
-    (tmp_path / "text.wav").write_text("no sound")
-    (tmp_path / "folder.wav").mkdir()
-    unusable = ("gone.wav", "folder.wav", "silent.wav", "cut.flac", "text.wav")
-    names = ["a.wav", unusable[0], "late.wav", *unusable[1:]]
-    sources = [tmp_path / name for name in names]
-    rows = list(clap.iter_windows(sources, pooling=pooling, num_workers=num_workers, batch_size=2))
-    errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
-    assert errors.keys() == {*unusable}
-    assert "No such file" in errors["gone.wav"]
-    assert "silent" in errors["silent.wav"]
-    expected = list(itertools.chain(*([name] * num_rows.get(name, 1) for name in names)))
-    assert [Path(row.source).name for row in rows] == expected
+    # The windows before the damage, and then a row with the error.
+    num_rows = {"gone.wav": 1, "a.wav": 2, "silent.wav": 3, "cut.flac": 2}
+    sources = [tmp_path / name for name in num_rows]
+    rows = list(clap.iter_windows(sources, num_workers=2, batch_size=2))
+    assert Counter(Path(row.source).name for row in rows) == num_rows
+    errors = [(Path(row.source).name, row.error) for row in rows if row.vector is None]
+    assert [name for name, _ in errors] == ["gone.wav", "silent.wav", "cut.flac"]
+    assert "No such file" in errors[0][1]
+    assert "silent" in errors[1][1]
+    pooled = list(clap.iter_windows(sources, pooling="mean"))
+    assert [bool(row.error) for row in pooled] == [True, False, True, True]

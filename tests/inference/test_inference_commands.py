@@ -69,14 +69,12 @@ def test_sources_are_found_in_folders_lists_and_tars(
     write_tar(tmp_path / "0.tar", [*marked_items(range(2)), ("0005.png", b"")])
     for arguments, names in (
         (["s"], ["s/a/z.FLAC", "s/b.wav", r"s/\xff.ogg"]),
-        (["s/b.wav", "list.csv"], ["s/b.wav", "absent.wav"]),
-        (["bare.txt"], ["c.mp3", "s/b.wav"]),
+        (["s/b.wav", "list.csv", "bare.txt"], ["s/b.wav", "absent.wav", "c.mp3"]),
         (["*.tar"], ["0.tar: 0000", "0.tar: 0001", "0.tar: 0005"]),
     ):
         assert [*find_sources(arguments)] == names
-    for name in ("absent.wav", "x-*.tar"):
-        with pytest.raises((UserError, ValueError), match=re.escape(name)):
-            find_sources([name])
+    with pytest.raises(UserError, match=r"absent\.wav"):
+        find_sources(["absent.wav"])
 
 
 def test_classify_writes_the_likeliest_labels(workspace: Path) -> None:
@@ -107,21 +105,27 @@ def test_search_finds_the_nearest_windows(table: Path) -> None:
     assert read_csv("nearest.csv")[1] == ["sounds/high.wav", "0.0", "1.0", "1.0"]
 
 
-def test_mistakes_are_user_errors(
-    table: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint_of(ClapModel(load_preset("micro")), table / "other", 1, Path(tokenizer_dir))
-    for name, line, message in (
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
         ("embed", "run sounds --output v.npz", "v.npz: requires"),
         ("classify", "run sounds --labels dog,", "at least two labels"),
         ("search", "v.parquet", "expected either TEXT"),
         ("search", "v.parquet dog --model other", "another model"),
-    ):
-        command = getattr(commands, name)
-        assert exit_code_of(lambda: command(line.split())) == 2, line  # noqa: B023
-        assert message in capsys.readouterr().err
-    (table / "run").rename(table / "moved")
-    search(["v.parquet", "dog", "--model", "moved"])
+    ],
+)
+def test_mistake_is_a_user_error(
+    table: Path,
+    tokenizer_dir: str,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    line: str,
+    message: str,
+) -> None:
+    checkpoint_of(ClapModel(load_preset("micro")), table / "other", 1, Path(tokenizer_dir))
+    command = getattr(commands, name)
+    assert exit_code_of(lambda: command(line.split())) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["model", "tokenizer", "preset"])
@@ -147,9 +151,8 @@ def test_score_is_the_mean_of_files_cosines(
         ("sounds/z.wav", "a loud tone"),
     ]
     lines = [f"{name},{caption}\n" for name, caption in [*pairs, ("gone.wav", "a click")]]
-    Path("list.csv").write_text("file,prompt\n" + "".join(lines))
-    options = ["--caption_columns", "prompt", "--output", "scores.csv"]
-    assert score(["run", "list.csv", *options]) == 1
+    Path("list.csv").write_text("file,caption\n" + "".join(lines))
+    assert score(["run", "list.csv", "--output", "scores.csv"]) == 1
     clap = clap_ds.load("run")
     cosines = [
         float((clap.embed_audio([name]) @ clap.embed_text([caption]).T)[0, 0])
@@ -161,12 +164,8 @@ def test_score_is_the_mean_of_files_cosines(
     file_scores = [(cosines[0] + cosines[1]) / 2, *cosines[2:]]
     # Student's t of two degrees of freedom.
     half_width = 4.3027 * np.std(file_scores, ddof=1) / 3**0.5
-    printed = capsys.readouterr()
-    assert printed.out.startswith(f"CLAP score: {np.mean(file_scores):.4f} ± {half_width:.4f} ")
-    assert "skipped 1 of 4 files; the first: " in printed.err
-    Path("list.csv").write_text("file,caption\nsounds/low.wav,a click\n")
-    assert exit_code_of(lambda: score(["run", "list.csv"])) == 2
-    assert "at least two usable files" in capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"CLAP score: {np.mean(file_scores):.4f} ± {half_width:.4f} ")
 
 
 def test_command_lines_in_docs_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

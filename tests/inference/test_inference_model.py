@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from clap_ds.evaluation.clips import list_clips
 from clap_ds.evaluation.embedding import class_features
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.inference import model as inference_model
-from clap_ds.inference.model import TEMPLATES, Clap
+from clap_ds.inference.model import Clap
 from clap_ds.model.torchaudio_compat import torchaudio
 from tests.data.tars import write_tar
 from tests.data.test_decoding import KAISER_BEST
@@ -65,20 +64,14 @@ def evaluator_of(clap: Clap, shard: str) -> Evaluator:
     )
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_audio_embeddings_equal_evaluations_bitwise(
-    clap: Clap, shard: str, num_workers: int
-) -> None:
+def test_audio_embeddings_equal_evaluations_bitwise(clap: Clap, shard: str) -> None:
     expected = evaluator_of(clap, shard)._embed_clips(clap.model)[0]
     paths = [str(Path(shard).parent / f"{name}.flac") for name in CLIPS]
-    for sounds in (paths, list_clips([shard])[0]):
+    for sounds, num_workers in ((paths, 0), (list_clips([shard])[0], 2)):
         vectors = clap.embed_audio(sounds, pooling="center", num_workers=num_workers)
         assert np.array_equal(vectors, expected)
     # Independent of the others in a batch, and of pooling if there is one window.
-    reverse = clap.embed_audio(paths[::-1], pooling="center")[::-1]
-    assert np.array_equal(reverse, expected)
-    has_one_window = [name != "long" for name in CLIPS]
-    assert np.array_equal(clap.embed_audio(paths)[has_one_window], expected[has_one_window])
+    assert np.array_equal(clap.embed_audio(paths[2::-1])[::-1], expected[:3])
     # A single input isn't padded to a batch. Roundings of numbers below 1.
     np.testing.assert_allclose(clap.embed_audio(paths[0]), expected[:1], atol=3e-7)
 
@@ -92,9 +85,6 @@ def test_text_embeddings_and_probabilities_equal_evaluations(clap: Clap, shard: 
     features = class_features(captions, evaluator._embed_captions(clap.model, captions))
     classes = clap.class_embeddings(LABELS)
     assert np.array_equal(features, classes)
-    sentences = clap.embed_text([template.format("dog bark") for template in TEMPLATES])
-    mean = sentences.astype(np.float64).mean(axis=0)
-    np.testing.assert_allclose(classes[0], mean / np.linalg.norm(mean), atol=3e-7)
     clips = list_clips([shard])[0]
     audio = clap.embed_audio(clips).astype(np.float64)
     exponentials = np.exp(np.exp(clap.model.logit_scale.item()) * audio @ classes.T)
@@ -119,13 +109,12 @@ def test_arrays_and_encoded_files_equal_paths(clap: Clap, tmp_path: Path) -> Non
     paths.append(write_sound(tmp_path / "mono.wav", mono, 44100))
     floats = [samples / np.float32(32768) for samples in (stereo, mono)]
     contents = [Path(path).read_bytes() for path in paths]
-    entry = {"path": None, "array": floats[0], "sampling_rate": 44100}
     expected = clap.embed_audio(paths)
     assert (expected.shape, expected.dtype) == ((2, clap.dim), np.float32)
     for sounds in (
         [stereo, mono[0]],
         [torch.from_numpy(floats[0]), floats[1].astype(np.float64)],
-        [entry, decoder_of(floats[1], 44100)],
+        [{"array": floats[0], "sampling_rate": 44100}, decoder_of(floats[1], 44100)],
         [contents[0], io.BytesIO(contents[1])],
     ):
         assert np.array_equal(clap.embed_audio(sounds, 44100), expected)
@@ -133,43 +122,19 @@ def test_arrays_and_encoded_files_equal_paths(clap: Clap, tmp_path: Path) -> Non
     batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
     assert np.array_equal(clap.embed_audio(batch, 48000), clap.embed_audio([*batch], 48000))
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
-    loud = np.tile(noise(0.9)[0] * 3.4, 3)
-    assert np.array_equal(clap.embed_audio(loud, 44100), clap.embed_audio(loud.clip(-1, 1), 44100))
-
-
-@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["NumPy", "torch"])
-@pytest.mark.parametrize("num_rows", [3, 16])
-def test_array_of_more_rows_than_stereo_is_rejected_with_alternatives(
-    clap: Clap, num_rows: int, convert: Any
-) -> None:
-    array = convert(noise(0.4, channels=num_rows))
-    for audio, name in ((array, "audio"), ([array[:2], array], "audio[1]")):
-        with pytest.raises(ValueError, match=re.escape(f"{name}: expected")) as error:
-            clap.embed_audio(audio, 48000)
-        for part in (f"({num_rows}, 19200)", "list(array)", "channels_first=True"):
-            assert part in str(error.value)
 
 
 def test_channels_first_makes_an_array_one_sound(clap: Clap) -> None:
     array = noise(0.4, channels=4)
     mixed = clap.embed_audio(array.mean(axis=0), 48000)
-    entry = {"array": array, "sampling_rate": 48000}
     for vectors in (
         clap.embed_audio(array, 48000, channels_first=True),
         clap.embed_audio(torch.from_numpy(array.T), 48000, channels_first=False),
         # The channels of `datasets`' entries are known.
-        clap.embed_audio(entry),
+        clap.embed_audio({"array": array, "sampling_rate": 48000}),
         clap.embed_audio(decoder_of(array, 48000)),
     ):
         np.testing.assert_allclose(vectors, mixed, atol=1e-6)
-    probabilities = clap.classify(array, LABELS, sample_rate=48000, channels_first=True)
-    assert probabilities.shape == (1, 2)
-    clips = clap.embed_audio([*array], 48000, channels_first=False)
-    assert np.array_equal(clips, clap.embed_audio(array[:, None], 48000))
-    with pytest.raises(ValueError, match="at most 8 channels"):
-        clap.embed_audio(noise(0.4, channels=9), 48000, channels_first=True)
-    with pytest.raises(ValueError, match="channels_first"):
-        clap.embed_audio(array.T, 48000)  # soundfile's order
 
 
 def test_center_window_is_cut_at_the_files_rate_and_then_resampled(clap: Clap) -> None:
@@ -221,24 +186,18 @@ def test_examples_of_docstring_and_docs_run(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.embed_audio(noise(1) * 32767 / np.abs(noise(1)).max(), 48000), "integers"),
+        (lambda c: c.embed_audio(noise(1, channels=3), 48000), "(3, 48000)"),
+        (lambda c: c.embed_audio(noise(1, channels=9), 48000, channels_first=True), "at most 8"),
         (lambda c: c.embed_audio(noise(1), 44100.5), "found 44100.5"),
-        (lambda c: c.embed_audio(io.StringIO("x")), "found str of shape ()"),
         (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: No such file"),
-        (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
         (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),
         (lambda c: c.embed_audio({"samples": noise(1)}), "found NoneType"),
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
         (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap"),
-        (lambda c: c.embed_text(["a", None]), "texts[1]: expected texts, not blank, found None"),
-        (lambda c: c.embed_text([["a"]]), "texts[0]: expected texts, not blank, found list"),
-        (lambda c: c.embed_text(b"x"), "found bytes"),
-        (lambda c: c.embed_text(5), "found int"),
         (lambda c: c.embed_text(["a", "\n"]), "texts[1]: expected texts, not blank, found str"),
-        (lambda c: c.class_embeddings(["dog", None]), "labels[1]: expected texts"),
-        (lambda c: c.class_embeddings(["dog"], ["{}", None]), "templates[1]: expected texts"),
+        (lambda c: c.embed_text(5), "found int"),
+        (lambda c: c.class_embeddings("dog"), "expected a list of distinct texts"),
         (lambda c: c.class_embeddings(["a"], ["sound"]), "templates"),
-        (lambda c: clap_ds.load("some/where"), "no CLAP 'some/where'"),
         (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "no tokenizer '/nowhere'"),
     ],
 )

