@@ -29,27 +29,14 @@ def test_join_keeps_rows_in_order_without_sharing_audio() -> None:
     assert single.audio.data_ptr() != whole.audio.data_ptr()
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2])
-def test_join_converts_features_to_float32(num_pieces: int) -> None:
-    piece = random_batch(1, seed=0)
-    piece.audio = torch.tensor([[0.5, -2]]).half()
-    audio = join([piece] * num_pieces, CPU).audio
-    assert audio.dtype == torch.float32
-    assert audio.tolist() == [[0.5, -2]] * num_pieces
-
-
 def test_join_with_packing_has_real_tokens_in_order() -> None:
     ids = torch.tensor([[0, 5, 2, 1], [0, 2, 1, 1], [0, 6, 7, 2]])
     whole = Batch(torch.zeros(3, 8), ids, (ids != 1).long())
-    pieces = [whole.rows(0, 2), whole.rows(2, 3)]
-    batch = join(pieces, CPU, pack_captions=True)
+    batch = join([whole.rows(0, 2), whole.rows(2, 3)], CPU, pack_captions=True)
     _, tokens, mask, packing = batch.model_inputs()
     assert mask is None
     assert tokens[: batch.num_tokens].tolist() == [0, 5, 2, 0, 2, 0, 6, 7, 2]
-    # padded to a multiple of 16 by a segment of its own
     assert packing.cu_seqlens[:4].tolist() == [0, 3, 5, 9]
-    assert len(tokens) == packing.cu_seqlens[-1] == 16
-    assert torch.equal(batch.input_ids, ids)
 
 
 @pytest.mark.parametrize(

@@ -39,21 +39,15 @@ def test_build_prints_settings_that_train(
     assert statistics["num_broken_items"] == 0
 
 
-def test_build_with_too_many_skipped_exits_1(
+def test_build_with_too_many_skipped_exits_1_and_without_usable_file_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_list(tmp_path, 1, "audio/gone.wav,x\n")
     assert run(path, tmp_path / "out", "--max_left_out", 0.49) == 1
     assert "--max_left_out 0.49; the shards are usable" in capsys.readouterr().err
-
-
-def test_build_without_usable_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "list.csv").write_text("path,caption\nx,y\n")
-    assert run(tmp_path / "list.csv", tmp_path / "out") == 2
-    assert f"none of 1 items are usable; the first: {tmp_path}/x" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    (tmp_path / "audio" / "clip 00.wav").unlink()
+    assert run(path, tmp_path / "none") == 2
+    assert "none of 2 items are usable; the first: " in capsys.readouterr().err
 
 
 def test_build_of_first_files_estimates_whole_list(
@@ -83,15 +77,12 @@ def test_build_into_other_contents_is_refused(
     assert run(path, out) == 2
 
 
-@pytest.mark.parametrize(
-    ("num_clips", "num_captions", "warns"), [(3, 1, True), (99, 2, False), (150, 2, True)]
-)
+@pytest.mark.parametrize(("num_captions", "warns"), [(1, True), (2, True), (3, False)])
 def test_few_captions_are_warned_of(
-    capsys: pytest.CaptureFixture[str], num_clips: int, num_captions: int, warns: bool
+    capsys: pytest.CaptureFixture[str], num_captions: int, warns: bool
 ) -> None:
-    warn_of_few_captions([Entry(Path(), [str(n % num_captions)]) for n in range(num_clips)])
-    expected = f"only {num_captions} different caption(s) among {num_clips} clips"
-    assert (expected in capsys.readouterr().err) == warns
+    warn_of_few_captions([Entry(Path(), [str(number % num_captions)]) for number in range(150)])
+    assert ("different caption(s) among 150 clips" in capsys.readouterr().err) == warns
 
 
 def test_metadata_named_like_captions_is_renamed(tmp_path: Path) -> None:

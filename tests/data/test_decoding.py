@@ -79,8 +79,9 @@ def test_rows_equal_libsndfile_numpy_and_torchaudio(name: str) -> None:
         mean = samples[start : start + length].astype(np.float64).mean(axis=1)
         mono = torch.from_numpy(mean.astype(np.float32)).clamp(-1, 1)
         whole = resample_by_torchaudio(mono, rate, SECOND)[:num_samples].clamp(-1, 1)
-        repeated = whole.repeat(num_samples // len(whole))
-        expected = torch.cat([repeated, torch.zeros(num_samples - len(repeated))])
+        expected = torch.zeros(num_samples)
+        num_repeats = num_samples // len(whole)
+        expected[: num_repeats * len(whole)] = whole.repeat(num_repeats)
         row = decode(encoded, num_samples, seed)
         # Relative to 1. Seeking in lossy files may round differently.
         tolerance = 1e-7 if is_exact else 1e-5
@@ -90,22 +91,12 @@ def test_rows_equal_libsndfile_numpy_and_torchaudio(name: str) -> None:
 
 
 def test_crop_of_mostly_silent_audio_is_about_its_sound() -> None:
-    samples = np.zeros(40 * 48, dtype=np.float32)
+    samples = np.zeros(2000, dtype=np.float32)
     samples[[70, 1500]] = 0.25, -0.5
     encoded = encode(samples, SECOND, "FLAC")
-    crops = [decode(encoded, num_samples=10, seed=seed) for seed in range(50)]
-    assert all(crop.any() for crop in crops)
-    assert [0.0] * 5 + [-0.5] + [0.0] * 4 in [crop.tolist() for crop in crops]
-    row = decode(encoded, num_samples=10, dtype=torch.int16)
-    assert torch.equal(row, to_int16(crops[0]))
-
-
-@pytest.mark.parametrize("rate", [SECOND, 2 * SECOND])
-def test_samples_beyond_full_scale_are_clipped(rate: int) -> None:
-    loud = 3.2 * tone(440, rate)
-    row = decode(encode(loud, rate, "WAV", "FLOAT"))
-    assert row.abs().max() == 1
-    assert torch.equal(row, decode(encode(loud.clip(-1, 1), rate, "WAV", "FLOAT")))
+    crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(20)]
+    assert all(map(any, crops))
+    assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
 
 
 HISS = tone(0.7 * SECOND, 2 * SECOND) * np.hanning(2 * SECOND)

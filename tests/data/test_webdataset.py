@@ -4,8 +4,6 @@ unusable ones."""
 import contextlib
 import json
 import multiprocessing
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -166,18 +164,3 @@ def test_remote_and_staged_shards_equal_local_ones(
     assert results[0][1] == 1
     assert len(list(tmp_path.glob("disk/*/shards/*.tar"))) == 4
     assert len(list(shard_cache.glob("*.tar"))) == 4
-
-
-@pytest.mark.end_to_end
-def test_killed_worker_raises_at_next_batch(tmp_path: Path, open_source: OpenSource) -> None:
-    """And only when data is requested: torch would raise it anywhere in training."""
-    processes = set(multiprocessing.active_children())
-    with open_source(marked_tars(tmp_path, 2, 40), num_workers=2) as source:
-        next(source)
-        worker = (set(multiprocessing.active_children()) - processes).pop()
-        os.kill(worker.pid, signal.SIGKILL)
-        time.sleep(0.5)
-        message = rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL; .*memory"
-        with pytest.raises(ValueError, match=message):
-            numbers_in(source, 1000)
-    assert set(multiprocessing.active_children()) == processes

@@ -14,20 +14,15 @@ import pytest
 import torch
 
 import clap_ds
-from clap_ds.checkpoint.exporters import export
-from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.evaluation.clips import list_clips
 from clap_ds.evaluation.embedding import class_features
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.inference import model as inference_model
 from clap_ds.inference.model import Clap
-from clap_ds.model.torchaudio_compat import torchaudio
 from tests.data.tars import write_tar
-from tests.data.test_decoding import KAISER_BEST
 from tests.evaluation.conftest import ALONE
 from tests.inference.conftest import noise, write_sound
-from tests.weights.fake_checkpoints import save_safetensors
 
 # Seconds, sample rate and channels.
 CLIPS = {
@@ -135,33 +130,6 @@ def test_channels_first_makes_an_array_one_sound(clap: Clap) -> None:
         clap.embed_audio(decoder_of(array, 48000)),
     ):
         np.testing.assert_allclose(vectors, mixed, atol=1e-6)
-
-
-def test_center_window_is_cut_at_the_files_rate_and_then_resampled(clap: Clap) -> None:
-    """As in training, and in docs/training.md for `transformers`."""
-    samples = noise(2.5)[0] / 2
-    num_samples = clap.config.audio.num_samples
-    num_frames = -(-num_samples * 44100 // 48000)
-    start = (len(samples) - num_frames) // 2
-    center = torch.from_numpy(samples)[start : start + num_frames]
-    resampled = torchaudio.functional.resample(center, 44100, 48000, **KAISER_BEST)[:num_samples]
-    vector = clap.embed_audio(samples, 44100, pooling="center")
-    np.testing.assert_allclose(vector, clap.embed_audio(resampled.numpy(), 48000), atol=1e-5)
-
-
-def test_every_weight_format_loads_the_same_model(
-    clap: Clap, clap_folder: Path, tmp_path: Path
-) -> None:
-    sound = write_sound(tmp_path / "a.wav", noise(1.0))
-    save_safetensors(clap.model, tmp_path / "m.safetensors")
-    exported = tmp_path / "exported"
-    export(load_weights(clap_folder), exported, None)
-    for source in (tmp_path / "m.safetensors", exported):
-        same = clap_ds.load(source)
-        assert (same.fingerprint, same.source) == (clap.fingerprint, str(source))
-        assert np.array_equal(same.embed_audio(sound), clap.embed_audio(sound))
-    assert np.array_equal(same.embed_text(["a loud tone"]), clap.embed_text(["a loud tone"]))
-    assert clap_ds.load(clap_folder, best=True).source.endswith("step-00000001")
 
 
 def test_examples_of_docstring_and_docs_run(

