@@ -11,15 +11,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clap_ds import shards
-from clap_ds.analysis import plot_scaling, report, scaling
+from clap_ds.analysis import report, scaling
 from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
 from clap_ds.checkpoint.checkpoint_files import clear_leftovers, latest_valid
@@ -43,7 +41,6 @@ from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory, start_log
 from clap_ds.utils.errors import UserError
 from clap_ds.utils.files import show_results
 from clap_ds.weights.hub import load_tokenizer
-from examples.synthetic_sounds import __main__ as synthetic_sounds
 from tests.analysis.samples import DATA, TINY, make_options
 from tests.data import builds
 from tests.weights.fake_checkpoints import make_checkpoint
@@ -141,18 +138,11 @@ def deep_folder(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", tmp_path], check=True)
 
 
-def test_deeply_nested_folder_is_refused_by_readers(deep_folder: Path) -> None:
+def test_deeply_nested_folder_is_refused_by_readers_and_fails_no_start(deep_folder: Path) -> None:
     for read in (audio_files_in, lambda path: read_runs([path], make_options())):
         with pytest.raises((UserError, OSError), match=r"nested|File name too long"):
             read(deep_folder)
-
-
-def test_deeply_nested_leftover_fails_no_start(deep_folder: Path) -> None:
     clear_leftovers(deep_folder.parent)
-
-
-def write_plot(module: Any, path: Path, *options: str) -> None:
-    module.main([*options, "--output", str(path)])
 
 
 RECORD = DATA / "record_2ranks"
@@ -179,9 +169,8 @@ WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
     # analysis
     (
         "report.md", "report.html", "table.csv", "scaling.png", "breakdown-2.png", "projection-1.png",
-    ): lambda run: write_plot(report, run, str(RECORD), str(TINY)),
+    ): lambda run: report.main([str(RECORD), str(TINY), "--output", str(run)]),
     ("scaling.csv",): lambda run: scaling.main([str(TINY), "--csv", str(run / "scaling.csv")]),
-    ("p.png", "p.pdf", "p.svg"): lambda run: write_plot(plot_scaling, run / "p.png", str(TINY)),
     # results of plan, flops and evaluate
     ("results.json",): lambda run: show_results("", {}, run / "results.json"),
     # shards
@@ -190,12 +179,6 @@ WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
     ): lambda run: build(run),
     (".build",): lambda run: build(run),
     ("tokenizer",): lambda run: build(run),
-    (
-        "train-00000.tar", "manifest.json", "broken.jsonl", TOKENIZER, ".build/plan",
-    ): lambda run: prepare(run),
-    ("sounds-000.tar", "classes.json", TOKENIZER): lambda run: synthetic_sounds.main(
-        [str(run), "--clips", "2", "--shards", "1", "--seconds", "0.1"]
-    ),
 }  # fmt: skip
 
 
@@ -205,14 +188,6 @@ def build(folder: Path) -> None:
         sounds.mkdir()
         builds.write_list(sounds, 3)
     builds.run(sounds / "list.csv", folder, "--train_tokenizer", 300)
-
-
-def prepare(folder: Path) -> None:
-    """Prepare shards that have a tokenizer beside them."""
-    built = folder.with_name("built")
-    build(built)
-    options = ["--kind", "waveform", "--preset", "micro", "--workers", "1"]
-    shards.main(["prepare", f"{built}/*.tar", str(folder), *options])
 
 
 def write_scalars(run: Path) -> None:
@@ -233,7 +208,7 @@ def download_history(folder: Path) -> None:
 
 
 def upload_logs(folder: Path) -> None:
-    logs = folder.parent / "logs"
+    logs = folder.with_name("logs")
     logs.mkdir(exist_ok=True)
     (logs / "file").write_text("log")
     RemoteFolder(str(folder)).upload_logs([logs])
@@ -242,14 +217,6 @@ def upload_logs(folder: Path) -> None:
 def upload_checkpoint(folder: Path) -> None:
     checkpoint = make_checkpoint(folder.with_name("local"), 2)
     RemoteFolder(str(folder)).upload(checkpoint, CheckpointSettings())
-
-
-def plan_links(names: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return links to plant in each trial, by name: of each kind, or for a command with several
-    outputs, of two kinds in turn."""
-    if len(names) == 1:
-        return [{names[0]: target} for target in ("folder", "file", "absent")]
-    return [dict(zip(names, cycle(("absent", "file")), strict=False))]
 
 
 @pytest.mark.parametrize("names", WRITERS, ids=" ".join)
@@ -262,11 +229,11 @@ def test_writer_follows_no_planted_link(
     # `start_log` replaces these.
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    for trial, links in enumerate(plan_links(names)):
+    for trial, target in enumerate(("folder", "file", "absent")):
         folder = tmp_path / f"trial-{trial}"
         folder.mkdir()
         monkeypatch.setattr(error_file.this_rank, "folder", folder / "errors")
-        for name, target in links.items():
+        for name in names:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).symlink_to(victim / target)
         with suppress(OSError, ValueError):
