@@ -2,6 +2,7 @@
 are assigned evenly."""
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.data.tars import marked_item, marked_items, numbers_in, write_tar
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 33), st.integers(0, 9))
 def test_partitions_of_all_workers_are_an_epoch(
     sizes: list[int], world_size: int, num_workers: int, chunk_rows: int, epoch: int
@@ -127,31 +128,25 @@ def test_broken_items_are_replaced(tmp_path: Path, open_source: OpenSource) -> N
     numbers_by_step, positions = read_steps(
         open_source, str(tmp_path / "*.tar"), 18, 2, num_workers=2, shuffle_buffer=4
     )
-    counts = Counter[int]()
     # An epoch has 6 steps of 8.
     for epoch in range(3):
-        for numbers in numbers_by_step[6 * epoch : 6 * epoch + 6]:
-            counts.update(numbers)
-        assert counts.keys() == set(range(42)) - broken
-        assert min(counts.values()) > epoch
+        numbers = chain(*numbers_by_step[6 * epoch : 6 * epoch + 6])
+        assert set(numbers) == set(range(42)) - broken
     # All workers are at the end of the third pass.
     assert [position["samples"] for position in positions] == [36] * 4
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "world_size", "num_workers"), [(13, 2, 3), (9, 4, 0), (3, 2, 4)]
-)
+@pytest.mark.parametrize(("num_shards", "num_workers"), [(13, 3), (9, 0), (3, 4)])
 def test_every_shard_is_assigned_to_one_worker(
-    micro: ClapConfig, num_shards: int, world_size: int, num_workers: int
+    micro: ClapConfig, num_shards: int, num_workers: int
 ) -> None:
     """If there are too few for all workers, each worker still has one."""
     source = Source([f"{number:02d}.tar" for number in range(num_shards)], 1.0)
     data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
-    assigned = []
-    for rank in range(world_size):
-        workers = assign_shards([source], data, BatchSpec(micro, 12, 4, rank, world_size))
-        assigned += [worker_source.shards for (worker_source,) in workers]
-    sizes = [len(shards) for shards in assigned]
+    assigned: list[Source] = []
+    for rank in range(2):
+        assigned += chain(*assign_shards([source], data, BatchSpec(micro, 12, 4, rank, 2)))
+    sizes = [len(of_worker.shards) for of_worker in assigned]
+    assert len(sizes) == 2 * max(1, num_workers)
     assert max(sizes) - 1 <= min(sizes) >= 1
-    assert len(sizes) == world_size * max(1, num_workers)
-    assert sorted(set().union(*assigned)) == source.shards
+    assert sorted(set(chain(*(of_worker.shards for of_worker in assigned)))) == source.shards

@@ -1,5 +1,6 @@
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -21,9 +22,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     get_file = MemoryFileSystem.get_file
 
-    def get_and_list(self: MemoryFileSystem, path: str, local: str, **options: object) -> None:
+    def get_and_list(self: MemoryFileSystem, path: str, *arguments: Any, **options: Any) -> None:
         paths.append(path)
-        get_file(self, path, local)
+        get_file(self, path, *arguments, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", get_and_list)
     return paths

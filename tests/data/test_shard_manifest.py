@@ -1,6 +1,5 @@
 import gzip
 import os
-import re
 import sys
 import tarfile
 from pathlib import Path
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.data.shard_assignment import expand_sources
-from clap_ds.data.shard_io import Kind, check_url
+from clap_ds.data.shard_io import check_url
 from clap_ds.data.shard_manifest import (
     Item,
     ShardManifest,
@@ -26,7 +25,7 @@ from clap_ds.data.shard_manifest import (
     samples_of,
     write_manifest,
 )
-from tests.data.tars import marked_item, marked_items, marked_tars, put, write_tar
+from tests.data.tars import marked_item, marked_items, put, write_tar
 
 
 @pytest.mark.parametrize(
@@ -70,12 +69,9 @@ def test_url_with_container_has_no_credentials() -> None:
     check_url("memory://container@account/a.tar")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("items", "-5"), ("items", "1" + "0" * 16), ("seconds", "1e999")]
-)
-def test_manifest_with_impossible_number_is_refused(tmp_path: Path, field: str, value: str) -> None:
-    valid = '"items": 1, "bytes": 2, "seconds": 0.5, "sha256": ""'
-    record = re.sub(rf'"{field}": [^,]*', f'"{field}": {value}', valid)
+@pytest.mark.parametrize("number", ["-5", "1" + "0" * 16, "true"])
+def test_manifest_with_impossible_number_is_refused(tmp_path: Path, number: str) -> None:
+    record = f'"items": {number}, "bytes": 2, "seconds": 0.5, "sha256": ""'
     (tmp_path / "manifest.json").write_text(f'{{"shards": {{"a.tar": {{{record}}}}}}}')
     with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
         read_manifest(str(tmp_path))
@@ -87,22 +83,19 @@ def record_of(num_items: int) -> ShardRecord:
 
 def test_samples_are_counted_from_manifest_or_headers(tmp_path: Path) -> None:
     """A sample has audio and a possible caption."""
-    marked_tars(tmp_path, 2, 5)
     names = ("x.wav", "y.txt", "z.jpg", "e.FLAC", "e.json")
-    write_tar(tmp_path / "002.tar", [*marked_item(1), *((name, b"") for name in names)])
-    tars = [str(tmp_path / f"{tar:03d}.tar") for tar in range(3)]
-    assert samples_of(tars) == [5, 5, 2]
-    write_manifest(tmp_path, ShardManifest({"000.tar": record_of(700)}))
-    uncounted_bytes = sum(Path(tar).stat().st_size for tar in tars[1:])
-    assert samples_of(tars, uncounted_bytes) == [700, 5, 2]
+    write_tar(tmp_path / "0.tar", [*marked_item(1), *((name, b"") for name in names)])
+    write_tar(tmp_path / "1.tar", marked_item(1))
+    tars = [str(tmp_path / "0.tar"), str(tmp_path / "1.tar")]
+    assert samples_of(tars) == [2, 1]
+    write_manifest(tmp_path, ShardManifest({"1.tar": record_of(700)}))
+    uncounted_bytes = Path(tars[0]).stat().st_size
+    assert samples_of(tars, uncounted_bytes) == [2, 700]
     assert samples_of(tars, uncounted_bytes - 1) is None
-
-
-def test_samples_of_remote_shards_are_those_of_manifest(tmp_path: Path) -> None:
-    url = put("memory://counted/a.tar", b"")
+    manifest = (tmp_path / "manifest.json").read_bytes()
+    url = put("memory://counted/1.tar", b"")
     assert samples_of([url]) is None
-    write_manifest(tmp_path, ShardManifest({"a.tar": record_of(700)}))
-    put("memory://counted/manifest.json", (tmp_path / "manifest.json").read_bytes())
+    put("memory://counted/manifest.json", manifest)
     assert samples_of([url]) == [700]
 
 
@@ -126,32 +119,25 @@ def folders(tmp_path: Path, micro: ClapConfig) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("names", "kind"),
+    ("names", "expected"),
     [
         (["wav"], "waveform"),
         (["mel"], "mel"),
+        # without a manifest
         (["wav", "bare"], "encoded"),
-    ],
-)
-def test_kind_is_that_of_manifests(
-    folders: Path, micro: ClapConfig, names: list[str], kind: Kind
-) -> None:
-    assert kind_of([f"{folders}/{name}/0.tar" for name in names], micro) == kind
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
         (["wav", "mel"], "can't be mixed"),
         (["slow"], "sample_rate is 16000, not 48000"),
         (["other"], "mel_bins is 99, not 16, fmin"),
     ],
 )
-def test_kind_that_does_not_fit_is_refused(
-    folders: Path, micro: ClapConfig, names: list[str], message: str
+def test_kind_is_that_of_manifests_or_refused(
+    folders: Path, micro: ClapConfig, names: list[str], expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind_of([f"{folders}/{name}/0.tar" for name in names], micro)
+    shards = [f"{folders}/{name}/0.tar" for name in names]
+    try:
+        assert kind_of(shards, micro) == expected
+    except ValueError as error:
+        assert expected in str(error)
 
 
 def test_another_resampling_filter_is_warned_of(
@@ -206,42 +192,36 @@ def tar(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "a.tar", marked_items(range(3)))
 
 
-def test_damaged_tar_is_reported_and_read_to_the_damage(tar: Path, tmp_path: Path) -> None:
+def test_damaged_tar_is_reported_and_read_to_the_damage(tar: Path) -> None:
     whole = tar.read_bytes()
-    expected = [item["txt"] for item in read_items(tar)[0]]
     with tarfile.open(tar) as opened:
         members = opened.getmembers()
-    ends = [member.offset_data + member.size for member in members]
+    # after the content of each item's two members
+    ends = [member.offset_data + member.size for member in members[1::2]]
     closing = members[-1].offset_data + 512
-    # truncated anywhere: content, and number of whole items of two members
-    cases = {}
-    for cut in (*range(512, closing, 300), *(member.offset for member in members[1:]), closing):
-        cases[whole[:cut]] = sum(end <= cut for end in ends) // 2
-    # a changed byte in any header, or a block of zeros
-    for number, member in enumerate(members):
+    # truncated anywhere, or with a block of zeros in place of a header
+    cases = [(whole[:cut], cut) for cut in (*range(512, closing, 300), closing)]
+    for member in members[1:]:
         offset = member.offset
-        for header in (b"\xff" + whole[offset + 1 : offset + 512], bytes(512)):
-            cases[whole[:offset] + header + whole[offset + 512 :]] = number // 2
-    damaged = tmp_path / "damaged.tar"
-    for content, num_items in cases.items():
-        damaged.write_bytes(content)
-        items, problems = read_items(damaged)
-        assert [item["txt"] for item in items if "txt" in item] == expected[:num_items]
+        cases.append((whole[:offset] + bytes(512) + whole[offset + 512 :], offset))
+    for content, damage in cases:
+        tar.write_bytes(content)
+        items, problems = read_items(tar)
+        texts = [item["txt"] for item in items if "txt" in item]
+        assert texts == [b"tone 0", b"tone 1", b"tone 2"][: sum(end <= damage for end in ends)]
         assert len(problems) == 1
     # Some writers end with less padding.
-    damaged.write_bytes(whole[: closing + 300])
-    assert read_items(damaged)[1] == []
+    tar.write_bytes(whole[: closing + 300])
+    assert read_items(tar)[1] == []
 
 
-def test_unreadable_tar_is_reported(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", [("a.wav", b""), ("a.txt", b""), ("a.wav", b"")])
-    assert "duplicate file name" in read_items(path)[1][0]
-    path.write_bytes(gzip.compress(path.read_bytes()))
-    items, (problem,) = read_items(path)
-    assert items == []
-    assert "uncompressed" in problem
-    path.unlink()
-    assert "No such file" in read_items(path)[1][0]
+def test_unreadable_tar_is_reported(tar: Path) -> None:
+    write_tar(tar, [("a.wav", b""), ("a.txt", b""), ("a.wav", b"")])
+    assert "duplicate file name" in read_items(tar)[1][0]
+    tar.write_bytes(gzip.compress(tar.read_bytes()))
+    assert "uncompressed" in read_items(tar)[1][0]
+    tar.unlink()
+    assert "No such file" in read_items(tar)[1][0]
 
 
 @settings(

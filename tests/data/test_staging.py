@@ -50,36 +50,41 @@ def test_full_disk_is_warned_of_once_and_source_is_read(
     shards = [tmp_path / f"{number}.tar" for number in range(3)]
     for number, shard in enumerate(shards):
         shard.write_bytes(bytes([number]) * 50)
-    ranks = [StagingFolder("$LOCAL_DISK"), StagingFolder("$LOCAL_DISK")]
+    staging = StagingFolder("$LOCAL_DISK")
     limit_disk(monkeypatch, 60)
-    assert content(ranks[0], shards[0]) == bytes(50)
+    assert content(staging, shards[0]) == bytes(50)
     limit_disk(monkeypatch, 10)
 
     def read_all() -> None:
-        for rank in ranks:
-            assert [content(rank, shard)[0] for shard in shards] == [0, 1, 2]
+        assert [content(staging, shard)[0] for shard in shards] == [0, 1, 2]
 
     read_all()
     worker = multiprocessing.get_context("fork").Process(target=read_all)
     worker.start()
     worker.join()
     assert worker.exitcode == 0
-    limit_disk(monkeypatch, 10**9)
-    num_downloads = 0
-
-    def exceed_quota(*arguments: object, **options: object) -> None:
-        nonlocal num_downloads
-        num_downloads += 1
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(RemoteFiles, "download", exceed_quota)
-    read_all()
-    # each rank's two shards without a copy
-    assert num_downloads == 2 * 2
     (warning,) = capfd.readouterr().err.splitlines()
     assert "room on the disk" in warning
     assert len(list(disk.glob("*/shards/*"))) == 1
     assert not list(disk.glob("*/locks/*.part"))
+
+
+def test_exceeded_quota_ends_copying(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells how much is left of it."""
+    downloads = []
+
+    def exceed_quota(self: RemoteFiles, *arguments: object, max_bytes: float) -> None:
+        downloads.append(max_bytes)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(RemoteFiles, "download", exceed_quota)
+    staging = StagingFolder("$LOCAL_DISK")
+    for number in range(2):
+        (tmp_path / f"{number}.tar").write_bytes(b"shard")
+        assert content(staging, tmp_path / f"{number}.tar") == b"shard"
+    assert downloads[0] > 0 > downloads[1]
 
 
 @pytest.mark.parametrize(("ranks_per_host", "warns"), [(1, False), (2, True)])
