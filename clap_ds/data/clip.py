@@ -1,8 +1,6 @@
 """Turn an item of a tar into a caption and a row of a batch. Unusable items raise
 BrokenItemError."""
 
-from __future__ import annotations
-
 import functools
 import io
 import random

@@ -1,8 +1,6 @@
 """Move a rank's batches to its device. On a GPU, the next batch is copied during the current step
 on its own stream, after the step before, whose batch's memory it may take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ made the inputs of published CLAP weights, it suppresses images above the file's
 The log of the mel spectrum would show weaker filters'.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -6,8 +6,6 @@ link below the folder that the user named is followed. No more bytes are receive
 allows and the disk has room for.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """Assign the items of tars to the workers of each rank."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ while one is read. Credentials come only from the environment: in a URL, they wo
 and records.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

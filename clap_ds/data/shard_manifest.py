@@ -5,8 +5,6 @@ tars, and each tar's items, bytes, seconds and checksum. `list_items` reads the 
 and groups its members by name to items, as in WebDataset. Contents stay in the file until `fetch`.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import io

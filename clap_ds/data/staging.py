@@ -5,8 +5,6 @@ source's path, size and time of change, so a changed shard is copied again. They
 here: SLURM or the user removes the folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -6,8 +6,6 @@ without a Xing frame from the first frame. Programs that write to a pipe can't g
 header, so they leave it without a length.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Generate random batches of the right shapes, to benchmark without disks and decoders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from typing import Any

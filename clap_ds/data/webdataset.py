@@ -11,8 +11,6 @@ The chain from tars to micro-batches:
 The state holds the position of each worker behind its last chunk that is used up.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

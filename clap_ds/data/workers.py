@@ -1,7 +1,5 @@
 """Run data worker processes, and allocate memory shared with them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -4,8 +4,6 @@ Audio and features longer than the model's clips are center-cropped, or used who
 fusion.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The last micro-batch is padded, so that a row's bits don't depend on the others;
 that to save time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import TypeVar

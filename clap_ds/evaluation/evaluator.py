@@ -4,8 +4,6 @@ Constructing an `Evaluator` detects mistakes in settings, shards and labels. Cli
 interleaved over ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator

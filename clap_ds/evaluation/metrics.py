@@ -11,8 +11,6 @@ hit if any of them is among the best k. Mean average precision ranks the clips f
 clips, as on AudioSet and FSD50K.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ Shape letters: Q queries, C candidates, D joint dimension, M measures, U differe
 relevant candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Read audio of any length as a stream of windows of the model's length, in constant memory."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterable, Iterator, Sequence

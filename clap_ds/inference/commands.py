@@ -4,8 +4,6 @@ A command's docstring is its help. Files that can't be used are skipped and repo
 code is 1 if they exceed 1% of the files.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

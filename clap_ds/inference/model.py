@@ -1,7 +1,5 @@
 """Use a trained CLAP: embed audio and text and classify audio, with evaluation's code."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 mteb.evaluate(MtebEncoder("CHECKPOINT"), tasks)
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

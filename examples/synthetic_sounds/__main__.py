@@ -10,8 +10,6 @@ held-out data, use another seed and `--wordings held_out`:
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 480 --seed 1
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

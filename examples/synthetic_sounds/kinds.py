@@ -6,8 +6,6 @@ wordings are new templates and nouns that combine words of the training wordings
 trained from scratch can't understand unseen words.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Literal

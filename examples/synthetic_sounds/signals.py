@@ -1,8 +1,6 @@
 """Synthesize each kind of sound (T,) from a noise source, time in s (T,), and a pitch (Hz) or tempo
 (1/s)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

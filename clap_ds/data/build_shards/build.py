@@ -11,8 +11,6 @@ columns are kept in the item's json. Unusable files are skipped, counted and lis
 `broken.jsonl`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

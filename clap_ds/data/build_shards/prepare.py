@@ -7,8 +7,6 @@ Each output tar has the name, items and order of its input; only the audio chang
 are skipped, counted and listed in `broken.jsonl`.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import random

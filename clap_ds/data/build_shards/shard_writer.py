@@ -3,8 +3,6 @@
 Each finished tar has a record, so that an interrupted command continues with the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
