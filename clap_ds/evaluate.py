@@ -21,28 +21,28 @@ if __package__ in (None, ""):
 from pydantic import ValidationError
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config import batch_sizes
-from clap_ds.config.arguments import add_config, add_json, make_parser, whole_number
-from clap_ds.config.model import load_preset
+from clap_ds.config.arguments import add_config, add_json, make_parser, whole_number, with_field
 from clap_ds.config.schema import RETRIEVAL_LOSS, EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.distributed.init import (
-    Ranks,
-    add_rank_options,
-    choose_accelerator,
-    initialize,
-    run_command,
-)
+from clap_ds.distributed.init import Ranks, add_rank_options, choose_accelerator, run_command
 from clap_ds.inference import options
-from clap_ds.inference.options import DTYPES
-from clap_ds.utils.errors import CollectiveUserError, UserError, explain, printable
+from clap_ds.utils.errors import UserError, explain, printable
 from clap_ds.utils.files import show_results
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-# Clips per rank without a configuration.
-BATCH_SIZE = 32
+# option → field of `clap.evaluation`
+FIELDS = {
+    "tokenizer": "tokenizer",
+    "batch_size": "batch_size",
+    "num_workers": "num_workers",
+    "retrieval": "retrieval.shards",
+    "caption_key": "retrieval.caption_key",
+    "zero_shot": "zero_shot.shards",
+    "class_key": "zero_shot.class_key",
+    "template": "zero_shot.templates",
+}
 # Broken clips that the report names.
 NUM_BROKEN_SHOWN = 5
 
@@ -53,24 +53,52 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")
-    raw = "evaluate the raw weights of a run with clap.train.ema_decay, not their moving average"
-    add("--no_ema", action="store_true", help=raw)
-    retrieval = "evaluate retrieval on tars of clips with captions"
-    add("--retrieval", nargs="+", metavar="SHARDS", help=retrieval)
-    zero_shot = "classify clips of tars that have a class in their json"
-    add("--zero_shot", nargs="+", metavar="SHARDS", help=zero_shot)
-    captions = (
-        "read captions from this txt or json field, or the first of several"
-        " (default: txt;caption;text)"
+    add(
+        "--no_ema",
+        action="store_true",
+        help=(
+            "evaluate the raw weights of a run with clap.train.ema_decay, not their moving average"
+        ),
     )
-    add("--caption_key", metavar="NAME", help=captions)
+    add(
+        "--retrieval",
+        nargs="+",
+        metavar="SHARDS",
+        help="evaluate retrieval on tars of clips with captions",
+    )
+    add(
+        "--zero_shot",
+        nargs="+",
+        metavar="SHARDS",
+        help="classify clips of tars that have a class in their json",
+    )
+    add(
+        "--caption_key",
+        metavar="NAME",
+        help=(
+            "read captions from this txt or json field, or the first of several "
+            "(default: txt;caption;text)"
+        ),
+    )
     add("--class_key", metavar="FIELD", help="read the class from this json field (default: kind)")
-    template = "add a caption with {} for the class; repeatable"
-    add("--template", action="append", metavar="TEXT", help=template)
-    size = f"set clips per rank (default: the configuration's, or {BATCH_SIZE})"
-    add("--batch_size", type=whole_number(), metavar="N", help=size)
-    workers = "set decoding processes per rank (default: 0)"
-    add("--num_workers", type=whole_number(0), metavar="N", help=workers)
+    add(
+        "--template",
+        action="append",
+        metavar="TEXT",
+        help="add a caption with {} for the class; repeatable",
+    )
+    add(
+        "--batch_size",
+        type=whole_number(),
+        metavar="N",
+        help=f"set clips per rank (default: the configuration's, or {options.BATCH_SIZE})",
+    )
+    add(
+        "--num_workers",
+        type=whole_number(0),
+        metavar="N",
+        help="set decoding processes per rank (default: 0)",
+    )
     add_json(parser)
     add_config(parser, required=False)
     add_rank_options(parser)
@@ -78,7 +106,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
-    """Validate options, then load torch and evaluate."""
+    """Validate options, evaluate the checkpoint, and print a table or write JSON."""
     arguments = parse_arguments(argv)
     run = None
     if arguments.config:
@@ -88,133 +116,44 @@ def run_rank(ranks: Ranks, argv: Sequence[str] | None) -> None:
     settings = evaluation_settings(arguments, run)
     # An evaluation may take hours before it writes the file.
     options.check_output(arguments.json, "--json")
-    # This imports torch.
     choose_accelerator()
-    evaluate_checkpoint(settings, arguments, run, ranks)
+
+    # Importing torch takes seconds: mistakes are reported before.
+    from clap_ds.inference.evaluate_checkpoint import evaluate_checkpoint
+
+    evaluation, checkpoint, conditions = evaluate_checkpoint(settings, arguments, run, ranks)
+    if not ranks.is_main_process:
+        return
+    title = (
+        "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens"
+    ).format_map(conditions)
+    report = render(evaluation, f"{checkpoint}: {title}")
+    show_results(report, {**conditions, **evaluation.to_dict()}, arguments.json)
 
 
 def evaluation_settings(
     arguments: argparse.Namespace, run: RunSettings | None
 ) -> EvaluationSettings:
     """Merge command-line options into the configuration's `clap.evaluation`, if any."""
-    content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-
-    def change(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        """Change the fields whose options are set."""
-        return section | {name: value for name, value in changes.items() if value is not None}
-
-    content = change(
-        content,
-        tokenizer=arguments.tokenizer,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-    )
-    # An option for a task adds it to the configuration's.
-    retrieval = change(
-        content.get("retrieval") or {},
-        shards=arguments.retrieval,
-        caption_key=arguments.caption_key,
-    )
-    zero_shot = change(
-        content.get("zero_shot") or {},
-        shards=arguments.zero_shot,
-        class_key=arguments.class_key,
-        templates=arguments.template,
-    )
-    if not retrieval and not zero_shot:
+    content: dict[str, Any] = {}
+    if run is not None:
+        # By default training's tokenizer, or else the checkpoint's.
+        content["tokenizer"] = getattr(run.clap.data, "tokenizer", None)
+        content |= run.clap.evaluation.model_dump(exclude_none=True)
+    for option, field in FIELDS.items():
+        value = getattr(arguments, option)
+        if value is not None:
+            content = with_field(content, field, value)
+    if content.keys().isdisjoint(("retrieval", "zero_shot")):
         source = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
         raise UserError(
             f"nothing to evaluate ({source}): give --retrieval SHARDS, --zero_shot SHARDS or both"
         )
-    # By default training's, or else the checkpoint's.
-    tokenizer = content.get("tokenizer")
-    if tokenizer is None and run is not None:
-        tokenizer = getattr(run.clap.data, "tokenizer", None)
-    content |= {
-        "retrieval": retrieval or None,
-        "zero_shot": zero_shot or None,
-        "tokenizer": tokenizer,
-    }
     try:
         return EvaluationSettings.model_validate(content)
     except ValidationError as error:
         problems = [explain(problem, EvaluationSettings) for problem in error.errors()]
         raise UserError("\n".join(f"clap.evaluation.{problem}" for problem in problems)) from None
-
-
-def evaluate_checkpoint(
-    settings: EvaluationSettings,
-    arguments: argparse.Namespace,
-    run: RunSettings | None,
-    ranks: Ranks,
-) -> None:
-    """Load and evaluate a checkpoint, print a table and write JSON. Collective; a user error on any
-    rank is raised on all."""
-    # Importing torch takes seconds: options are validated before.
-    import torch
-
-    from clap_ds.checkpoint.load_weights import load_weights
-    from clap_ds.distributed.collectives import raise_on_all_ranks
-    from clap_ds.engine.engine import NonFiniteError
-    from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.run_records.environment import device_name
-
-    # The options and the checkpoint decide what the configuration, if any, doesn't.
-    expected_model = None
-    context_length = None
-    precision = "fp32"
-    micro_batch = BATCH_SIZE
-    allow_mixed_code = False
-    if run is not None:
-        expected_model = run.clap.preset()
-        # By default the checkpoint's.
-        if "context_length" in run.clap.model_fields_set:
-            context_length = run.clap.context_length
-        if run.precision in DTYPES:
-            precision = run.precision
-        micro_batch = run.deepspeed.get(batch_sizes.MICRO_BATCH) or BATCH_SIZE
-        allow_mixed_code = run.clap.debug.allow_mixed_code
-    if arguments.preset:
-        expected_model = load_preset(arguments.preset)
-    precision = arguments.precision or precision
-
-    device = initialize(ranks, allow_mixed_code=allow_mixed_code)
-    with raise_on_all_ranks():
-        checkpoint = load_weights(
-            arguments.checkpoint, expected_model, best=arguments.best, raw=arguments.no_ema
-        )
-        tokenizer_name = settings.tokenizer or checkpoint.tokenizer_name
-    evaluator = Evaluator(
-        settings,
-        model_config=checkpoint.config,
-        tokenizer_name=tokenizer_name,
-        context_length=context_length or checkpoint.longest_caption,
-        micro_batch=settings.batch_size or micro_batch,
-        loss_kind=checkpoint.loss_kind,
-        ranks=ranks,
-    )
-    model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
-    try:
-        evaluation = evaluator.evaluate(model)
-    except (ValueError, NonFiniteError) as error:
-        # All ranks raise the same.
-        raise CollectiveUserError(str(error)) from None
-    if not ranks.is_main_process:
-        return
-    conditions = {
-        "checkpoint": checkpoint.path,
-        "model": checkpoint.config.name,
-        "world_size": ranks.world_size,
-        "device_name": device_name(device),
-        "precision": precision,
-        "context_length": evaluator.context_length,
-    }
-    title = (
-        f"{checkpoint.config.name} on {ranks.world_size} × {conditions['device_name']},"
-        f" {precision}, {evaluator.context_length} text tokens"
-    )
-    report = render(evaluation, f"{checkpoint.description}: {title}")
-    show_results(report, {**conditions, **evaluation.to_dict()}, arguments.json)
 
 
 def render(evaluation: Evaluation, title: str) -> str:

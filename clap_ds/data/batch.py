@@ -185,8 +185,10 @@ def describe(
     rate = throughput.samples_per_s
     num_workers = throughput.num_workers
     if num_workers == 0:
-        cost = f"makes each step {needed / rate:.0%} longer"
-        return f"clap.data.num_workers: 0: loading in the training process {cost}"
+        return (
+            "clap.data.num_workers: 0: loading in the training process makes each step "
+            f"{needed / rate:.0%} longer"
+        )
     report = (
         f"clap.data: {num_workers} worker(s) can load {rate:,.0f} clips/s,"
         f" their rank's step needs {needed:,.0f}"

@@ -62,8 +62,10 @@ def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]
             return captions
     if any(isinstance(value, str) for value in values.values()):
         raise BrokenItemError("empty caption")
-    expected = f"expected text, or a list of texts, in {key.replace(';', ' or ')}"
-    raise BrokenItemError(f"no caption: {expected}, among its files: {_list_files(members)}")
+    raise BrokenItemError(
+        f"no caption: expected text, or a list of texts, in {key.replace(';', ' or ')}, "
+        f"among its files: {_list_files(members)}"
+    )
 
 
 def values_by_name(members: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -86,8 +88,9 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
     for extension in formats:
         if extension in members:
             return members[extension]
-    expected = f"no audio ({', '.join(formats)})"
-    raise BrokenItemError(f"{expected} among its files: {_list_files(members)}")
+    raise BrokenItemError(
+        f"no audio ({', '.join(formats)}) among its files: {_list_files(members)}"
+    )
 
 
 def _list_files(members: Mapping[str, Any]) -> str:
@@ -119,9 +122,9 @@ def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
         raise BrokenItemError(f"features aren't a NumPy file: {error}") from None
     is_usable = features.dtype == np.float16 and features.ndim == 2
     if not is_usable or len(features) < num_frames or features.shape[1] != mel_bins:
-        expected = f"expected float16, at least {num_frames} frames of {mel_bins} mel bins"
         raise BrokenItemError(
-            f"features are {features.dtype} of shape {features.shape}, {expected}"
+            f"features are {features.dtype} of shape {features.shape}, expected float16, "
+            f"at least {num_frames} frames of {mel_bins} mel bins"
         )
     start = rng.randint(0, len(features) - num_frames)
     target = row.numpy()

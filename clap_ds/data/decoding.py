@@ -85,8 +85,9 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
     waveform = resample(torch.from_numpy(mixed[:num_frames]), ratio)[: len(target)].clamp_(-1, 1)
     row[: len(waveform)] = to_int16(waveform) if row.dtype == torch.int16 else waveform
     if _is_silent(float(waveform.abs().max())):
-        problem = f"audio is silent at {sample_rate} Hz"
-        raise BrokenItemError(f"{problem}: all its sound is above half of that")
+        raise BrokenItemError(
+            f"audio is silent at {sample_rate} Hz: all its sound is above half of that"
+        )
     return len(waveform)
 
 
@@ -97,18 +98,19 @@ def open_audio(encoded: Encoded) -> Iterator[AudioFile]:
     try:
         with open_audio_file(encoded) as file:
             if file.samplerate not in _SAMPLE_RATES:
-                problem = f"audio has a sample rate of {file.samplerate} Hz"
-                raise BrokenItemError(f"{problem}: expected 1 kHz to 1 MHz")
+                raise BrokenItemError(
+                    f"audio has a sample rate of {file.samplerate} Hz: expected 1 kHz to 1 MHz"
+                )
             yield file
     except BrokenItemError:
         raise
     # OverflowError: for invalid lengths
     except (soundfile.SoundFileError, MemoryError, ValueError, OverflowError) as error:
         reason = str(getattr(error, "error_string", error)).rstrip(".")
-        advice = "if it is neither truncated nor damaged, convert it"
-        example = "such as with `ffmpeg -i x.m4a x.flac`"
-        message = f"audio can't be decoded: {reason}; {advice}, {example}"
-        raise BrokenItemError(message) from None
+        raise BrokenItemError(
+            f"audio can't be decoded: {reason}; if it is neither truncated nor "
+            "damaged, convert it, such as with `ffmpeg -i x.m4a x.flac`"
+        ) from None
 
 
 def check_samples(num_decoded: int, num_expected: int, is_silent: bool) -> None:
@@ -117,8 +119,9 @@ def check_samples(num_decoded: int, num_expected: int, is_silent: bool) -> None:
         contents = "a single sample" if num_expected else "no samples"
         raise BrokenItemError(f"audio holds {contents}")
     if num_decoded < max(1, num_expected // 2, num_expected - _MAX_MISSING_SAMPLES):
-        amount = f"decoded {num_decoded} of {num_expected} samples"
-        raise BrokenItemError(f"audio is truncated: {amount}")
+        raise BrokenItemError(
+            f"audio is truncated: decoded {num_decoded} of {num_expected} samples"
+        )
     if is_silent:
         raise BrokenItemError("audio is silent: the mean of its channels is 0 in 16 bits")
 
@@ -162,8 +165,9 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
     peak = float(np.abs(mean).max(initial=0))
     # Written so that NaN is found, too.
     if not peak <= _MAX_PEAK:
-        expected = "expected full scale ±1 (integers kept as floating point?)"
-        raise BrokenItemError(f"audio peaks at {peak:g}: {expected}")
+        raise BrokenItemError(
+            f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)"
+        )
     # As in LAION-CLAP's training.
     np.clip(mean, -1, 1, out=mean)
     target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean

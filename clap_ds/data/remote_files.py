@@ -184,8 +184,10 @@ class _Limit(NoOpCallback):
 
     def call(self, *args: Any, **kwargs: Any) -> None:
         if max(self.value, self.size or 0) > self._max_bytes:
-            limit = f"{self._max_bytes:,.0f} bytes, the limit or the room on the disk"
-            raise RefusedFileError(f"{self._path} has more than {limit}")
+            raise RefusedFileError(
+                f"{self._path} has more than {self._max_bytes:,.0f} bytes, the limit or "
+                "the room on the disk"
+            )
 
 
 async def _open_http_client(**options: Any) -> Any:

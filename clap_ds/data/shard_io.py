@@ -66,9 +66,10 @@ def check_url(url: str) -> None:
         # Of other schemes, a user alone is the name of a container.
         has_secret = address.password is not None or address.scheme in ("http", "https", "ftp")
         if "@" in address.netloc and has_secret:
-            problem = f"the {address.scheme} URL of {address.hostname} contains credentials"
-            advice = "which would appear in logs and records; set them in the environment"
-            raise ValueError(f"{problem}, {advice}")
+            raise ValueError(
+                f"the {address.scheme} URL of {address.hostname} contains credentials, "
+                "which would appear in logs and records; set them in the environment"
+            )
         try:
             fsspec.get_filesystem_class(address.scheme)
         except (ValueError, ImportError) as error:

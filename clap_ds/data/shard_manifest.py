@@ -111,8 +111,9 @@ def _expand_wildcards(name: str) -> list[str]:
                 names = RemoteFiles(name).glob()
             # any error of the file system package
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{name!r} can't be listed: {reason}") from None
+                raise ValueError(
+                    f"{name!r} can't be listed: {type(error).__name__}: {error}"
+                ) from None
     elif glob.has_magic(name) and not Path(name).exists():
         names = sorted(glob.glob(name))
     if not names:
@@ -186,8 +187,9 @@ def kind_of(
             _warn_of_filter(f"{field}: {printable(folder)}")
     if "mel" in folders and len(folders) > 1:
         kinds = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(folders.items()))
-        advice = "prepare all as mel, or none (clap-ds shards prepare)"
-        raise ValueError(f"{field}: {kinds} can't be mixed; {advice}")
+        raise ValueError(
+            f"{field}: {kinds} can't be mixed; prepare all as mel, or none (clap-ds shards prepare)"
+        )
     # `KINDS` begins with the kind whose reader also reads the next one.
     return next(kind for kind in KINDS if kind in folders)
 
@@ -203,8 +205,9 @@ def _check_front_end(manifest: ShardManifest, model: ClapConfig, where: str) -> 
         if front_end.get(name) != expected[name]
     ]
     if differences:
-        problem = f"was prepared for another model than {model.name}"
-        raise ValueError(f"{where} {problem}: {', '.join(differences)}")
+        raise ValueError(
+            f"{where} was prepared for another model than {model.name}: {', '.join(differences)}"
+        )
 
 
 def _warn_of_filter(where: str) -> None:
@@ -371,11 +374,17 @@ def _read_members(
                     yield {"fname": member.name, "data": place, "__url__": shard}
             padding = file.read(tar.offset, _MAX_PADDING_BYTES)
             if not padding or any(padding):
-                problem = "end-of-archive mark missing, or followed by other than zeros"
-                raise EOFError(f"{problem}, at byte {tar.offset:,}")
+                raise EOFError(
+                    "end-of-archive mark missing, or followed by other than zeros, at "
+                    f"byte {tar.offset:,}"
+                )
         except UNREADABLE as error:
-            problem = f"tar is truncated or damaged ({describe_error(error)})"
-            handle(EOFError(f"{problem}; using its readable part"))
+            handle(
+                EOFError(
+                    f"tar is truncated or damaged ({describe_error(error)}); using its "
+                    "readable part"
+                )
+            )
 
 
 def describe_error(error: BaseException) -> str:

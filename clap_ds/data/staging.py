@@ -33,8 +33,10 @@ class StagingFolder:
         where = f"{FIELD}: {stage_to!r} on {this_host()}"
         path = os.path.expanduser(os.path.expandvars(stage_to))
         if unset := re.search(r"\$(\w+|\{[^}]*\})", path):
-            advice = "name a folder on the host's disk, or set it for all ranks"
-            raise ValueError(f"{where}: {unset[0]} isn't set; {advice}")
+            raise ValueError(
+                f"{where}: {unset[0]} isn't set; name a folder on the host's disk, or set "
+                "it for all ranks"
+            )
         if not os.path.isabs(path):
             raise ValueError(f"{where}: expected an absolute path, found {path!r}")
         # Others may share the disk, as in /tmp.
@@ -46,8 +48,7 @@ class StagingFolder:
                 make_private(folder)
         except OSError as error:
             folder_name = error.filename or path
-            problem = f"{folder_name} can't be written: {error.strerror}"
-            raise ValueError(f"{where}: {problem}") from None
+            raise ValueError(f"{where}: {folder_name} can't be written: {error.strerror}") from None
         self._has_quota_left = True
         self._warning_lock: TextIO | None = None
 
@@ -62,8 +63,10 @@ class StagingFolder:
         copied_bytes = sum(copy.stat().st_size for copy in self._copies.glob("*.tar"))
         room_bytes = self.free_bytes() + copied_bytes
         if needed_bytes > room_bytes:
-            room = f"there is room for {room_bytes / 1e9:,.3f} GB"
-            self._warn(f"shards need {needed_bytes / 1e9:,.3f} GB, and {room}")
+            self._warn(
+                f"shards need {needed_bytes / 1e9:,.3f} GB, and there is room for "
+                f"{room_bytes / 1e9:,.3f} GB"
+            )
 
     def open(self, shard: str, cache_bytes: float) -> OpenFile:
         """Open a shard's copy, copying the shard if it is new, or the shard itself if that fails.
@@ -94,6 +97,8 @@ class StagingFolder:
             fcntl.flock(self._warning_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
-        where = f"{FIELD}: {this_host()}: {self.folder}"
-        text = f"{where}: {problem}. Shards without a copy are read from their source"
+        text = (
+            f"{FIELD}: {this_host()}: {self.folder}: {problem}. Shards without a copy are "
+            "read from their source"
+        )
         print(f"warning: {printable(text)}", file=sys.stderr, flush=True)

@@ -159,8 +159,10 @@ def _check_ogg(file: BinaryIO) -> None:
     if not sync:
         return
     if len(page) > 12 and page[9:13] not in first_pages:
-        problem = "audio has several Ogg streams in a row, of which only the first is read"
-        raise BrokenItemError(f"{problem}: decode and join them")
+        raise BrokenItemError(
+            "audio has several Ogg streams in a row, of which only the first is read: "
+            "decode and join them"
+        )
     is_header_whole = len(page) > 21
     if not is_header_whole or len(page) < 22 + page[21] + sum(page[22 : 22 + page[21]]):
         raise BrokenItemError("audio is truncated: the last page of its Ogg stream is incomplete")

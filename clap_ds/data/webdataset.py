@@ -152,8 +152,10 @@ def resume_state(
     origin = previous.get("origin", 0) + previous.get("samples", 0) * previous_ranks
     state["origin"] = origin
     if spec.rank == 0:
-        reason = f"because these changed: {', '.join(differences)}"
-        log(f"resuming after {origin:,} samples in a new order, {reason}")
+        log(
+            f"resuming after {origin:,} samples in a new order, because these changed: "
+            f"{', '.join(differences)}"
+        )
     return state
 
 
@@ -269,8 +271,10 @@ class WebDatasetStream:
             # other ranks.
             weakref.finalize(self, unlock_pages, self._ring_buffers).atexit = False
         else:
-            problem = "CUDA can't lock the memory of the workers' audio"
-            log(f"clap.data: {problem}; copies to the GPU block the host")
+            log(
+                "clap.data: CUDA can't lock the memory of the workers' audio; copies to "
+                "the GPU block the host"
+            )
 
     def __next__(self) -> list[Batch]:
         """Return rows that are valid until the next call."""

@@ -138,8 +138,11 @@ def plan_zero_shot(
     than two classes."""
     field = settings.class_key
     section = f"{FIELD}.zero_shot"
-    expected = f"{section}.shards: expected clips with {field!r} ({section}.class_key) in a json"
-    names_by_clip, broken = _read_each(clips, partial(classes_of, field=field), expected)
+    names_by_clip, broken = _read_each(
+        clips,
+        partial(classes_of, field=field),
+        (f"{section}.shards: expected clips with {field!r} ({section}.class_key) in a json"),
+    )
     # The first clip of each class, which errors name.
     examples: dict[str, Clip] = {}
     for index, names in names_by_clip.items():

@@ -120,13 +120,16 @@ def _parse_classify(argv: Sequence[str] | None) -> argparse.Namespace:
     add_audio_inputs(parser)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
-    file_help = "read labels from this file, one per line"
-    group.add_argument("--labels_file", type=Path, metavar="FILE", help=file_help)
-    add = parser.add_argument
-    template_help = (
-        "add a caption with {} for the label; repeatable (default: evaluation's templates)"
+    group.add_argument(
+        "--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line"
     )
-    add("--template", action="append", metavar="TEXT", help=template_help)
+    add = parser.add_argument
+    add(
+        "--template",
+        action="append",
+        metavar="TEXT",
+        help=("add a caption with {} for the label; repeatable (default: evaluation's templates)"),
+    )
     add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row")
     add("--output", type=Path, metavar="FILE", help=OUTPUT_HELP)
     return parse_with_model_options(parser, argv)
@@ -186,8 +189,11 @@ def _parse_search(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sound", metavar="FILE", help="search for this audio file instead of a text")
     add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="write N rows")
     add("--output", type=Path, metavar="FILE", help=OUTPUT_HELP)
-    model_help = "embed the query with this model (default: the one recorded in the table)"
-    add("--model", metavar="CHECKPOINT", help=model_help)
+    add(
+        "--model",
+        metavar="CHECKPOINT",
+        help="embed the query with this model (default: the one recorded in the table)",
+    )
     arguments = parse_with_model_options(parser, argv)
     has_text = bool(arguments.query.strip())
     has_sound = bool(arguments.sound)
@@ -221,13 +227,18 @@ def score(argv: Sequence[str] | None = None) -> int:
         clap-ds score CHECKPOINT generated.csv --output scores.csv
     """
     parser = make_parser(score.__doc__)
-    inputs = (
-        "CSV or JSONL of audio files and captions, or a folder of both, as for clap-ds shards build"
+    add_audio_inputs(
+        parser,
+        (
+            "CSV or JSONL of audio files and captions, or a folder of both, as for "
+            "clap-ds shards build"
+        ),
+        pooling=("mean", "center"),
     )
-    add_audio_inputs(parser, inputs, pooling=("mean", "center"))
     add_columns(parser)
-    output_help = "write the pairs' scores to this CSV"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output_help)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the pairs' scores to this CSV"
+    )
     arguments = parse_with_model_options(parser, argv)
 
     entries = []
@@ -264,6 +275,8 @@ def score(argv: Sequence[str] | None = None) -> int:
         write_csv(arguments.output, rows)
     # Student's t times the standard error of the mean.
     half_width = student_t(COVERAGE, num_scores - 1) * stdev(file_scores) / num_scores**0.5
-    interval = f"95% interval of the mean over {num_scores:,} files"
-    print(f"CLAP score: {fmean(file_scores):.4f} ± {half_width:.4f} ({interval})")
+    print(
+        f"CLAP score: {fmean(file_scores):.4f} ± {half_width:.4f} (95% interval of the "
+        f"mean over {num_scores:,} files)"
+    )
     return report_skipped(len(entries), skipped)

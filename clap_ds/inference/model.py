@@ -148,8 +148,10 @@ class Clap:
             the windows before it.
         """
         if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
-            expected = "pooling none, mean or center, and an overlap from 0 to below 1"
-            raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
+            raise ValueError(
+                "expected pooling none, mean or center, and an overlap from 0 to below "
+                f"1, found {pooling!r} and {overlap}"
+            )
         windows = read_windows(
             [*sources],
             self.config.audio,
@@ -327,11 +329,11 @@ def _from_array(
     # In LAION-CLAP, (N, T) are N mono clips, so more channels must be confirmed.
     max_channels = 2 if channels_first is None else MAX_CHANNELS
     if rows.ndim != 2 or not 0 < len(rows) <= max_channels:
-        expected = "a path, samples (T,), (1, T) or stereo (2, T), or a dict of them"
-        kind = f"{type(samples).__name__} of shape {array.shape}"
         raise ValueError(
-            f"{name}: expected {expected}, found {kind}. Pass mono clips as a list: list(array). Pass one sound of at most "
-            f"{MAX_CHANNELS} channels with channels_first=True, or False if it is (T, channels)"
+            f"{name}: expected a path, samples (T,), (1, T) or stereo (2, T), or a dict "
+            f"of them, found {type(samples).__name__} of shape {array.shape}. Pass mono "
+            f"clips as a list: list(array). Pass one sound of at most {MAX_CHANNELS} "
+            "channels with channels_first=True, or False if it is (T, channels)"
         )
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(

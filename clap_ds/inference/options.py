@@ -37,6 +37,8 @@ POOLING = {
     "center": "the center window",
     "none": "a row per window",
 }
+# clips or windows in a forward pass
+BATCH_SIZE = 32
 # DeepSpeed's names → torch's.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -47,14 +49,24 @@ def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") 
     `precision` is a default of `DTYPES`, or text that describes a default chosen later.
     """
     add = parser.add_argument
-    best_help = "use a folder's best checkpoint by its run's best_metric (default: the newest)"
-    add("--best", action="store_true", help=best_help)
-    tokenizer_help = "use this tokenizer: a Hub name or folder (default: the checkpoint's)"
-    add("--tokenizer", metavar="NAME", help=tokenizer_help)
+    add(
+        "--best",
+        action="store_true",
+        help=("use a folder's best checkpoint by its run's best_metric (default: the newest)"),
+    )
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="use this tokenizer: a Hub name or folder (default: the checkpoint's)",
+    )
     add_preset(parser, "set the sizes, for a file without them")
     default = precision if precision in DTYPES else None
-    precision_help = f"compute in this precision (default: {precision})"
-    add("--precision", choices=tuple(DTYPES), default=default, help=precision_help)
+    add(
+        "--precision",
+        choices=tuple(DTYPES),
+        default=default,
+        help=f"compute in this precision (default: {precision})",
+    )
 
 
 def add_audio_inputs(
@@ -65,14 +77,33 @@ def add_audio_inputs(
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=inputs)
     choices = "; ".join(f"{name}: {POOLING[name]}" for name in pooling)
-    pooling_help = f"reduce files longer than a window ({choices})"
-    add("--pooling", choices=pooling, default="mean", help=pooling_help)
-    overlap_help = "let consecutive windows overlap by this fraction of a window"
-    add("--overlap", type=number(0, 0.95), default=0.0, metavar="FRACTION", help=overlap_help)
-    batch_help = "set windows per forward pass"
-    add("--batch_size", type=whole_number(), default=32, metavar="N", help=batch_help)
-    workers_help = "set decoding processes; 0: none"
-    add("--num_workers", type=whole_number(0), default=0, metavar="N", help=workers_help)
+    add(
+        "--pooling",
+        choices=pooling,
+        default="mean",
+        help=f"reduce files longer than a window ({choices})",
+    )
+    add(
+        "--overlap",
+        type=number(0, 0.95),
+        default=0.0,
+        metavar="FRACTION",
+        help="let consecutive windows overlap by this fraction of a window",
+    )
+    add(
+        "--batch_size",
+        type=whole_number(),
+        default=BATCH_SIZE,
+        metavar="N",
+        help="set windows per forward pass",
+    )
+    add(
+        "--num_workers",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="set decoding processes; 0: none",
+    )
 
 
 def parse_with_model_options(
@@ -124,8 +155,10 @@ def _sources_in(argument: str) -> Iterable[AudioSource]:
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
         return [path]
-    expected = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list (.txt, {', '.join(LIST_SUFFIXES)}) or .tar"
-    raise UserError(f"{argument}: expected {expected} that exists")
+    raise UserError(
+        f"{argument}: expected a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list "
+        f"(.txt, {', '.join(LIST_SUFFIXES)}) or .tar that exists"
+    )
 
 
 def load_model(source: str, arguments: argparse.Namespace) -> Clap:
@@ -163,7 +196,8 @@ def report_skipped(num_files: int, skipped: Sequence[tuple[str, str]]) -> int:
     exceed 1%."""
     if skipped:
         examples = "; ".join(printable(f"{name}: {reason}") for name, reason in skipped[:3])
-        message = f"skipped {len(skipped)} of {num_files} files; the first: {examples}"
-        print(message, file=sys.stderr)
+        print(
+            f"skipped {len(skipped)} of {num_files} files; the first: {examples}", file=sys.stderr
+        )
     # A list with many missing files is probably the wrong one.
     return int(100 * len(skipped) > num_files)

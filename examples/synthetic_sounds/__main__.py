@@ -141,31 +141,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="new or empty output folder")
-    text = "number of sounds (default: 256)"
-    add("--clips", type=whole_number(), default=256, metavar="N", help=text)
-    text = "number of tar files (default: 4)"
-    add("--shards", type=whole_number(), default=4, metavar="S", help=text)
-    add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
-    text = "length of clips in s (default: 1-15)"
-    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help=text)
-    text = (
-        "caption templates: for training (default), or held out (new combinations of the same "
-        "words)"
+    add(
+        "--clips",
+        type=whole_number(),
+        default=256,
+        metavar="N",
+        help="number of sounds (default: 256)",
     )
-    add("--wordings", choices=TEMPLATES, default="train", help=text)
-    text = "rate of all clips (default: varied)"
-    add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help=text)
+    add(
+        "--shards",
+        type=whole_number(),
+        default=4,
+        metavar="S",
+        help="number of tar files (default: 4)",
+    )
+    add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
+    add(
+        "--seconds",
+        type=seconds,
+        default=(1.0, 15.0),
+        metavar="1-15",
+        help="length of clips in s (default: 1-15)",
+    )
+    add(
+        "--wordings",
+        choices=TEMPLATES,
+        default="train",
+        help=(
+            "caption templates: for training (default), or held out (new combinations of "
+            "the same words)"
+        ),
+    )
+    add(
+        "--sample_rate",
+        type=whole_number(8000, 48000),
+        metavar="HZ",
+        help="rate of all clips (default: varied)",
+    )
     formats = sorted({file_format for file_format, _ in ENCODINGS})
     add("--format", choices=formats, help="format of all clips (default: varied)")
     options = parser.parse_args(arguments)
     # Tars of earlier sounds would mix with new ones.
     directory: Path = options.directory
     if directory.exists() and any(directory.iterdir()):
-        advice = "pass a new folder, or empty it"
-        raise UserError(f"{directory} exists and isn't an empty folder: {advice}")
+        raise UserError(
+            f"{directory} exists and isn't an empty folder: pass a new folder, or empty it"
+        )
     write_sounds(options)
-    contents = f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer"
-    print(f"{contents}, {options.shards} shard(s): {directory}")
+    print(
+        f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} "
+        f"shard(s): {directory}"
+    )
     print_settings(str(directory / "sounds-*.tar"), str(directory / "tokenizer"), None)
 
 

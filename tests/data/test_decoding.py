@@ -9,8 +9,8 @@ import torch
 
 from clap_ds.config.model import load_preset
 from clap_ds.data import decoding
-from clap_ds.data.build_shards.prepare import Preparation, keep_file
 from clap_ds.data.batch import to_int16
+from clap_ds.data.build_shards.prepare import Preparation, keep_file
 from clap_ds.data.decoding import (
     BrokenItemError,
     decode_audio,

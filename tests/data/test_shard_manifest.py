@@ -9,7 +9,7 @@ from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.data.shard_assignment import expand_sources
-from clap_ds.data.shard_io import check_url
+from clap_ds.data.shard_io import Kind, check_url
 from clap_ds.data.shard_manifest import (
     Item,
     ShardManifest,
@@ -117,25 +117,29 @@ def folders(tmp_path: Path, micro: ClapConfig) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("names", "expected"),
+    ("names", "kind"),
+    # `bare` has no manifest.
+    [(["wav"], "waveform"), (["mel"], "mel"), (["wav", "bare"], "encoded")],
+)
+def test_kind_is_that_of_manifests(
+    folders: Path, micro: ClapConfig, names: list[str], kind: Kind
+) -> None:
+    assert kind_of([f"{folders}/{name}/0.tar" for name in names], micro) == kind
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
     [
-        (["wav"], "waveform"),
-        (["mel"], "mel"),
-        # without a manifest
-        (["wav", "bare"], "encoded"),
         (["wav", "mel"], "can't be mixed"),
         (["slow"], "sample_rate is 16000, not 48000"),
         (["other"], "mel_bins is 99, not 16, fmin"),
     ],
 )
-def test_kind_is_that_of_manifests_or_refused(
-    folders: Path, micro: ClapConfig, names: list[str], expected: str
+def test_kind_that_does_not_fit_is_refused(
+    folders: Path, micro: ClapConfig, names: list[str], message: str
 ) -> None:
-    shards = [f"{folders}/{name}/0.tar" for name in names]
-    try:
-        assert kind_of(shards, micro) == expected
-    except ValueError as error:
-        assert expected in str(error)
+    with pytest.raises(ValueError, match=message):
+        kind_of([f"{folders}/{name}/0.tar" for name in names], micro)
 
 
 def test_another_resampling_filter_is_warned_of(

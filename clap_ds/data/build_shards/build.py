@@ -71,29 +71,53 @@ def add_build_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="CSV, JSONL, JSON array or folder")
     add("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
-    text = "build only the first N files, as a test"
-    add("--first", type=arguments.whole_number(), metavar="N", help=text)
+    add(
+        "--first",
+        type=arguments.whole_number(),
+        metavar="N",
+        help="build only the first N files, as a test",
+    )
     add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
     add = group.add_mutually_exclusive_group().add_argument
-    text = "hold out this fraction of items at random; 1: all, for a test set"
-    add("--held_out", type=arguments.number(0, 1), default=0.0, metavar="FRACTION", help=text)
-    text = f"read each item's split from this column: {SPLITS}"
-    add("--split_column", metavar="NAME", help=text)
-    text = "read each item's fold from this column, as in ESC-50"
-    add("--fold_column", metavar="NAME", help=text)
-    text = "hold out this fold of --fold_column"
-    group.add_argument("--held_out_fold", metavar="FOLD", help=text)
-    add = parser.add_argument_group("shards").add_argument
-    text = "set the approximate size of a shard in MB of SOURCE's files"
-    add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=text)
-    text = (
-        "set the number of training shards, instead of --shard_mb; ideally a multiple of "
-        "ranks × workers"
+    add(
+        "--held_out",
+        type=arguments.number(0, 1),
+        default=0.0,
+        metavar="FRACTION",
+        help="hold out this fraction of items at random; 1: all, for a test set",
     )
-    add("--shards", type=arguments.whole_number(), metavar="N", help=text)
-    text = "set the seed for shuffling and holding out"
-    add("--seed", type=int, default=0, metavar="N", help=text)
+    add("--split_column", metavar="NAME", help=f"read each item's split from this column: {SPLITS}")
+    add(
+        "--fold_column", metavar="NAME", help="read each item's fold from this column, as in ESC-50"
+    )
+    group.add_argument(
+        "--held_out_fold", metavar="FOLD", help="hold out this fold of --fold_column"
+    )
+    add = parser.add_argument_group("shards").add_argument
+    add(
+        "--shard_mb",
+        type=arguments.positive,
+        default=500.0,
+        metavar="MB",
+        help="set the approximate size of a shard in MB of SOURCE's files",
+    )
+    add(
+        "--shards",
+        type=arguments.whole_number(),
+        metavar="N",
+        help=(
+            "set the number of training shards, instead of --shard_mb; ideally a "
+            "multiple of ranks × workers"
+        ),
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="set the seed for shuffling and holding out",
+    )
     add_preparation_options(parser, KINDS, default="encoded")
     text = (
         "train a tokenizer with N tokens on the captions, to train a model from scratch; "
@@ -115,8 +139,10 @@ def run_build(options: Namespace) -> int:
     usable = [entry for entry in entries if not entry.problem]
     skipped = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
-        advice = "set --audio_root if paths are relative to another folder"
-        raise UserError(f"{shard_writer.none_usable(skipped)}; {advice}")
+        raise UserError(
+            f"{shard_writer.none_usable(skipped)}; set --audio_root if paths are relative "
+            "to another folder"
+        )
     warn_of_few_captions(usable)
     shards = divide(usable, options)
     convert = with_estimate(preparation.convert if preparation else keep_file, len(listed))
@@ -153,8 +179,13 @@ def warn_of_few_captions(entries: list[Entry]) -> None:
     num_captions = len({tuple(entry.captions) for entry in entries})
     most_clips = 50 * num_captions if num_captions > 1 else 1
     if len(entries) > most_clips:
-        problem = f"only {num_captions:,} different caption(s) among {len(entries):,} clips"
-        print(f"warning: {problem}; check the caption source", file=sys.stderr)
+        print(
+            (
+                f"warning: only {num_captions:,} different caption(s) among {len(entries):,} "
+                "clips; check the caption source"
+            ),
+            file=sys.stderr,
+        )
 
 
 def train_on_captions(entries: list[Entry], options: Namespace) -> str:
@@ -219,9 +250,12 @@ def with_estimate(convert: Convert, num_files: int) -> Convert:
         if next(numbers) == _NUM_TRIAL_FILES:
             elapsed_s = time.perf_counter() - started_s
             total_min = elapsed_s / _NUM_TRIAL_FILES * num_files / 60
-            estimate = f"about {total_min:.3g} min for all {num_files:,}"
             print(
-                f"the first {_NUM_TRIAL_FILES} files took {elapsed_s:.3g} s: {estimate}", flush=True
+                (
+                    f"the first {_NUM_TRIAL_FILES} files took {elapsed_s:.3g} s: about "
+                    f"{total_min:.3g} min for all {num_files:,}"
+                ),
+                flush=True,
             )
         return clip
 
@@ -293,14 +327,17 @@ def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) 
         held_out = {number for number in order if options.held_out_fold.lower() in labels[number]}
         if not held_out:
             folds = ", ".join(sorted(set().union(*labels))[:20])
-            option = f"--held_out_fold {options.held_out_fold}"
-            raise UserError(f"{option}: no such value in {options.fold_column!r}; found {folds}")
+            raise UserError(
+                f"--held_out_fold {options.held_out_fold}: no such value in "
+                f"{options.fold_column!r}; found {folds}"
+            )
     elif options.held_out:
         held_out = {*order[: max(1, round(options.held_out * len(entries)))]}
     # `--held_out 1` asks for a test set.
     if len(held_out) == len(entries) and options.held_out != 1:
-        num_items = f"all {len(entries)} item(s)"
-        raise UserError(f"{num_items} would be held out, with none left for training")
+        raise UserError(
+            f"all {len(entries)} item(s) would be held out, with none left for training"
+        )
     return held_out
 
 

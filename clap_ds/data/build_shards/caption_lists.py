@@ -86,22 +86,41 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 def add_columns(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("how to read a list (default: detected)").add_argument
-    text = "read paths from this column, or a template such as '{id}_{start}.wav'"
-    add("--audio_column", metavar="NAME", help=text)
-    text = "read captions or class names from these columns"
-    add("--caption_columns", nargs="+", metavar="NAME", help=text)
-    text = (
-        "split these columns of several names, separated by commas, semicolons or bars, such as "
-        "FSD50K's labels"
+    add(
+        "--audio_column",
+        metavar="NAME",
+        help="read paths from this column, or a template such as '{id}_{start}.wav'",
     )
-    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=text)
-    text = "set the folder of relative paths (default: the list's)"
-    add("--audio_root", type=Path, metavar="FOLDER", help=text)
-    text = (
-        "follow links and '..' that lead out of that folder, or out of the folder SOURCE: their "
-        "targets are packed, too"
+    add(
+        "--caption_columns",
+        nargs="+",
+        metavar="NAME",
+        help="read captions or class names from these columns",
     )
-    add("--follow_links", action="store_true", help=text)
+    add(
+        "--multilabel_column",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=(
+            "split these columns of several names, separated by commas, semicolons or "
+            "bars, such as FSD50K's labels"
+        ),
+    )
+    add(
+        "--audio_root",
+        type=Path,
+        metavar="FOLDER",
+        help="set the folder of relative paths (default: the list's)",
+    )
+    add(
+        "--follow_links",
+        action="store_true",
+        help=(
+            "follow links and '..' that lead out of that folder, or out of the folder "
+            "SOURCE: their targets are packed, too"
+        ),
+    )
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
@@ -135,8 +154,10 @@ def read_paths(source: Path) -> list[Path]:
         rows, names = rows_of(source)
         column = _default_audio_column(names)
         if not column:
-            expected = f"no column named {', '.join(AUDIO_COLUMNS)}"
-            raise UserError(f"{source}: {expected}; there are {', '.join(names)}")
+            raise UserError(
+                f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are "
+                f"{', '.join(names)}"
+            )
         paths = [path_in(row, column) for _, row in rows]
     return [source.parent / path for path in paths if path]
 
@@ -194,8 +215,10 @@ def _describe_outside(path: Path, folder: Path, options: Namespace) -> str:
     builds the shards. Else empty."""
     if options.follow_links or "\0" in str(path) or not leads_outside(path, folder):
         return ""
-    problem = f"{path.name} leads out of {folder} by a link or '..'"
-    return f"{problem}: if you trust that, pass --follow_links"
+    return (
+        f"{path.name} leads out of {folder} by a link or '..': if you trust that, pass "
+        "--follow_links"
+    )
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -247,8 +270,9 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
                 yield line, _parse_row(f"{source}:{line}", names, cells)
             line = reader.line_num + 1
     except csv.Error as error:
-        problem = f"quotes of a field don't match: {error}, line {reader.line_num}"
-        raise UserError(f"{source}:{line}: {problem}") from None
+        raise UserError(
+            f"{source}:{line}: quotes of a field don't match: {error}, line {reader.line_num}"
+        ) from None
 
 
 def _parse_headings(source: Path, cells: list[str]) -> list[str]:
@@ -257,15 +281,18 @@ def _parse_headings(source: Path, cells: list[str]) -> list[str]:
     del counts[""]
     for name, count in counts.items():
         if count > 1:
-            expected = f"expected one, and others as {name}_2"
-            raise UserError(f"{source}: several columns are named {name!r}; {expected}")
+            raise UserError(
+                f"{source}: several columns are named {name!r}; expected one, and others "
+                f"as {name}_2"
+            )
     return [cell.strip() for cell in cells]
 
 
 def _parse_row(where: str, names: list[str], cells: list[str]) -> Row:
     if len(cells) != len(names):
-        expected = f"expected {len(names)} fields ({', '.join(names)})"
-        raise UserError(f"{where}: {expected}, found {len(cells)}")
+        raise UserError(
+            f"{where}: expected {len(names)} fields ({', '.join(names)}), found {len(cells)}"
+        )
     row = {}
     for name, cell in zip(names, cells, strict=True):
         if name:
@@ -288,8 +315,9 @@ def _find_audio_column(source: Path, names: list[str], options: Namespace) -> st
     for option, columns in required.items():
         for name in columns:
             if name not in names:
-                advice = f"set {option}{did_you_mean(name, names)}"
-                raise UserError(f"{source}: no column {name!r}; {advice}")
+                raise UserError(
+                    f"{source}: no column {name!r}; set {option}{did_you_mean(name, names)}"
+                )
     return audio_column
 
 
@@ -304,8 +332,9 @@ def _columns_in(template: str) -> list[str]:
     try:
         return [name for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError as error:
-        expected = f"expected columns in braces: {error}"
-        raise UserError(f"--audio_column {template!r}: {expected}") from None
+        raise UserError(
+            f"--audio_column {template!r}: expected columns in braces: {error}"
+        ) from None
 
 
 def path_in(row: Row, audio_column: str) -> str:

@@ -139,22 +139,30 @@ def preparation_of(options: Namespace) -> Preparation | None:
     """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they
     conflict."""
     if (options.kind == "encoded") == bool(options.preset):
-        rule = "waveform and mel require a --preset (see `clap-ds presets`); encoded takes none"
-        raise UserError(f"--kind {options.kind}: {rule}")
+        raise UserError(
+            f"--kind {options.kind}: waveform and mel require a --preset (see `clap-ds "
+            "presets`); encoded takes none"
+        )
     if not options.preset:
         return None
     audio = load_preset(options.preset).audio
     if options.kind == "mel" and audio.fusion:
-        problem = f"{options.preset} has feature fusion: expected --kind waveform"
-        raise UserError(f"--kind mel: {problem}")
+        raise UserError(
+            f"--kind mel: {options.preset} has feature fusion: expected --kind waveform"
+        )
     return Preparation(options.kind, audio)
 
 
 def add_prepare_options(parser: ArgumentParser) -> None:
-    text = "tars: paths, patterns or URLs, as in clap.data.shards"
-    parser.add_argument("shards", nargs="+", metavar="SHARDS", help=text)
-    text = "output folder: new, empty, or to resume"
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument(
+        "shards",
+        nargs="+",
+        metavar="SHARDS",
+        help="tars: paths, patterns or URLs, as in clap.data.shards",
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume"
+    )
     add_preparation_options(parser, ("waveform", "mel"), required=True)
     shard_writer.add_work_options(parser)
 
@@ -216,6 +224,8 @@ def _output_names(tars: Iterable[str]) -> dict[str, str]:
     for tar in tars:
         name = tar.rpartition("/")[2].partition(".tar")[0] + ".tar"
         if by_name.setdefault(name, tar) != tar:
-            problem = f"{by_name[name]} and {tar} would both become {name}"
-            raise UserError(f"{problem}; prepare them into separate folders")
+            raise UserError(
+                f"{by_name[name]} and {tar} would both become {name}; prepare them into "
+                "separate folders"
+            )
     return by_name

@@ -73,8 +73,9 @@ def write_shards(
     try:
         _write_all(folder, missing, num_workers)
     except OSError as error:
-        problem = f"{folder} can't be written: {error.strerror or error}"
-        raise UserError(f"{problem}; the same command resumes") from None
+        raise UserError(
+            f"{folder} can't be written: {error.strerror or error}; the same command resumes"
+        ) from None
     records = {}
     all_skipped = [*skipped]
     for name in shards:
@@ -109,8 +110,10 @@ def _claim_folder(folder: Path, plan: Iterable[str]) -> None:
         digest.update(part.encode())
     if path.is_file():
         if read_bytes(path).decode(errors="replace") != digest.hexdigest():
-            problem = "made with other options, or from files or captions that have changed"
-            raise UserError(f"{folder} contains shards {problem}; choose a new folder or empty it")
+            raise UserError(
+                f"{folder} contains shards made with other options, or from files or "
+                "captions that have changed; choose a new folder or empty it"
+            )
         return
     is_claimable = not folder.exists()
     # A command that was interrupted at once leaves only this subfolder.
@@ -184,16 +187,22 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
     num_cores = len(os.sched_getaffinity(0))
     add = parser.add_argument
     add("--workers", type=whole_number(), default=num_cores, metavar="N", help=text)
-    text = "exit with code 1 if more than this fraction was unusable"
-    add("--max_left_out", type=number(0, 1), default=0.01, metavar="FRACTION", help=text)
+    add(
+        "--max_left_out",
+        type=number(0, 1),
+        default=0.01,
+        metavar="FRACTION",
+        help="exit with code 1 if more than this fraction was unusable",
+    )
 
 
 def print_amount(title: str, records: Sequence[ShardRecord]) -> None:
     num_items = sum(record.items for record in records)
     megabytes = sum(record.bytes for record in records) / 1e6
     hours = sum(record.seconds for record in records) / 3600
-    contents = f"{num_items} items in {len(records)} shard(s)"
-    print(f"{title}: {contents}, {megabytes:.1f} MB, {hours:.2f} h")
+    print(
+        f"{title}: {num_items} items in {len(records)} shard(s), {megabytes:.1f} MB, {hours:.2f} h"
+    )
 
 
 def print_skipped(
@@ -203,13 +212,18 @@ def print_skipped(
     fraction = len(skipped) / (len(skipped) + sum(record.items for record in records))
     if skipped:
         examples = printable(_examples(skipped))
-        where = f"listed with reasons in {folder / SKIPPED}"
-        print(f"skipped {len(skipped)}, {where}; the first: {examples}")
+        print(
+            f"skipped {len(skipped)}, listed with reasons in {folder / SKIPPED}; the "
+            f"first: {examples}"
+        )
     if fraction <= max_fraction:
         return 0
-    limit = f"--max_left_out {max_fraction:g}"
     print(
-        f"error: {fraction:.1%} skipped, more than {limit}; the shards are usable", file=sys.stderr
+        (
+            f"error: {fraction:.1%} skipped, more than --max_left_out {max_fraction:g}; the "
+            "shards are usable"
+        ),
+        file=sys.stderr,
     )
     return 1
 
