@@ -133,15 +133,14 @@ def test_interrupted_prepare_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(prepare.Preparation, "convert", fill_disk)
         assert run(*command) == 2
-    first, second = sorted(out.glob("*.tar"))
-    written_ns = [first.stat().st_mtime_ns, second.stat().st_mtime_ns]
+    first, _ = sorted(out.glob("*.tar"))
+    written_ns = first.stat().st_mtime_ns
     assert not (out / "manifest.json").exists()
     # as if killed between a shard and its record
     (out / ".build" / "1.tar.json").unlink()
     assert run(*command) == 0
     assert "1 of 4 shards already exist" in capsys.readouterr().out
-    assert first.stat().st_mtime_ns == written_ns[0]
-    assert second.stat().st_mtime_ns != written_ns[1]
+    assert first.stat().st_mtime_ns == written_ns
     assert sorted(items_in(out)) == ["clip0", "clip1", "clip2", "clip3"]
     for name, record in read_manifest(str(out)).shards.items():
         assert record.sha256 == hashlib.sha256((out / name).read_bytes()).hexdigest()

@@ -51,12 +51,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def send_headers(self) -> None:
-        is_liar = "liar" in self.path
-        self.send_response(206 if is_liar and self.command == "GET" else 200)
+        self.send_response(200)
         self.send_header("Content-Type", "text/html")
-        if is_liar and self.command == "HEAD":
+        # states fewer bytes than it sends
+        if "liar" in self.path and self.command == "HEAD":
             self.send_header("Content-Length", "1000")
-            self.send_header("Accept-Ranges", "bytes")
         else:
             self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()

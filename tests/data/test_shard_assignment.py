@@ -100,17 +100,15 @@ def test_broken_items_are_replaced(tmp_path: Path, open_source: OpenSource) -> N
     assert [position["samples"] for position in positions] == [36] * 4
 
 
-@pytest.mark.parametrize(("num_shards", "num_workers"), [(13, 3), (9, 0), (3, 4)])
-def test_every_shard_is_assigned_to_one_worker(
-    micro: ClapConfig, num_shards: int, num_workers: int
-) -> None:
+@pytest.mark.parametrize("num_shards", [13, 3])
+def test_every_shard_is_assigned_to_one_worker(micro: ClapConfig, num_shards: int) -> None:
     """If there are too few for all workers, each worker still has one."""
     source = Source([f"{number:02d}.tar" for number in range(num_shards)], 1.0)
-    data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
-    assigned: list[Source] = []
+    data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=3)
+    assigned: list[list[str]] = []
     for rank in range(2):
-        assigned += chain(*assign_shards([source], data, BatchSpec(micro, 12, 4, rank, 2)))
-    sizes = [len(of_worker.shards) for of_worker in assigned]
-    assert len(sizes) == 2 * max(1, num_workers)
+        for (of_worker,) in assign_shards([source], data, BatchSpec(micro, 12, 4, rank, 2)):
+            assigned.append(of_worker.shards)
+    assert sorted(set(chain(*assigned))) == source.shards
+    sizes = [len(shards) for shards in assigned]
     assert max(sizes) - 1 <= min(sizes) >= 1
-    assert sorted(set(chain(*(of_worker.shards for of_worker in assigned)))) == source.shards

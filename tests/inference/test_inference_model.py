@@ -151,7 +151,6 @@ def test_examples_of_docstring_and_docs_run(
     assert capsys.readouterr().out.count("storm.mp3 ") == 3
     results = doctest.testmod(inference_model)
     assert (results.failed, results.attempted) == (0, 4)
-    assert "load" in dir(clap_ds)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +161,8 @@ def test_examples_of_docstring_and_docs_run(
         (lambda c: c.embed_audio(noise(1), 44100.5), "found 44100.5"),
         (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: No such file"),
         (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),
-        (lambda c: c.embed_audio({"samples": noise(1)}), "found NoneType"),
-        (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
         (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap"),
         (lambda c: c.embed_text(["a", "\n"]), "texts[1]: expected texts, not blank, found str"),
-        (lambda c: c.embed_text(5), "found int"),
         (lambda c: c.class_embeddings("dog"), "expected a list of distinct texts"),
         (lambda c: c.class_embeddings(["a"], ["sound"]), "templates"),
         (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "no tokenizer '/nowhere'"),
