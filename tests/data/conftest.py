@@ -14,7 +14,7 @@ from clap_ds.data.dataloader import BatchSource, build_batches
 
 OpenSource = Callable[..., BatchSource]
 
-SPEC_FIELDS = ("micro_batch", "rank", "world_size", "ranks_per_host", "seed")
+SPEC_FIELDS = ("micro_batch", "rank", "world_size", "ranks_per_host", "seed", "device")
 
 
 @pytest.fixture(autouse=True)

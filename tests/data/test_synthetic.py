@@ -62,3 +62,21 @@ def test_workers_make_same_batches_and_resume(
     with open_source(num_workers=2, state=state, **settings) as source:
         batches += [next(source) for _ in range(3)]
     assert all(map(are_equal, batches, draw(7, **settings)))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_peek_takes_no_batch(open_source: OpenSource, device: str) -> None:
+    """On a GPU the next batch is copied during the current step."""
+    with open_source(num_batches=3, micro_batch=6, device=torch.device(device)) as source:
+        for number in range(3):
+            peeked = source.peek()
+            assert source.state()["batches"] == number
+            batch = next(source)
+            assert source.state()["batches"] == number + 1
+            assert are_equal(batch, peeked)
+            assert batch.device.type == device

@@ -19,7 +19,6 @@ from tests.rank_pool import RankPool, in_group_of
 KINDS = ("hum", "click", "hiss")
 ALONE = Ranks(0, 1, 0, 1)
 Members = list[tuple[str, bytes]]
-WriteClips = Callable[..., list[str]]
 
 
 def tone(number: int) -> np.ndarray:
@@ -58,23 +57,9 @@ def members_of(numbers: range) -> Members:
     return members
 
 
-@pytest.fixture
-def write_clips(tmp_path: Path) -> WriteClips:
-    """Return a function that writes numbered clips into tars of the given sizes, with `extra`
-    members in the last."""
-
-    def write(*sizes: int, extra: Members | None = None) -> list[str]:
-        paths = []
-        start = 0
-        for shard, size in enumerate(sizes):
-            members = members_of(range(start, start + size))
-            if shard == len(sizes) - 1:
-                members += extra or []
-            paths.append(str(write_tar(tmp_path / f"clips-{shard}.tar", members)))
-            start += size
-        return paths
-
-    return write
+def write_clips(path: Path, numbers: range, extra: Members | None = None) -> str:
+    """Write a tar of clips, followed by `extra` members."""
+    return str(write_tar(path, members_of(numbers) + (extra or [])))
 
 
 def run_on_ranks(

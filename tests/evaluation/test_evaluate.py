@@ -15,7 +15,7 @@ from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.utils.errors import UserError
 from tests import processes
-from tests.evaluation.conftest import WriteClips
+from tests.evaluation.conftest import write_clips
 from tests.training.training_commands import environment
 from tests.weights.fake_checkpoints import checkpoint_of
 
@@ -63,9 +63,7 @@ def test_results_are_json_and_table() -> None:
 
 
 @pytest.mark.end_to_end
-def test_best_checkpoint_is_evaluated_on_two_ranks(
-    write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path
-) -> None:
+def test_best_checkpoint_is_evaluated_on_two_ranks(clip_tokenizer: str, tmp_path: Path) -> None:
     for step, top1 in ((1, 0.5), (2, 0.25)):
         checkpoint_of(
             ClapModel(load_preset("micro")),
@@ -77,7 +75,8 @@ def test_best_checkpoint_is_evaluated_on_two_ranks(
             best_metric="zero_shot_top1",
         )
     results = tmp_path / "results.json"
-    options = ["--best", "--retrieval", *write_clips(5, 4), "--json", str(results)]
+    shard = write_clips(tmp_path / "a.tar", range(9))
+    options = ["--best", "--retrieval", shard, "--json", str(results)]
     command = ["clap_ds/evaluate.py", tmp_path / "run", *options]
     ranks = processes.ranks(command, 2, env=environment())
     assert [rank.wait() for rank in ranks] == [0, 0]

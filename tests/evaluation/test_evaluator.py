@@ -24,7 +24,6 @@ from tests.evaluation.conftest import (
     ALONE,
     KINDS,
     Members,
-    WriteClips,
     clip_members,
     current_ranks,
     description,
@@ -32,6 +31,7 @@ from tests.evaluation.conftest import (
     npy,
     run_on_ranks,
     tone,
+    write_clips,
 )
 from tests.rank_pool import RankPool
 
@@ -76,9 +76,10 @@ def evaluate_on_rank(shards: list[str], tokenizer: str) -> dict[str, float]:
 
 
 def test_metrics_are_independent_of_number_of_ranks(
-    eight_processes: RankPool, tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
+    eight_processes: RankPool, tmp_path: Path, clip_tokenizer: str
 ) -> None:
-    shards = write_clips(4, 5)
+    shards = [write_clips(tmp_path / "0.tar", range(4))]
+    shards.append(write_clips(tmp_path / "1.tar", range(4, 9)))
     expected = build(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
     assert {*expected} == {*RETRIEVAL, *ZERO_SHOT}
     arguments = (evaluate_on_rank, shards, clip_tokenizer)
@@ -91,9 +92,9 @@ def test_metrics_are_independent_of_number_of_ranks(
 
 
 @torch.no_grad()
-def test_metrics_equal_the_models_features(write_clips: WriteClips, clip_tokenizer: str) -> None:
+def test_metrics_equal_the_models_features(tmp_path: Path, clip_tokenizer: str) -> None:
     model = micro_model()
-    settings = settings_for(write_clips(9), templates=["{}", "a {}"])
+    settings = settings_for([write_clips(tmp_path / "a.tar", range(9))], templates=["{}", "a {}"])
     metrics = build(settings, clip_tokenizer).evaluate(model).metrics
     model.eval()
     audio = model.encode_audio(torch.stack([torch.from_numpy(tone(number)) for number in range(9)]))
@@ -116,9 +117,7 @@ def test_metrics_equal_the_models_features(write_clips: WriteClips, clip_tokeniz
     assert metrics[RETRIEVAL_LOSS] == pytest.approx(float(loss), rel=1e-4)
 
 
-def test_features_are_evaluated_like_their_audio(
-    tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
-) -> None:
+def test_features_are_evaluated_like_their_audio(tmp_path: Path, clip_tokenizer: str) -> None:
     members = []
     for number in range(5):
         features = LogMel(MICRO.audio)(torch.from_numpy(tone(number))[None])[0]
@@ -129,17 +128,15 @@ def test_features_are_evaluated_like_their_audio(
     mel = [str(write_tar(tmp_path / "mel" / "a.tar", members))]
     expected, metrics = (
         build(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
-        for shards in (write_clips(5), mel)
+        for shards in ([write_clips(tmp_path / "a.tar", range(5))], mel)
     )
     assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-def test_evaluation_leaves_model_and_random_state(
-    write_clips: WriteClips, clip_tokenizer: str
-) -> None:
+def test_evaluation_leaves_model_and_random_state(tmp_path: Path, clip_tokenizer: str) -> None:
     model = micro_model().train()
     model.text.eval()
-    evaluator = build(settings_for(write_clips(5)), clip_tokenizer)
+    evaluator = build(settings_for([write_clips(tmp_path / "a.tar", range(5))]), clip_tokenizer)
 
     def read_state() -> list[Any]:
         return [
@@ -158,12 +155,14 @@ def test_evaluation_leaves_model_and_random_state(
 
 
 def test_broken_clips_are_counted_and_named(
-    write_clips: WriteClips, clip_tokenizer: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, clip_tokenizer: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     extra = [("1000.wav", b"RIFF nothing"), ("1000.json", b'{"kind": "hum", "caption": "x"}')]
     extra += clip_members(1001, {"kind": "hum", "caption": " "})
     extra += clip_members(1002, {"caption": "no class"})
-    evaluator = build(settings_for(write_clips(4, extra=extra)), clip_tokenizer)
+    evaluator = build(
+        settings_for([write_clips(tmp_path / "a.tar", range(4), extra)]), clip_tokenizer
+    )
     for _ in range(2):
         evaluation = evaluator.evaluate(micro_model())
     assert evaluation.tasks["retrieval"].counts == {"clips": 5, "captions": 7}
@@ -183,10 +182,10 @@ def build_on_rank(shards_by_rank: list[list[str]], tokenizer: str) -> str:
 
 
 def test_ranks_with_different_shards_are_refused(
-    eight_processes: RankPool, tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
+    eight_processes: RankPool, tmp_path: Path, clip_tokenizer: str
 ) -> None:
-    shards = write_clips(3, 3)
-    arguments = (build_on_rank, [shards, shards[1:]], clip_tokenizer)
+    shards_by_rank = [[write_clips(tmp_path / f"{rank}.tar", range(3))] for rank in range(2)]
+    arguments = (build_on_rank, shards_by_rank, clip_tokenizer)
     for message in run_on_ranks(eight_processes, 2, tmp_path, *arguments):
         assert "different shards" in message
 
@@ -218,6 +217,6 @@ def test_mistake_in_settings_names_field(
         build(settings, clip_tokenizer).evaluate(micro_model())
 
 
-def test_missing_tokenizer_is_named(write_clips: WriteClips) -> None:
+def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CollectiveUserError, match=r"^clap\.evaluation\.tokenizer: missing"):
-        build(settings_for(write_clips(4)), None)
+        build(settings_for([write_clips(tmp_path / "a.tar", range(4))]), None)
