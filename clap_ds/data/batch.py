@@ -129,7 +129,12 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
             piece.pack()
         batch = piece.to(device, non_blocking=True)
     else:
-        audio = _join_audio([piece.audio for piece in pieces], device)
+        parts = [piece.audio for piece in pieces]
+        num_rows = [len(part) for part in parts]
+        audio = parts[0].new_empty(sum(num_rows), *parts[0].shape[1:], device=device)
+        # Part by part, because the host may hold only one copy.
+        for target, part in zip(audio.split(num_rows), parts, strict=True):
+            target.copy_(part, non_blocking=True)
         ids = _move(torch.cat([piece.input_ids for piece in pieces]), device)
         mask = _move(torch.cat([piece.attention_mask for piece in pieces]), device)
         packed = _pack(pieces, device) if pack_captions else None
@@ -141,16 +146,6 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         # Workers reuse the piece's memory.
         batch.audio = batch.audio.clone()
     return batch
-
-
-def _join_audio(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Copy each part to its rows on the device, because the host may hold only one copy."""
-    num_rows = [len(part) for part in parts]
-    first = parts[0]
-    audio = torch.empty(sum(num_rows), *first.shape[1:], dtype=first.dtype, device=device)
-    for target, part in zip(audio.split(num_rows), parts, strict=True):
-        target.copy_(part, non_blocking=True)
-    return audio
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

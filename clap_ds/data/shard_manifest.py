@@ -184,7 +184,13 @@ def kind_of(
         _check_front_end(manifest, model, f"{field}: {folder}")
         front_end = manifest.front_end
         if warns and front_end and front_end.get("resampling") != RESAMPLING_FILTER:
-            _warn_of_filter(f"{field}: {printable(folder)}")
+            print(
+                f"warning: {field}: {printable(folder)} was prepared with another resampling "
+                f"filter than {RESAMPLING_FILTER}. Unless its files had the model's sample rate or "
+                "a higher one, they have another spectrum than encoded audio: prepare them again "
+                "(clap-ds shards prepare)",
+                file=sys.stderr,
+            )
     if "mel" in folders and len(folders) > 1:
         kinds = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(folders.items()))
         raise ValueError(
@@ -210,15 +216,6 @@ def _check_front_end(manifest: ShardManifest, model: ClapConfig, where: str) -> 
         )
 
 
-def _warn_of_filter(where: str) -> None:
-    print(
-        f"warning: {where} was prepared with another resampling filter than {RESAMPLING_FILTER}. "
-        "Unless its files had the model's sample rate or a higher one, they have another spectrum "
-        "than encoded audio: prepare them again (clap-ds shards prepare)",
-        file=sys.stderr,
-    )
-
-
 def samples_of(shards: Sequence[str], max_bytes: float = math.inf) -> list[int] | None:
     """Count each tar's samples from manifests or, for up to `max_bytes` of local tars, headers.
     Return None otherwise."""
@@ -237,12 +234,12 @@ def samples_of(shards: Sequence[str], max_bytes: float = math.inf) -> list[int] 
 def count_bytes(shards: Sequence[str]) -> dict[str, int]:
     """Return each shard's size by its folder's manifest or, of a local one, by its file; 0 if
     neither tells it."""
-    sizes = {}
+    sizes = dict.fromkeys(shards, 0)
     for shard, record in zip(shards, _find_records(shards), strict=True):
         if record:
             sizes[shard] = record.bytes
-        else:
-            sizes[shard] = 0 if is_remote(shard) else Path(shard).stat().st_size
+        elif not is_remote(shard):
+            sizes[shard] = Path(shard).stat().st_size
     return sizes
 
 

@@ -107,11 +107,18 @@ class ShardReader:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield chunks endlessly. If a source has no usable item, the last one gives the reason."""
-        _raise_open_file_limit()
+        # A tar stays open while its items are in the shuffle buffer.
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         skipped: list[SkippedSample] = []
-        readers = self._source_readers(
-            lambda name, reason: skipped.append(SkippedSample(name, reason))
-        )
+
+        def report(name: str, reason: str) -> None:
+            skipped.append(SkippedSample(name, reason))
+
+        passes = self.start["passes"] or [(0, 0)] * len(self.sources)
+        readers = [
+            _SourceReader(self, number, start, report) for number, start in enumerate(passes)
+        ]
         weights = [source.weight for source in self.sources]
         num_samples = self.start["samples"]
         is_timed = False
@@ -140,45 +147,24 @@ class ShardReader:
             yield chunk
             is_timed = True
 
-    def _source_readers(self, report: Report) -> list[_SourceReader]:
-        passes = self.start["passes"] or [(0, 0)] * len(self.sources)
-        readers = []
-        for number, source in enumerate(self.sources):
-            seed = f"{self.seed}, source {number}"
-            pass_number, num_drawn = passes[number]
-            readers.append(_SourceReader(source, self, seed, pass_number, num_drawn, report))
-        return readers
-
-
-def _raise_open_file_limit() -> None:
-    # A tar stays open while its items are in the shuffle buffer.
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
 
 class _SourceReader:
     """The items of one worker's part of a source, in endless passes from a position on."""
 
     def __init__(
-        self,
-        source: Source,
-        reader: ShardReader,
-        seed: str,
-        pass_number: int,
-        num_drawn: int,
-        report: Report,
+        self, reader: ShardReader, number: int, start: tuple[int, int], report: Report
     ) -> None:
-        self._source = source
+        self._source = reader.sources[number]
         self._data = reader.data
         self._audio = reader.spec.model.audio
         self._staging = reader.staging
-        self._seed = seed
+        self._seed = f"{reader.seed}, source {number}"
         self._report = report
         # Only one worker of the run logs the names of captions.
         self._logs_captions = reader.worker == 0 and reader.spec.rank == 0
         # Usable samples so far of all sources. Passes end by it only if there is one source.
         self._num_samples = reader.start["samples"]
-        self._start_pass(pass_number, num_drawn)
+        self._start_pass(*start)
 
     def _start_pass(self, pass_number: int, num_drawn: int) -> None:
         self.pass_number = pass_number
@@ -255,11 +241,7 @@ class _SourceReader:
             return None
         if self._logs_captions:
             self._logs_captions = False
-            self._log_captions(item)
+            name, *unused = values_by_name(item, self._data.caption_key)
+            if unused:
+                log(f"captions are from {name!r}, not {', '.join(unused)} (clap.data.caption_key)")
         return caption
-
-    def _log_captions(self, item: Item) -> None:
-        """Log which captions are used if an item has several kinds."""
-        name, *unused = values_by_name(item, self._data.caption_key)
-        if unused:
-            log(f"captions are from {name!r}, not {', '.join(unused)} (clap.data.caption_key)")

@@ -43,7 +43,7 @@ class SyntheticStream:
         self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None
     ) -> None:
         self._batches = _random_batches(data, spec)
-        self._num_batches = state["batches"] if state and "batches" in state else 0
+        self._num_batches = (state or {}).get("batches", 0)
         self._starts = range(0, spec.micro_batch, PIECE_SIZE)
         self._loader: Loader[list[Tensor]] | None = None
         if data.num_workers:

@@ -80,11 +80,7 @@ class Clap:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_model_tokenizer(self._tokenizer_name, self.config.text, "tokenizer")
-
-    @property
-    def _tokenizer_name(self) -> str | None:
-        return self._weights.tokenizer_name
+        return load_model_tokenizer(self._weights.tokenizer_name, self.config.text, "tokenizer")
 
     def embed_audio(
         self,
@@ -254,18 +250,16 @@ def _pool(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
         if row.vector is not None:
             vectors.append(row.vector)
         if row.is_end:
-            pooled = None if error else _normalized_mean(vectors)
+            pooled = vectors[0] if vectors else None
+            if len(vectors) > 1:
+                # A mean's direction is the sum's.
+                total: Any = np.sum(vectors, axis=0, dtype=np.float64)
+                pooled = (total / np.linalg.norm(total)).astype(np.float32)
+            if error:
+                pooled = None
             yield EmbeddingRow(row.source, 0.0, row.end_s, pooled, error)
             vectors = []
             error = ""
-
-
-def _normalized_mean(vectors: list[Array]) -> Array:
-    if len(vectors) == 1:
-        return vectors[0]  # to the bit
-    # A mean's direction is the sum's.
-    total: Any = np.sum(vectors, axis=0, dtype=np.float64)
-    return (total / np.linalg.norm(total)).astype(np.float32)
 
 
 def _as_list(texts: Any, name: str) -> list[str]:

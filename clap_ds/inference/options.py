@@ -19,6 +19,7 @@ from clap_ds.data.build_shards.caption_lists import (
     audio_files_in,
     read_paths,
 )
+from clap_ds.distributed.init import keep_freed_memory
 from clap_ds.inference.vectors import to_utf8
 from clap_ds.utils.errors import UserError, printable
 
@@ -163,9 +164,7 @@ def _sources_in(argument: str) -> Iterable[AudioSource]:
 
 def load_model(source: str, arguments: argparse.Namespace) -> Clap:
     """Load the model by its options. Raises ValueError."""
-    # Both import torch.
-    from clap_ds.distributed.init import keep_freed_memory
-    from clap_ds.inference.model import load
+    from clap_ds.inference.model import load  # imports torch
 
     # glibc would return each batch's memory to the kernel.
     keep_freed_memory()

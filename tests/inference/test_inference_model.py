@@ -51,7 +51,7 @@ def evaluator_of(clap: Clap, shard: str) -> Evaluator:
     return Evaluator(
         EvaluationSettings(retrieval={"shards": shard}, zero_shot={"shards": shard}),
         model_config=clap.config,
-        tokenizer_name=clap._tokenizer_name,
+        tokenizer_name=clap._weights.tokenizer_name,
         context_length=clap.context_length,
         micro_batch=32,
         loss_kind="softmax",

@@ -42,9 +42,6 @@ Member = tuple[dict[str, Any], float]
 """A tar's item (`__key__` and contents by extension), and its seconds of audio."""
 Members = Callable[[list[Skipped]], Iterable[Member]]
 """Yields a shard's members, and adds unusable files to the list."""
-WrittenShard = tuple[ShardRecord | None, list[Skipped]]
-"""A shard's record (None without a usable item, and then there is no tar), and its unusable
-files."""
 
 
 def write_shards(
@@ -139,8 +136,9 @@ def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def _read_written(folder: Path, name: str) -> WrittenShard | None:
-    """Return a shard that was written, if its record exists and its size matches."""
+def _read_written(folder: Path, name: str) -> tuple[ShardRecord | None, list[Skipped]] | None:
+    """Return a written shard's record and its unusable files, if its size matches. Without a
+    usable item, it has neither record nor tar."""
     try:
         content = read_json(folder / RECORDS / f"{name}.json")
         skipped = [(path, reason) for path, reason in content["broken"]]
