@@ -11,6 +11,7 @@ import pytest
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
+from clap_ds.data.dataloader import BatchSource
 from clap_ds.data.shard_assignment import Source, assign_shards
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
@@ -19,16 +20,16 @@ from tests.data.tars import marked_item, marked_items, numbers_in, write_tar
 
 def read_steps(
     open_source: OpenSource, shards: str, num_steps: int, world_size: int, **options: Any
-) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Return the items of all ranks per step, and the workers' final positions."""
+) -> tuple[list[list[int]], list[BatchSource]]:
+    """Return the items of all ranks per step, and the ranks' sources."""
     numbers_by_step: list[list[int]] = [[] for _ in range(num_steps)]
-    positions = []
+    sources = []
     for rank in range(world_size):
         with open_source(shards, rank=rank, world_size=world_size, **options) as source:
             for numbers in numbers_by_step:
                 numbers += numbers_in(source, 1)
-            positions += source.state()["positions"]
-    return numbers_by_step, positions
+            sources.append(source)
+    return numbers_by_step, sources
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,9 @@ def test_each_item_comes_once_an_epoch(
         assert sorted(counts[number] for number in range(num_items)) == expected
 
 
-def test_broken_items_are_replaced(tmp_path: Path, open_source: OpenSource) -> None:
+def test_broken_items_are_replaced_and_named_once(
+    tmp_path: Path, open_source: OpenSource, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch
     has all other items, and as many again as are broken."""
     broken = set(range(5, 42, 6))
@@ -89,15 +92,21 @@ def test_broken_items_are_replaced(tmp_path: Path, open_source: OpenSource) -> N
     (tmp_path / "3.tar").write_bytes(whole[: whole.index(b"0042.wav")])
     record = ShardRecord(12, 0, 0.0, "")
     write_manifest(tmp_path, ShardManifest({f"{tar}.tar": record for tar in range(4)}))
-    numbers_by_step, positions = read_steps(
+    numbers_by_step, sources = read_steps(
         open_source, str(tmp_path / "*.tar"), 18, 2, num_workers=2, shuffle_buffer=4
     )
     # An epoch has 6 steps of 8.
     for epoch in range(3):
         numbers = chain(*numbers_by_step[6 * epoch : 6 * epoch + 6])
         assert set(numbers) == set(range(42)) - broken
-    # All workers are at the end of the third pass.
-    assert [position["samples"] for position in positions] == [36] * 4
+    for source in sources:
+        # All workers are at the end of the third pass.
+        assert [position["samples"] for position in source.state()["positions"]] == [36, 36]
+        names = [item["name"] for item in source.statistics()["broken_items"]]
+        assert len(names) == len(set(names)) == source.statistics()["num_broken_items"] > 0
+    lines = capfd.readouterr().err.splitlines()
+    for number in broken:
+        assert f"{number:04d}: audio can't be decoded" in "".join(lines)
 
 
 @pytest.mark.parametrize("num_shards", [13, 3])
