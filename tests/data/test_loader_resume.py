@@ -1,6 +1,7 @@
 """Test that interrupted and uninterrupted runs see the same samples."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,32 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
+def all_tars(folder: Path) -> str:
+    return f"{folder}/*.tar"
+
+
+def mixture(folder: Path) -> dict[str, float]:
+    return {f"{folder}/{{0,1}}.tar": 3.0, f"{folder}/{{2,3}}.tar": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("names", "stops", "settings"),
+    ("patterns_in", "stops", "settings"),
     [
-        ("*.tar", [0, 6, 13], {"micro_batch": 5, "shuffle_buffer": 9}),
+        (all_tars, [0, 6, 13], {"micro_batch": 5, "shuffle_buffer": 9}),
         # Micro-batches end within chunks of 32.
-        ("*.tar", [1, 6], {"micro_batch": 40, "num_workers": 2}),
-        (MIXTURE, [1, 7], {"num_workers": 2, "resampled": True, "shuffle_buffer": 9}),
+        (all_tars, [1, 6], {"micro_batch": 40, "num_workers": 2}),
+        (
+            mixture,
+            [1, 7],
+            {"micro_batch": 20, "num_workers": 2, "resampled": True, "shuffle_buffer": 9},
+        ),
     ],
 )
 def test_resumed_loader_equals_uninterrupted(
     tmp_path: Path,
     shards: Path,
     open_source: OpenSource,
-    names: Any,
+    patterns_in: Callable[[Path], Any],
     stops: list[int],
     settings: dict[str, Any],
 ) -> None:
@@ -59,12 +69,6 @@ def test_resumed_loader_equals_uninterrupted(
     moved = tmp_path / "moved"
     moved.symlink_to(shards)
 
-    def patterns_in(folder: Path) -> Any:
-        if isinstance(names, str):
-            return str(folder / names)
-        return {str(folder / name): weight for name, weight in names.items()}
-
-    settings = {"micro_batch": 20, **settings}
     with open_source(patterns_in(shards), **settings) as source:
         states = [source.state()]
         batches = []

@@ -27,6 +27,7 @@ def are_equal(batch: Batch, expected: Batch) -> bool:
 def test_synthetic_batches_repeat_and_differ_by_seed_and_rank(draw: Draw) -> None:
     batches = draw(4, num_batches=3)
     assert are_equal(batches[0], batches.pop())
+    assert all(map(are_equal, batches, draw(3, num_batches=3, placement="device")))
     for rank, seed in ((1, 0), (0, 1), (1, 2), (2, 1)):
         batches += draw(rank=rank, seed=seed)
     for batch, other in combinations(batches, 2):

@@ -114,13 +114,12 @@ def test_mixture_draws_sources_by_weight(tmp_path: Path, open_source: OpenSource
 def test_remote_and_staged_shards_equal_local_ones(
     tmp_path: Path, open_source: OpenSource, shard_cache: Path
 ) -> None:
-    """With and without space for their copies, and with a truncated one."""
-    pattern = marked_tars(tmp_path, 4, 4)
-    cut = tmp_path / "002.tar"
-    cut.write_bytes(cut.read_bytes()[:9000])
+    """With and without space for their copies."""
+    pattern = marked_tars(tmp_path / "tars", 4, 4)
     record = ShardRecord(4, 0, 0.0, "")
-    write_manifest(tmp_path, ShardManifest({f"{tar:03d}.tar": record for tar in range(4)}))
-    for path in tmp_path.glob("*.*"):
+    records = {f"{tar:03d}.tar": record for tar in range(4)}
+    write_manifest(tmp_path / "tars", ShardManifest(records))
+    for path in (tmp_path / "tars").iterdir():
         put(f"memory://copied/{path.name}", path.read_bytes())
     results = []
     for shards, settings in (
@@ -131,8 +130,7 @@ def test_remote_and_staged_shards_equal_local_ones(
     ):
         assert not list(shard_cache.glob("*.tar"))
         with open_source(shards, num_workers=2, shuffle_buffer=5, **settings) as source:
-            results.append((numbers_in(source, 8), source.statistics()["num_broken_items"]))
+            results.append(numbers_in(source, 8))
     assert results == [results[0]] * 4
-    assert results[0][1] == 1
     assert len(list(tmp_path.glob("disk/*/shards/*.tar"))) == 4
     assert len(list(shard_cache.glob("*.tar"))) == 4

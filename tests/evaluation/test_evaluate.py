@@ -46,20 +46,16 @@ def test_results_are_json_and_table() -> None:
         "retrieval_audio_to_text_r1": Measure(0.25, 0.01, 0.1755, 0.343),
         "retrieval_loss": Measure(2.5, 6.9078, 2.4, 2.6),
     }
-    task = TaskResult({"clips": 1234, "captions": 5678}, measures)
+    task = TaskResult({"clips": 1234}, measures)
     evaluation = Evaluation({"retrieval": task}, [SkippedSample("a.tar: [0001]", "empty caption")])
     content = evaluation.to_dict()
     assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     table = " ".join(render(evaluation, "the title").replace("|", " ").split())
-    for part in (
-        "the title",
-        "1,234 clips",
-        "retrieval_audio_to_text_r1 25.00% [17.55, 34.30] 1.00%",
-        "retrieval_loss 2.5000 [2.4000, 2.6000] 6.9078",
-        "empty caption",
-    ):
-        assert part in table
+    assert "retrieval (1,234 clips)" in table
+    assert "retrieval_audio_to_text_r1 25.00% [17.55, 34.30] 1.00%" in table
+    assert "retrieval_loss 2.5000 [2.4000, 2.6000] 6.9078" in table
+    assert "empty caption" in table
 
 
 @pytest.mark.end_to_end

@@ -1,6 +1,7 @@
 """The evaluator is independent of the number of ranks, leaves the model unchanged, and detects
 mistakes early."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,6 @@ FOUR = members_of(range(4))
     ("task", "members", "changes", "message"),
     [
         ("retrieval", UNDECODABLE, {}, "retrieval.shards: none .* can be decoded"),
-        ("retrieval", FOUR, {"caption_key": "title"}, "retrieval.shards: expected clips with capt"),
         ("zero_shot", FOUR[:2], {}, "zero_shot.classes: expected at least 2 classes"),
         ("zero_shot", FOUR, {"classes": {"hum": ["x"]}}, "zero_shot.classes: .* 'click'"),
     ],
@@ -217,6 +217,9 @@ def test_mistake_in_settings_names_field(
         build(settings, clip_tokenizer).evaluate(micro_model())
 
 
-def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
+def test_missing_tokenizer_and_unknown_loss_are_named(tmp_path: Path, clip_tokenizer: str) -> None:
+    settings = settings_for([write_clips(tmp_path / "a.tar", range(4))])
     with pytest.raises(CollectiveUserError, match=r"^clap\.evaluation\.tokenizer: missing"):
-        build(settings_for([write_clips(tmp_path / "a.tar", range(4))]), None)
+        build(settings, None)
+    with pytest.raises(CollectiveUserError, match="'another'; this version has softmax, sigmoid"):
+        replace(build(settings, clip_tokenizer), loss_kind="another")

@@ -140,28 +140,28 @@ def test_score_is_the_mean_of_files_cosines(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file's captions count together, so that a file with several has no more weight."""
-    pairs = [
-        ("sounds/high.wav", "a loud tone"),
-        ("sounds/high.wav", "a click"),
-        ("sounds/low.wav", "a quiet tone"),
-        ("sounds/z.wav", "a loud tone"),
-    ]
-    lines = [f"{name},{caption}\n" for name, caption in [*pairs, ("gone.wav", "a click")]]
-    Path("list.csv").write_text("file,caption\n" + "".join(lines))
+    pairs = {
+        "sounds/high.wav": ["a loud tone", "a click"],
+        "sounds/low.wav": ["a quiet tone"],
+        "sounds/z.wav": ["a loud tone"],
+    }
+    lines = [f"{name},{caption}\n" for name in pairs for caption in pairs[name]]
+    Path("list.csv").write_text("file,caption\n" + "".join(lines) + "gone.wav,a click\n")
     assert score(["run", "list.csv", "--output", "scores.csv"]) == 1
     clap = clap_ds.load("run")
-    cosines = [
-        float((clap.embed_audio([name]) @ clap.embed_text([caption]).T)[0, 0])
-        for name, caption in pairs
-    ]
-    _, *rows = read_csv("scores.csv")
-    assert [(file, caption) for file, caption, _ in rows] == pairs
-    np.testing.assert_allclose([float(cosine) for *_, cosine in rows], cosines, atol=2e-6)
-    file_scores = [(cosines[0] + cosines[1]) / 2, *cosines[2:]]
+    file_scores = []
+    for name, captions in pairs.items():
+        cosines = clap.embed_audio([name]) @ clap.embed_text(captions).T
+        file_scores.append(cosines.mean())
+    assert read_csv("scores.csv")[-1][:2] == ["sounds/z.wav", "a loud tone"]
+    assert float(read_csv("scores.csv")[-1][2]) == pytest.approx(file_scores[-1], abs=2e-6)
     # Student's t of two degrees of freedom.
     half_width = 4.3027 * np.std(file_scores, ddof=1) / 3**0.5
     printed = capsys.readouterr().out
     assert printed.startswith(f"CLAP score: {np.mean(file_scores):.4f} ± {half_width:.4f} ")
+    # An interval needs two files.
+    Path("list.csv").write_text("file,caption\nsounds/low.wav,a click\n")
+    assert exit_code_of(lambda: score(["run", "list.csv"])) == 2
 
 
 def test_command_lines_in_docs_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,17 +16,16 @@ METADATA = TableMetadata("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "
 
 
 def make_rows(num_rows: int) -> list[EmbeddingRow]:
-    """Return unit vectors, some of them equal, with every fifth missing."""
+    """Return unit vectors, of which ten are equal to others, with every fifth missing."""
     units = np.random.default_rng(0).standard_normal((100, 4)).astype(np.float32)
     units[70:80] = units[:10]
     units /= np.linalg.norm(units, axis=1, keepdims=True)
     rows = []
     for number, vector in enumerate(units[:num_rows]):
-        name = f"sounds/ä\n{number}.wav"
+        row = EmbeddingRow(f"sounds/ä\n{number}.wav", number, number + 10, vector)
         if number % 5 == 3:
-            rows.append(EmbeddingRow(name, 0, 0, error="silent"))
-        else:
-            rows.append(EmbeddingRow(name, number, number + 10, vector))
+            row = EmbeddingRow(row.source, 0, 0, error="silent")
+        rows.append(row)
     return rows
 
 
