@@ -53,18 +53,15 @@ _MAX_DENOMINATOR = 48_000
 _FILTERS_AT_ONCE = 32
 
 
-def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """Decode a clip to fill `row`, mono at `sample_rate` (Hz). Return its length in samples before
-    repeating.
+def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> None:
+    """Decode a clip to fill `row`, mono at `sample_rate` (Hz).
 
     Longer audio is cropped at a position drawn from `rng`, or around its loudest sample if that
     crop is silent. Shorter audio is repeated while it fits, then zero-padded (LAION-CLAP's
     "repeatpad"). `row` is a contiguous CPU tensor, float32 in ±1 or int16 (see `to_int16`). Raises
     BrokenItemError if audio is undecodable or silent.
     """
-    num_samples = decode_part(encoded, row, sample_rate=sample_rate, rng=rng)
-    repeat(row.numpy(), num_samples)
-    return num_samples
+    repeat(row.numpy(), decode_part(encoded, row, sample_rate=sample_rate, rng=rng))
 
 
 def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:

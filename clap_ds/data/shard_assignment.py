@@ -142,13 +142,12 @@ def assign_shards(
             drawn_sources.append(replace(source, shards_per_pass=shards_per_pass))
         return [drawn_sources] * num_workers
     # Readers of different ranks alternate, so that ranks have equally many tars.
-    of_rank = range(spec.rank, num_readers, spec.world_size)
-    return [
-        [_every_nth_shard(source, reader, num_readers) for source in sources] for reader in of_rank
-    ]
-
-
-def _every_nth_shard(source: Source, reader: int, num_readers: int) -> Source:
-    """Return a reader's tars. If there are fewer tars than readers, several readers share one."""
-    start = reader % len(source.shards)
-    return replace(source, shards=source.shards[start::num_readers])
+    sources_by_worker = []
+    for reader in range(spec.rank, num_readers, spec.world_size):
+        of_worker = []
+        for source in sources:
+            # If there are fewer tars than readers, several readers share one.
+            shards = source.shards[reader % len(source.shards) :: num_readers]
+            of_worker.append(replace(source, shards=shards))
+        sources_by_worker.append(of_worker)
+    return sources_by_worker

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class ReadingPlan:
 def plan_reading(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> ReadingPlan:
     """Find the shards, and assign a part of each source to every worker of this rank."""
     sources = expand_sources(data.shards)
-    shards = [shard for source in sources for shard in source.shards]
+    shards = list(chain.from_iterable(source.shards for source in sources))
     kind = kind_of(shards, spec.model, warns=spec.rank == 0)
     samples = samples_of(shards, math.inf if needs_epochs else _COUNTED_BYTES)
     num_samples = sum(samples) if samples else None

@@ -56,7 +56,7 @@ def embed(argv: Sequence[str] | None = None) -> int:
     sources = find_sources(arguments.inputs)
     clap = load_model(arguments.checkpoint, arguments)
     # No progress bar in a log file.
-    rows = tqdm(embed_sources(clap, sources, arguments), unit="row", disable=None)
+    rows = tqdm(embed_sources(clap, sources.values(), arguments), unit="row", disable=None)
     # `clap-ds search` finds a local model again from any folder.
     model = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
     metadata = TableMetadata(
@@ -97,7 +97,7 @@ def classify(argv: Sequence[str] | None = None) -> int:
         header += [f"label_{rank}", f"probability_{rank}"]
     rows: list[list[Any]] = [header]
     skipped = []
-    for row in embed_sources(clap, sources, arguments):
+    for row in embed_sources(clap, sources.values(), arguments):
         place = [to_utf8(row.source), round(row.start_s, 3), round(row.end_s, 3)]
         cells: list[str | float] = []
         if row.vector is None:
@@ -252,7 +252,7 @@ def score(argv: Sequence[str] | None = None) -> int:
     vectors = dict(zip(captions, clap.embed_text([*captions]), strict=True))
     skipped = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     usable = [entry for entry in entries if not entry.problem]
-    paths = dict(enumerate(entry.path for entry in usable))
+    paths = [entry.path for entry in usable]
 
     rows: list[list[str | float]] = [["file", "caption", "score"]]
     file_scores = []

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.arguments import add_preset, number, whole_number
 from clap_ds.data.build_shards.caption_lists import (
@@ -178,11 +178,11 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
 
 
 def embed_sources(
-    clap: Clap, sources: Mapping[Any, AudioSource], arguments: argparse.Namespace
+    clap: Clap, sources: Iterable[AudioSource], arguments: argparse.Namespace
 ) -> Iterator[EmbeddingRow]:
     """Embed audio with the options of `add_audio_inputs`."""
     return clap.iter_windows(
-        sources.values(),
+        sources,
         pooling=arguments.pooling,
         overlap=arguments.overlap,
         batch_size=arguments.batch_size,

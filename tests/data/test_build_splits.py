@@ -1,6 +1,7 @@
 """Test held-out splits: a fraction of items, or by a column."""
 
 from argparse import Namespace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,10 @@ def divide_values(values: list[Any], **options: Any) -> dict[str, NumberedEntrie
 def held_out(values: list[Any], **options: Any) -> set[int]:
     """Return the numbers of held-out items, checking that each item is in one shard."""
     shards = divide_values(values, **options)
-    numbers = [number for items in shards.values() for number, _ in items]
+    numbers = [number for number, _ in chain(*shards.values())]
     assert sorted(numbers) == list(range(len(values)))
-    return {
-        number
-        for name, items in shards.items()
-        for number, _ in items
-        if name.startswith("held_out")
-    }
+    of_split = chain(*(items for name, items in shards.items() if name.startswith("held_out")))
+    return {number for number, _ in of_split}
 
 
 def test_held_out_fraction_depends_on_seed() -> None:

@@ -43,6 +43,7 @@ def test_patterns_name_files_in_order(
     [
         ("a-{08..12}.tar", r"a-08\.tar does not exist"),
         ("b-*.tar", "no file matches"),
+        (".", "a folder"),
         ("pipe.*", r"pipe\.tar is not a regular file"),
         ({}, "empty list"),
         ("s3://bucket/a.tar", "s3fs"),
