@@ -57,11 +57,11 @@ def test_chance_is_independent_of_model() -> None:
     assert (r5.value, r5.chance) == (1, pytest.approx(1 - (75 * 74) / (80 * 79)))
 
 
-@pytest.mark.parametrize("probability", [0, 0.2])
-def test_zero_shot_equals_scikit_learn(probability: float) -> None:
-    """With one class per clip, and two classes without clips, or with several."""
+def test_zero_shot_equals_scikit_learn() -> None:
+    """With several classes per clip, and two classes without clips."""
     generator = torch.Generator().manual_seed(4)
-    is_of_class = torch.rand(80, 9, generator=generator) < probability
+    is_of_class = torch.rand(80, 9, generator=generator) < 0.2
+    is_of_class[:, 7:] = False
     is_of_class[torch.arange(80), torch.arange(80) % 7] = True
     audio = features(80, 0)
     classes = features(9, 1)

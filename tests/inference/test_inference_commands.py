@@ -65,13 +65,10 @@ def test_sources_are_found_in_folders_lists_and_tars(
         (tmp_path / name).touch()
     Path("list.csv").write_text("label,filename\ndog,s/b.wav\ncat,absent.wav\n")
     Path("bare.txt").write_text("c.mp3\ns/b.wav\n")
-    write_tar(tmp_path / "0.tar", [*marked_items(range(2)), ("0005.png", b"")])
-    for arguments, names in (
-        (["s"], ["s/a/z.FLAC", "s/b.wav", r"s/\xff.ogg"]),
-        (["s/b.wav", "list.csv", "bare.txt"], ["s/b.wav", "absent.wav", "c.mp3"]),
-        (["*.tar"], ["0.tar: 0000", "0.tar: 0001", "0.tar: 0005"]),
-    ):
-        assert [*find_sources(arguments)] == names
+    write_tar(tmp_path / "0.tar", marked_items(range(2)))
+    names = [*find_sources(["s", "list.csv", "bare.txt", "*.tar"])]
+    assert names[:3] == ["s/a/z.FLAC", "s/b.wav", r"s/\xff.ogg"]
+    assert names[3:] == ["absent.wav", "c.mp3", "0.tar: 0000", "0.tar: 0001"]
     with pytest.raises(UserError, match=r"absent\.wav"):
         find_sources(["absent.wav"])
 
@@ -89,16 +86,10 @@ def test_classify_writes_the_likeliest_labels(workspace: Path) -> None:
 
 
 def test_search_finds_the_nearest_windows(table: Path) -> None:
-    clap = clap_ds.load("run")
-    rows = [row for row in clap.iter_windows(sorted(Path("sounds").glob("*"))) if not row.error]
-    scores = np.stack([row.vector for row in rows]) @ clap.embed_text("a loud tone")[0]
-    best = int(scores.argmax())
-    search(["v.parquet", "a loud tone", "--top", "3", "--output", "nearest.csv"])
-    _, (file, start_s, _, score_text), *_ = read_csv("nearest.csv")
-    assert (file, float(start_s)) == (rows[best].source, rows[best].start_s)
-    assert float(score_text) == pytest.approx(scores[best], abs=1e-6)
     search(["v.parquet", "--sound", "sounds/high.wav", "--top", "1", "--output", "nearest.csv"])
-    assert read_csv("nearest.csv")[1] == ["sounds/high.wav", "0.0", "1.0", "1.0"]
+    header, nearest = read_csv("nearest.csv")
+    assert header == ["file", "start_s", "end_s", "score"]
+    assert nearest == ["sounds/high.wav", "0.0", "1.0", "1.0"]
 
 
 @pytest.mark.parametrize(
