@@ -14,6 +14,7 @@ clips, as on AudioSet and FSD50K.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,36 +115,22 @@ def evaluate_retrieval(
     """Compute recall and mean average precision in both directions from fp32 rows of length 1. A
     collective."""
     clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
-    audio = (audio_ND, clip_N)
-    text = (text_MD, clip_of_caption_M)
-    return {
-        **_evaluate_direction("audio_to_text", audio, text, len(audio_ND), ranks),
-        **_evaluate_direction("text_to_audio", text, audio, len(audio_ND), ranks),
+    rank = partial(ranking.rank_candidates, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks)
+    results = {
+        "audio_to_text": rank(
+            audio_ND, text_MD, lambda rows: clip_N[rows, None] == clip_of_caption_M
+        ),
+        "text_to_audio": rank(
+            text_MD, audio_ND, lambda rows: clip_of_caption_M[rows, None] == clip_N
+        ),
     }
-
-
-def _evaluate_direction(
-    direction: str,
-    queries: tuple[Tensor, Tensor],
-    candidates: tuple[Tensor, Tensor],
-    num_clips: int,
-    ranks: Ranks,
-) -> dict[str, Measure]:
-    """Compute retrieval's measures in one direction, from features, (Q, D) and (C, D), each with
-    the clips that they belong to, (Q,) and (C,)."""
-    queries_QD, clip_of_query_Q = queries
-    candidates_CD, clip_of_candidate_C = candidates
-
-    def find_relevant(rows: slice) -> Tensor:
-        return clip_of_query_Q[rows, None] == clip_of_candidate_C
-
-    values_QM, chances_QM = ranking.rank_candidates(
-        queries_QD, candidates_CD, find_relevant, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks
-    )
-    names = [f"retrieval_{direction}_r{k}" for k in RECALL_AT]
-    names.append(f"retrieval_{direction}_map{CUTOFF}")
-    # A clip's captions are correlated, so the interval is for the number of clips.
-    return _average(names, values_QM, chances_QM, num_clips)
+    measures: dict[str, Measure] = {}
+    for direction, (values_QM, chances_QM) in results.items():
+        names = [f"retrieval_{direction}_r{k}" for k in RECALL_AT]
+        names.append(f"retrieval_{direction}_map{CUTOFF}")
+        # A clip's captions are correlated, so the interval is for the number of clips.
+        measures |= _average(names, values_QM, chances_QM, len(audio_ND))
+    return measures
 
 
 def retrieval_loss(
