@@ -19,6 +19,7 @@ from clap_ds.model.patch_embed import is_longer_than_clip
 from clap_ds.weights.key_mapping import feature_extractor
 from tests.data.tars import wav, write_tar
 from tests.evaluation.conftest import npy
+from tests.inference.conftest import noise
 
 MICRO = load_preset("micro")
 # Clips of a second. The extractor only fuses 64 mel bins.
@@ -97,15 +98,11 @@ def test_unusable_features_are_refused_with_reason(encoded: bytes, reason: str) 
         read(encoded)
 
 
-def noise(num_samples: int) -> np.ndarray:
-    return (0.2 * np.random.default_rng(0).standard_normal(num_samples)).astype(np.float32)
-
-
 @pytest.mark.parametrize("num_samples", [20_000, 48_480, 170_000])
 def test_fusion_equals_extractor_of_transformers(
     num_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = noise(num_samples)
+    samples = noise(num_samples / 48000)[0]
     # The middle position, as in evaluation.
     monkeypatch.setattr(np.random, "choice", lambda positions: positions[(len(positions) - 1) // 2])
     (features,), _ = feature_extractor(AUDIO)([samples], sampling_rate=48000).values()
@@ -123,8 +120,8 @@ FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion
 def test_shards_are_fused_for_training(tmp_path: Path, tokenizer_dir: str) -> None:
     """Clips shorter and longer than a second."""
     members = []
-    for number, num_samples in enumerate((30_000, 90_000)):
-        members += [(f"{number}.wav", wav(noise(num_samples))), (f"{number}.txt", b"a")]
+    for name, seconds in (("short", 0.6), ("long", 1.9)):
+        members += [(f"{name}.wav", wav(noise(seconds)[0])), (f"{name}.txt", b"a")]
     tar = write_tar(tmp_path / "a.tar", members)
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
     data = ShardData(source="webdataset", shards=str(tar), **options)

@@ -21,6 +21,7 @@ from clap_ds.data.shard_manifest import front_end_of, read_manifest
 from clap_ds.model.mel import LogMel
 from clap_ds.utils.errors import exit_code_of
 from tests.data.tars import items_in, wav, write_tar
+from tests.inference.conftest import noise
 
 AUDIO = load_preset("micro").audio
 """Clips of one second."""
@@ -29,22 +30,15 @@ RATE = AUDIO.sample_rate
 HALF_STEP = 2**-5 + 1e-4
 
 
-def sound(seconds: float, rate: int = RATE, channels: int = 1) -> np.ndarray:
-    """Return a falling tone in noise that differs by channel."""
-    time = np.arange(round(seconds * rate))[:, None] / rate
-    tones = 0.4 * np.sin(2 * np.pi * (900 - 300 * time) * time + np.arange(channels))
-    return tones + np.random.default_rng(0).uniform(-0.02, 0.02, tones.shape)
-
-
 CLIPS = {
     # file, seconds
-    "short": (wav(sound(0.3), RATE, "PCM_16"), 0.3),
-    "exact": (wav(sound(1.0), RATE, "PCM_16"), 1.0),
-    "slow": (wav(sound(0.5, 8000), 8000, "PCM_16"), 0.5),
-    "odd": (wav(sound(0.9, 44100, 2), 44100, "PCM_24"), 0.9),
+    "short": (wav(noise(0.3).T, RATE, "PCM_16"), 0.3),
+    "exact": (wav(noise(1.0).T, RATE, "PCM_16"), 1.0),
+    "slow": (wav(noise(0.5, 8000).T, 8000, "PCM_16"), 0.5),
+    "odd": (wav(noise(0.9, 44100, 2).T, 44100, "PCM_24"), 0.9),
     # clipped at full scale
-    "float": (wav(3 * sound(0.4), RATE, "FLOAT"), 0.4),
-    "long": (wav(sound(2.5, 44100, 2), 44100, "PCM_16"), 2.5),
+    "float": (wav(3 * noise(0.4).T, RATE, "FLOAT"), 0.4),
+    "long": (wav(noise(2.5, 44100, 2).T, 44100, "PCM_16"), 2.5),
 }
 
 

@@ -44,10 +44,9 @@ def test_synthetic_captions_have_frames_of_roberta_and_lengths_of_histogram(
     is_short = batch.attention_mask.sum(1) == 3
     assert float(is_short.double().mean()) == pytest.approx(0.1, abs=5 * 0.0067)
     assert batch.num_tokens == 3 * is_short.sum() + 8 * (~is_short).sum()
-    # <s>, words, </s>, padding
-    start, word, end, *padding = batch.input_ids[is_short][0].tolist()
-    assert (start, end, padding) == (0, 2, [1] * 9)
-    assert word > 3
+    # <s>, a word, </s>, padding
+    assert (batch.input_ids[is_short] == 1).sum() == 9 * is_short.sum()
+    assert batch.input_ids[is_short][0, [0, 2]].tolist() == [0, 2]
 
 
 def test_workers_make_same_batches_and_resume(
