@@ -80,3 +80,24 @@ def test_peek_takes_no_batch(open_source: OpenSource, device: str) -> None:
             assert source.state()["batches"] == number + 1
             assert are_equal(batch, peeked)
             assert batch.device.type == device
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_batches_copied_ahead_are_complete(open_source: OpenSource) -> None:
+    """With a busy compute stream, a missing wait or memory reused too early would give wrong rows
+    of large batches."""
+    device = torch.device("cuda")
+    settings = {"num_batches": 6, "micro_batch": 20_000, "device": device}
+    with open_source(placement="device", **settings) as source:
+        expected = [next(source).audio.sum(1) for _ in range(6)]
+    work = torch.rand(4096, 4096, device=device)
+    sums = []
+    with open_source(**settings) as source:
+        for _ in range(6):
+            batch = next(source)
+            for _ in range(20):
+                work = (work @ work).clamp_(0, 1)
+            sums.append(batch.audio.sum(1))
+            del batch
+    assert all(map(torch.equal, sums, expected))
