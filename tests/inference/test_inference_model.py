@@ -117,22 +117,13 @@ def test_arrays_and_encoded_files_equal_paths(clap: Clap, tmp_path: Path) -> Non
         if isinstance(sound, io.BytesIO):
             sound.seek(0)
         assert np.array_equal(clap.embed_audio([sound], 44100), expected)
+    single = clap.embed_audio(floats, 44100)
+    assert np.array_equal(clap.embed_audio(floats.T, 44100, channels_first=False), single)
+    doubled = clap.embed_audio(np.tile(floats, (2, 1)), 44100, channels_first=True)
+    np.testing.assert_allclose(doubled, single, atol=1e-6)
     batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
     assert np.array_equal(clap.embed_audio(batch, 48000), clap.embed_audio([*batch], 48000))
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
-
-
-def test_channels_first_makes_an_array_one_sound(clap: Clap) -> None:
-    array = noise(0.4, channels=4)
-    mixed = clap.embed_audio(array.mean(axis=0), 48000)
-    for vectors in (
-        clap.embed_audio(array, 48000, channels_first=True),
-        clap.embed_audio(torch.from_numpy(array.T), 48000, channels_first=False),
-        # The channels of `datasets`' entries are known.
-        clap.embed_audio({"array": array, "sampling_rate": 48000}),
-        clap.embed_audio(decoder_of(array, 48000)),
-    ):
-        np.testing.assert_allclose(vectors, mixed, atol=1e-6)
 
 
 def test_examples_of_docstring_and_docs_run(
