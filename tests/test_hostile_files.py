@@ -22,9 +22,8 @@ from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
 from clap_ds.checkpoint.checkpoint_files import clear_leftovers, latest_valid
 from clap_ds.checkpoint.load_weights import load_weights
-from clap_ds.checkpoint.remote import RemoteFolder, try_target
+from clap_ds.checkpoint.remote import RemoteFolder
 from clap_ds.config.model import load_preset
-from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import load_run
 from clap_ds.data.build_shards.build import identify_audio, keep_file, members_of
 from clap_ds.data.build_shards.caption_lists import audio_files_in, read_entries, read_paths
@@ -147,7 +146,7 @@ def test_deeply_nested_folder_is_refused_by_readers_and_fails_no_start(deep_fold
 
 RECORD = DATA / "record_2ranks"
 TOKENIZER = "tokenizer/tokenizer.json"
-# files in a folder of others → writer of them
+# files in a folder of others → writer of them; uploads: see tests/data/test_remote_files.py
 WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
     # a run
     ("metrics.jsonl",): lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
@@ -161,11 +160,8 @@ WRITERS: dict[tuple[str, ...], Callable[[Path], object]] = {
         ["--nodelist", "n1", "--slots", "1", "--output", str(run / "hostfile")]
     ),
     # checkpoints
-    (".probe",): lambda folder: try_target(str(folder)),
     (".step-00000001.partial",): lambda folder: make_checkpoint(folder, 1),
     ("history.jsonl",): lambda folder: download_history(folder),
-    ("logs",): lambda folder: upload_logs(folder),
-    ("step-00000002",): lambda folder: upload_checkpoint(folder),
     # analysis
     (
         "report.md", "report.html", "table.csv", "scaling.png", "breakdown-2.png", "projection-1.png",
@@ -205,18 +201,6 @@ def download_history(folder: Path) -> None:
     remote = make_checkpoint(folder.with_name("remote"), 2).parent
     (remote / "history.jsonl").touch()
     RemoteFolder(f"file://{remote}").download_newest(folder, {})
-
-
-def upload_logs(folder: Path) -> None:
-    logs = folder.with_name("logs")
-    logs.mkdir(exist_ok=True)
-    (logs / "file").write_text("log")
-    RemoteFolder(str(folder)).upload_logs([logs])
-
-
-def upload_checkpoint(folder: Path) -> None:
-    checkpoint = make_checkpoint(folder.with_name("local"), 2)
-    RemoteFolder(str(folder)).upload(checkpoint, CheckpointSettings())
 
 
 @pytest.mark.parametrize("names", WRITERS, ids=" ".join)

@@ -43,9 +43,8 @@ def marked_items(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
 
 
 def number_of(waveform: torch.Tensor) -> int:
-    """Return the number of a waveform's marked item."""
-    scale = 1 if waveform.is_floating_point() else INT16_SCALE
-    return round(float(waveform[0]) / scale * 1000) - 1
+    """Return the number of the marked item of int16 samples."""
+    return round(float(waveform[0]) / INT16_SCALE * 1000) - 1
 
 
 def numbers_in(source: Iterator[Batch], num_batches: int) -> list[int]:
