@@ -199,6 +199,7 @@ FOUR = members_of(range(4))
     ("task", "members", "changes", "message"),
     [
         ("retrieval", UNDECODABLE, {}, "retrieval.shards: none .* can be decoded"),
+        ("retrieval", FOUR, {"caption_key": "title"}, "retrieval.shards: expected clips with capt"),
         ("zero_shot", FOUR[:2], {}, "zero_shot.classes: expected at least 2 classes"),
         ("zero_shot", FOUR, {"classes": {"hum": ["x"]}}, "zero_shot.classes: .* 'click'"),
     ],
