@@ -66,9 +66,9 @@ def test_sources_are_found_in_folders_lists_and_tars(
     Path("list.csv").write_text("label,filename\ndog,s/b.wav\ncat,absent.wav\n")
     Path("bare.txt").write_text("c.mp3\ns/b.wav\n")
     write_tar(tmp_path / "0.tar", [*marked_items(range(2)), ("5.png", b"")])
-    names = [*find_sources(["s", "list.csv", "bare.txt", "*.tar"])]
+    names = [*find_sources(["s", "c.mp3", "list.csv", "bare.txt", "*.tar"])]
     assert names[:3] == ["s/a/z.FLAC", "s/b.wav", r"s/\xff.ogg"]
-    assert names[3:] == ["absent.wav", "c.mp3", "0.tar: 0000", "0.tar: 0001", "0.tar: 5"]
+    assert names[3:] == ["c.mp3", "absent.wav", "0.tar: 0000", "0.tar: 0001", "0.tar: 5"]
     with pytest.raises(UserError, match=r"absent\.wav"):
         find_sources(["absent.wav"])
 
