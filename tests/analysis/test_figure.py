@@ -17,8 +17,9 @@ def test_page_embeds_figures_and_escapes_text(tmp_path: Path) -> None:
         figure.save(tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
     assert struct.unpack(">I", (tmp_path / "s.png").read_bytes()[16:20])[0] == 200 * 6.5
-    with pytest.raises(UserError, match="txt"):
-        figure.save(tmp_path / "s.txt")
+    for name, problem in (("s.txt", "txt"), ("", "folder")):
+        with pytest.raises(UserError, match=problem):
+            figure.save(tmp_path / name)
     markdown = "| `x` |\n| -: |\n| **2** <i> |\n\n![](s.png)\n\n[out](https://a.b) <https://a.b>"
     text = render_page("a <b>", markdown, tmp_path)
     for part in ("<title>a &lt;b&gt;</title>", "<strong>2</strong> &lt;i&gt;"):

