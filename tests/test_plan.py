@@ -92,7 +92,6 @@ def test_accumulation_repeats_passes_but_not_the_update(plan_run: PlanRun) -> No
     assert repeated["tflop"] == pytest.approx(4 * single["tflop"])
     # Four micro-batches of 4. Fused attention and the loss recompute scores.
     assert 4 * 4 * sample / 1e12 < repeated["tflop"] < 1.1 * (4 * 4 * sample / 1e12)
-    assert repeated["parameters"] == single["parameters"] == 64_601
     for part, factor in (("audio forward", 4), ("optimizer", 1)):
         part_s = [report["step_s"][part]["middle"] for report in (single, repeated)]
         assert part_s[1] == pytest.approx(factor * part_s[0], rel=0.1)

@@ -16,8 +16,6 @@ from deepspeed.utils import groups
 
 from benchmarks import baselines, compare_baselines
 from clap_ds.config.model import load_preset
-from clap_ds.data.batch import Batch
-from clap_ds.model.clap import ClapModel
 
 SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
 
@@ -101,28 +99,3 @@ def test_loop_masks_the_stripes_that_it_draws() -> None:
             start = int(torch.randint(size - width, (1,)))
             mask[stripe // 2].narrow(dim - 1, start, width).zero_()
     torch.testing.assert_close(masked, norm(mel) * mask, rtol=0, atol=0)
-    assert 0 < mask.mean() < 1
-
-
-@pytest.mark.parametrize(("kind", "padded_length"), [("transformers", 7), ("open_clip", 12)])
-def test_captions_are_padded_as_the_program_pads_them(
-    monkeypatch: pytest.MonkeyPatch, kind: str, padded_length: int
-) -> None:
-    config = load_preset("micro")
-    weights = baselines.to_transformers(ClapModel(config).state_dict())
-    side = baselines.Side(config, weights, kind, "none", torch.device("cpu"), spec_augment=False)
-    lengths = torch.tensor([4, 7, 5])
-    mask = (torch.arange(12) < lengths[:, None]).long()
-    ids = torch.where(mask.bool(), 7, config.text.pad_token_id)
-    forward = side.model.forward
-    calls = []
-
-    def record_call(*arguments: torch.Tensor) -> Any:
-        calls.append(arguments)
-        return forward(*arguments)
-
-    monkeypatch.setattr(side.model, "forward", record_call)
-    side.step(Batch(torch.zeros(3, *config.audio.clip_shape, dtype=torch.int16), ids, mask))
-    ((_, input_ids, input_mask),) = calls
-    assert input_ids.shape == input_mask.shape == (3, padded_length)
-    assert input_mask.sum(dim=1).tolist() == [4, 7, 5]

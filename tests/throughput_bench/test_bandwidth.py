@@ -35,14 +35,10 @@ def _time_with_wrong_sums(wrong_sums: dict[int, float]) -> dict[str, Any]:
         return bandwidth.time_all_reduce(MEGABYTE, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("wrong_sums", "num_wrong"), [({}, 0), ({0: 1.0, 9: 2.5, 36: float("nan"), 1: 2.0}, 3)]
-)
-def test_wrong_sums_are_counted_and_the_rate_is_of_the_bytes_sent(
-    two_ranks: RankPool, wrong_sums: dict[int, float], num_wrong: int
-) -> None:
+def test_wrong_sums_are_counted_and_the_rate_is_of_the_bytes_sent(two_ranks: RankPool) -> None:
+    wrong_sums = {0: 1.0, 9: 2.5, 36: float("nan"), 1: 2.0}
     measured = two_ranks.run(_time_with_wrong_sums, wrong_sums)[0]
-    assert measured["num_wrong"] == [0, num_wrong]
+    assert measured["num_wrong"] == [0, 3]
     assert measured["seconds"] == 0.5
     # Each of two ranks sends 2 (n - 1) / n = 1 MB in half a second.
     assert measured["bus_gb_per_s"] == pytest.approx(0.002)

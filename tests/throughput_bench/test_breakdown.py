@@ -84,10 +84,6 @@ def test_breakdown_of_one_rank_exposes_nothing(one_rank: RankPool) -> None:
     assert one_rank.run(_break_down, 3) == [pytest.approx(expected)]
 
 
-def test_breakdown_of_no_steps_is_none(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_break_down, 0) == [None] * 2
-
-
 def test_median_step_with_a_faster_communicating_pass_exposes_none() -> None:
     step = dict.fromkeys(STEP_PHASES, 1.0)
     median = median_step([{**step, "exposed_communication": -0.25, "backward": 3.0}] * 3)

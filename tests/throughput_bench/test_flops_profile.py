@@ -98,19 +98,3 @@ def test_profile_of_packed_captions_has_their_mean_length_and_the_padded_figures
     assert f"profiled {padded}, closed form {padded}; published" in stdout
     # The profiled model is another one.
     assert flops["deepspeed_published_gflops"] < 0.99 * flops["published_gflops"]
-
-
-def _count(accumulation: str) -> dict[str, Any]:
-    run = settings("fp32", 2, clap={"train": {"accumulation": accumulation}})
-    engine = engine_of(run, model_of(run))
-    with setup_dataloader(run, Ranks(0, 1, 0, 1), engine) as loader:
-        return measure_flops(engine, loader, run.clap.model, {}, Path())
-
-
-def test_flops_with_gradcache_recompute_the_forward_pass(one_rank: RankPool) -> None:
-    (plain,) = one_rank.run(_count, "plain")
-    (gradcache,) = one_rank.run(_count, "gradcache")
-    assert plain["recomputed_gflops"] == 0
-    assert gradcache["recomputed_gflops"] == gradcache["model_gflops"]
-    assert gradcache["model_gflops"] == plain["model_gflops"] > 0
-    assert gradcache["training_gflops"] == plain["training_gflops"]
