@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
 
 from clap_ds.analysis.figure import SERIES_STYLES, FigureBuilder, set_gpu_axis, styled
 from clap_ds.analysis.plot_run import draw_runs
@@ -30,9 +32,6 @@ from clap_ds.analysis.table import (
 )
 from clap_ds.analysis.weak_scaling import Series, list_doubts, make_series
 from clap_ds.utils.errors import UserError, run_alone
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # With more series, bands would cover each other.
 FEW_SERIES = 2

@@ -1,7 +1,6 @@
 """Style and output of figures, and the page that contains them."""
 
 import struct
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,3 @@ def test_page_embeds_figures_and_escapes_text(tmp_path: Path) -> None:
     assert "href" not in text
     assert "default-src 'none'" in text
     assert text.count('src="data:image/png;base64,iVBOR') == text.count("src=") == 1
-
-
-def test_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="matplotlib"):
-        FigureBuilder()
-    monkeypatch.setitem(sys.modules, "markdown_it", None)
-    with pytest.raises(UserError, match="markdown-it-py"):
-        render_page("", "", tmp_path)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -73,53 +72,6 @@ def test_training_saves_at_its_time_and_is_queued_until_done(
     assert requeued["resumed_at_step"] == stopped["step"]
     assert (last["resumed_at_step"], last["step"]) == (requeued["step"], STEPS)
     assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
-
-
-def test_array_of_a_sweep_that_was_killed_is_found_and_completes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
-    # An sbatch that kills the sweep once it has submitted.
-    (tmp_path / "bin").mkdir()
-    kill_sweep = '[ "$1" = --test-only ] || kill -9 $PPID'
-    sbatch = f'#!/bin/sh\n/usr/bin/env PATH="${{PATH#*:}}" sbatch "$@"\n{kill_sweep}\n'
-    (tmp_path / "bin" / "sbatch").write_text(sbatch)
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
-
-    def sweep(*words: str, path: str = os.environ["PATH"]) -> str:
-        program = ["env", f"PATH={path}", sys.executable, str(ROOT / "launch" / "sweep.py")]
-        return cluster.run("ctl", *program, *words, folder=tmp_path, check=False).stdout
-
-    run = ["--cluster", write_profile(tmp_path), "--config", "tiny.json", "--folder", "lr"]
-    options = ["--array", "--vary", "optimizer.params.lr=1e-3,2e-3"]
-    sweep(*run, *options, path=f"{tmp_path}/bin:{os.environ['PATH']}")
-    status = sweep("status", "lr")
-    assert "n001-lr_0.001: recorded job " in status
-    assert "n001-lr_0.002: recorded job " in status
-    cluster.wait_until(lambda: "2 completed" in sweep("status", "lr"), 240, "both jobs' ends")
-    assert "resubmitting 0 of 2 jobs" in sweep("resume", "lr")
-    configs = [json.loads(path.read_text()) for path in tmp_path.glob("lr/runs/*/config.json")]
-    names = sorted(config["clap"]["output"]["run_name"] for config in configs)
-    assert names == ["n001-lr_0.001", "n001-lr_0.002"]
-
-
-def test_lock_of_another_host_is_stale_once_slurm_tells_so(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    program = (
-        f"from clap_ds.run_records.lock import *; FolderLock(Path({str(tmp_path)!r})).acquire()"
-    )
-    acquire = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
-    sbatch = ["sbatch", "--parsable", "--array=3", "--nodelist=node1", "--output=/dev/null"]
-    number = cluster.run("ctl", *sbatch, f"--wrap={shlex.join(acquire)}; sleep 600").stdout.strip()
-    cluster.wait_until((tmp_path / "writer.json").exists, 60, "the lock")
-    on_node2 = ["srun", "--nodelist=node2", *acquire]
-    done = cluster.run("ctl", *on_node2, check=False)
-    assert done.returncode != 0
-    assert f"SLURM job {number}_3, " in done.stderr
-    cluster.run("ctl", "scancel", number)
-    cluster.wait_until_idle()
-    assert "had a stale lock of host node1, " in cluster.run("ctl", *on_node2).stderr
 
 
 @pytest.mark.parametrize(
