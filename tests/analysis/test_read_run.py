@@ -45,11 +45,10 @@ def test_record_has_every_field_of_its_files(record: Path) -> None:
     assert (run.state, run.model) == ("completed", "clap_htsat_tiny_roberta_base")
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.context_length) == (1, 2, 4, 77)
     assert (run.rate, run.windows, run.finished[:4]) == (1.5, (1.0, 2.0), "2026")
-    assert (run.breakdown_s, run.achieved_tflops, run.notes) == (SUMMARY["breakdown_s"], 0.25, "")
+    assert (run.breakdown_s, run.achieved_tflops) == (SUMMARY["breakdown_s"], 0.25)
     assert run.deepspeed_samples_per_s_per_gpu == SUMMARY["deepspeed_samples_per_s"] / 2
     assert (run.joules_per_sample, run.energy_kwh) == (0.5, None)
     assert run.memory_peak_gib == SUMMARY["memory_peak_bytes"] / 2**30
-    assert run.environment["versions"]["torch"] == "2.13.0+cpu"
     # The configuration has the micro-batch that the summary lacks.
     changes = {"gradient_accumulation_steps": 3, "micro_batch_per_gpu": None}
     assert read_record(change_summary(record, **changes)).batch_per_gpu == 12

@@ -43,7 +43,6 @@ def test_report_has_every_section_and_picture_and_needs_no_other_file(folder: Pa
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
     kinds = {re.sub(r"-\d+", "", name) for name in pictures}
     assert kinds == {"scaling.png", "breakdown.png", "projection.png"}
-    assert sorted(pictures) == sorted(path.name for path in folder.glob("*.png"))
     references = re.findall(r'\b(?:src|href)="(.*?)"', text)
     assert len(references) == len(pictures)
     assert all(reference.startswith("data:image/png;base64,iVBOR") for reference in references)
@@ -84,10 +83,8 @@ def test_text_of_a_record_is_no_markup(tmp_path: Path, monkeypatch: pytest.Monke
     folder = tmp_path / "run"
     folder.mkdir()
     slow = {"rank": 1, "host": "n1", "lag_s": 1.0, "lag_percent": 2.0, "data_wait_s": 0.1}
-    changes = {"summary": {"error": "why", "finished": "", "stragglers": [slow]}}
-    for name in ("summary", "environment", "config"):
-        content = json.loads((DATA / f"record_2ranks/{name}.json").read_text())
-        content |= changes.get(name, {})
+    summary = {**SUMMARY, "error": "why", "finished": "", "stragglers": [slow]}
+    for name, content in (("summary", summary), ("environment", ENVIRONMENT)):
         (folder / f"{name}.json").write_text(json.dumps(add_payload(content)))
     texts = {name: add_payload("x") for name in ("scaling", "state", "notes", "uncertainty_from")}
     rows = [Row(n, 4 * n, 5.0, model="m", samples_per_s_per_gpu_ci95=0.1, **texts) for n in (1, 2)]

@@ -82,16 +82,10 @@ def read(tmp_path: Path) -> Read:
     return read_text
 
 
-def progress_line(program: str, step: int, mean_s: float = 1.0, batch: int = 64) -> str:
-    """Return a program's line after `step` steps of this batch, the last of which took `mean_s`."""
-    numbers = {
-        "step": step,
-        "samples": batch * step,
-        "batch": batch,
-        "mean_s": mean_s,
-        "mean_ms": 1000 * mean_s,
-        "tps": round(batch * 8192 / mean_s),
-    }
+def progress_line(program: str, step: int, mean_s: float = 1.0, **more: object) -> str:
+    """Return a program's line after `step` steps of 64 samples, the last of which took `mean_s`."""
+    numbers = {"step": step, "samples": 64 * step, "batch": 64, "mean_s": mean_s, **more}
+    numbers |= {"mean_ms": 1000 * mean_s, "rate": 64 / mean_s}
     return PROGRESS[program][0].format(**numbers) + "\n"
 
 
@@ -239,22 +233,14 @@ def test_rounding_of_step_times_is_noted_if_it_is_coarse(read: Read) -> None:
 @pytest.mark.parametrize("program", PROGRESS)
 def test_rate_of_another_program_is_that_of_its_steps(read: Read, program: str) -> None:
     """400 steps of 64 samples. The first ten take 9 s each, later ones 2 or 3."""
-    line, text = PROGRESS[program]
+    _, text = PROGRESS[program]
     times = [9.0] * 10 + [2.0, 3.0] * 195
     for step in range(10, 401, 10):
         mean_s = fmean(times[step - 10 : step])
         total_s = round(sum(times[:step]))
-        numbers = {
-            "step": step,
-            "samples": 64 * step,
-            "batch": 64,
-            "rate": 64 / mean_s,
-            "mean_s": mean_s,
-            "mean_ms": 1000 * mean_s,
-            "average": 64 * (step - 2) / (total_s - 18),
-            "tps": round(8 * 8192 / mean_s),
-        }
-        text += line.format(**numbers, clock=clock(total_s)) + "\n"
+        average = 64 * (step - 2) / (total_s - 18)
+        tps = round(8 * 8192 / mean_s)
+        text += progress_line(program, step, mean_s, average=average, tps=tps, clock=clock(total_s))
     run = read(text, gpus=8, batch_per_gpu=8)
     assert run.rate == pytest.approx(64 / 2.5 / 8, rel=1e-4)
     assert run.batch_per_gpu == 8
@@ -296,8 +282,7 @@ def test_batch_that_grows_counts_the_samples_of_each_line(read: Read) -> None:
     for step in range(10, 201, 10):
         samples = 64 * step + 64 * max(step - 100, 0)
         batch = 128 if step > 100 else 64
-        line = PROGRESS["Megatron-LM"][0]
-        text += line.format(step=step, samples=samples, batch=batch, mean_ms=1000) + "\n"
+        text += progress_line("Megatron-LM", step, samples=samples, batch=batch)
     assert read(text).rate == pytest.approx((90 * 64 + 100 * 128) / 190, rel=0.02)
 
 
@@ -314,7 +299,7 @@ def test_rate_of_two_programs_is_that_with_the_wait_for_data(read: Read) -> None
 
 
 def test_torchtitan_log_without_sequence_length_names_it(read: Read) -> None:
-    run = read("".join(progress_line("torchtitan", step) for step in range(1, 40)))
+    run = read("".join(progress_line("torchtitan", step, tps=9) for step in range(1, 40)))
     assert run.rate is None
     assert "sequence length" in run.notes
 
@@ -339,12 +324,10 @@ def test_restart_at_another_print_interval_is_noticed(read: Read) -> None:
 
 def test_only_the_last_start_counts(tmp_path: Path) -> None:
     head = LAUNCHER.format(1, 1)
-    restarted = FAILURE + running_log([1.0] * 20) + FAILURE + running_log([2.0] * 20)
-    # The steps of this one don't begin again.
-    continued = running_log([1.0] * 12) + head + running_log([2.0] * 30, every=10)
-    for text in (restarted, continued):
-        run = read_log(write(tmp_path / "run.log", head + text))
-        assert (run.rate, run.gpus, run.state) == (pytest.approx(32), 1, "unknown")
+    # The steps of the second start don't begin again.
+    text = running_log([1.0] * 12) + FAILURE + head + running_log([2.0] * 30, every=10)
+    run = read_log(write(tmp_path / "run.log", head + text))
+    assert (run.rate, run.gpus, run.state) == (pytest.approx(32), 1, "unknown")
 
 
 def test_repeated_impossible_and_damaged_lines_are_skipped(read: Read) -> None:

@@ -71,17 +71,6 @@ def test_towers_of_transformers_have_equal_losses_and_ratios_of_their_times(tmp_
     assert baseline["speed"]["median"] == pytest.approx(baseline["step"] / ours["step"])
 
 
-def test_baseline_with_other_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = baselines.to_transformers
-
-    def scale_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: 1.5 * tensor for name, tensor in convert(state).items()}
-
-    monkeypatch.setattr(baselines, "to_transformers", scale_weights)
-    options = ["--preset", "micro", "--precision", "fp32", "--against", "transformers"]
-    assert compare_baselines.main([*SMALL, *options]) == 1
-
-
 def test_loop_masks_the_stripes_that_it_draws() -> None:
     batch = 4
     frames = 101

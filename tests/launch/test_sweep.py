@@ -116,10 +116,11 @@ def test_array_is_one_submission_and_resumes_missing_tasks(
     assert {"#SBATCH --array=0-2", f"#SBATCH --output={folder}/%A_%a.out"} <= {*lines}
     assert f"folders=({' '.join(f'{folder}/{name}' for name in names)})" in lines
     slurm.write("queue", "101_0|RUNNING|None\n101_1|FAILED|None\n101_2|PENDING|Resources\n")
-    assert _parse_table(call("status", folder)) == [
-        [names[0], "1", "101_0", "running"],
-        [names[1], "1", "101_1", "failed"],
-        [names[2], "1", "101_2", "pending"],
+    rows = _parse_table(call("status", folder))
+    assert [row[2:] for row in rows] == [
+        ["101_0", "running"],
+        ["101_1", "failed"],
+        ["101_2", "pending"],
     ]
     call("resume", folder, "--time", "9", "-q", "big", "--dependency=afterany:7")
     options = "--array=1 --time=9 --qos=big --dependency=afterany:7"

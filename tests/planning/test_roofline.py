@@ -1,13 +1,9 @@
 """Test classes of dispatched operations, efficiencies, and times against hand calculations."""
 
-import gzip
 import json
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -93,26 +89,6 @@ def test_a_gpus_own_measurement_replaces_the_estimate(
     measured = efficiency_range(0.5, 0.1, "measured, results/h100")
     assert class_efficiencies(H100) == {**estimated, "softmax": measured}
     assert class_efficiencies(GPUS["h200"]) == h200
-
-
-def test_minimum_kernel_time_equals_short_kernels_in_a_row_on_an_h200() -> None:
-    """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a
-    compiled step."""
-    assert CHECKOUT
-    with tarfile.open(CHECKOUT / "results" / "h200" / "step.tar.xz") as archive:
-        trace = archive.extractfile("step/trace.json.gz")
-        assert trace is not None
-        events = json.loads(gzip.decompress(trace.read()))["traceEvents"]
-    kernels = sorted(
-        (event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"
-    )
-    intervals_us = [
-        next_us - start_us
-        for (start_us, duration_us), (next_us, _) in pairwise(kernels)
-        if duration_us < 3
-    ]
-    assert len(intervals_us) > 900
-    assert min(intervals_us) < 1e6 * KERNEL_S < median(intervals_us)
 
 
 @pytest.mark.parametrize(
