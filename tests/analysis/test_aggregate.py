@@ -46,11 +46,6 @@ def test_spread_is_at_least_half_the_last_digit_of_a_table(tmp_path: Path) -> No
     assert pool_spread([runs]) == RunSpread(pytest.approx(0.05 / 600.1), 2, 3)  # type: ignore[arg-type]
 
 
-def test_memory_is_the_maximum_of_all_repeats() -> None:
-    runs = [run(1, 100.0, memory_peak_gib=gib) for gib in (60.0, 71.5, 64.0)]
-    assert scaling_table(runs)[0].memory_peak_gib == 71.5
-
-
 def test_outlying_repeat_is_named() -> None:
     quiet = [run(1, rate) for rate in (99.6, 100.0, 104.9)]
     outlying = [run(8, 95.2), run(8, 95.0), run(8, 76.0, source="a/slow")]

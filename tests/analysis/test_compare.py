@@ -80,24 +80,6 @@ def test_power_is_that_of_the_page() -> None:
         assert power == pytest.approx(percent, abs=tolerance)
 
 
-def test_scale_with_quiet_repeats_is_judged_by_these_alone() -> None:
-    noisy = [run(8, rate) for rate in (90.0, 100.0, 110.0)]
-    a_runs = [run(1, rate) for rate in (99.9, 100.0, 100.1)]
-    b_runs = [run(1, rate) for rate in (101.9, 102.0, 102.1)]
-    quiet_pair, noisy_pair = pair_rows([*a_runs, *noisy], [*b_runs, *noisy])
-    assert "B is faster" in describe_significance(*quiet_pair)
-    assert "no significant difference" in describe_significance(*noisy_pair)
-
-
-def test_rates_that_differ_in_their_last_digit_are_not_significant(tmp_path: Path) -> None:
-    sides = []
-    for rate in ("600.1", "600.2"):
-        text = "\n".join([HEADER, *[f"1,4,{rate}"] * 3])
-        sides.append(read_table_runs(write(tmp_path / "t.csv", text)))
-    (pair,) = pair_rows(*sides)
-    assert "no significant difference" in describe_significance(*pair)
-
-
 def test_tables_without_a_model_match_each_other_and_any_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,6 @@
 """Output of projections, and of the command that made the committed one."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -55,11 +54,6 @@ def test_series_without_a_projection_is_a_warning_and_alone_an_error(
     table = samples.write(tmp_path / "t.csv", header + doubtful)
     with pytest.raises(UserError, match="above 100%"):
         samples.command(monkeypatch, extrapolate.main, table)
-
-
-def test_scales_in_their_band_are_counted() -> None:
-    series = replace(TINY, rates=(*TINY.rates[:-1], (128, 620.0)))
-    assert "The band covered 7 of 9." in render(series)
 
 
 def test_committed_projection_is_that_of_the_command_in_the_docs(

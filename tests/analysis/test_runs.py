@@ -109,12 +109,6 @@ def test_title_of_this_project_states_model_batch_and_tokens(
     assert run.model == summary["preset"]
 
 
-def test_title_with_packed_captions_gives_no_tflops(tmp_path: Path) -> None:
-    title = run_title({**TITLED, "text_packing": True})
-    run = read_one(write(tmp_path / "x.log", f"ranks: 8, nodes: 2\n{title}\n{STEPS}"))
-    assert (run.rate, run.achieved_tflops) == (8.0, None)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,15 +194,6 @@ def test_copies_of_other_inputs_count_once(tmp_path: Path, kind: str) -> None:
         COPIES[kind](folder)
     (run,) = read_runs(folders, make_options(nodes=1, gpus=4))
     assert "1 of its copies" in run.notes
-
-
-def test_runs_that_are_only_alike_count_each(tmp_path: Path) -> None:
-    for number in range(2):
-        write_record(tmp_path / f"equal{number}", 600.0, second=number)
-        record(tmp_path / f"failed{number}", [], state="failed", num_nodes=1, world_size=4)
-    runs = read_runs([tmp_path], make_options())
-    assert len(runs) == 4
-    assert not any("copies" in run.notes for run in runs)
 
 
 def test_command_runs_as_a_script_without_torch() -> None:

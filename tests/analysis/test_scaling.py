@@ -238,10 +238,3 @@ def test_cell_has_the_value_of_its_heading() -> None:
     numbers = [cell.partition(".")[0] for cell in row]
     printed = dict(zip(header, numbers, strict=True))
     assert printed == {heading: value for heading, _, value in cells}
-
-
-def test_notes_are_numbered() -> None:
-    runs = [run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]
-    text = render(scaling_table(runs))
-    for part in ("completed [2] [1] |", "completed [3] [2] [1] |", "\n\n[2] a\n\n[3] b\n"):
-        assert part in text

@@ -88,12 +88,6 @@ def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path: Path)
     assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
 
-def test_batches_that_contradict_each_other_are_noted(tmp_path: Path) -> None:
-    text = f"{NAMES},batch_per_gpu,global_batch\n1,4,600,64,256\n2,8,590,64,256\n"
-    agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
-    assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
-
-
 def test_markdown_has_dashes_for_gaps_and_no_markup_of_records() -> None:
     row = Row(1, 4, model="![x](http://a.b)", device="<img src=a>|`b`\n")
     assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "

@@ -215,13 +215,6 @@ def test_data_parallel_size_of_deepspeed_is_not_the_number_of_gpus(
     assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (4, 4, 2)
 
 
-def test_configuration_of_composer_is_a_new_start_with_its_scale(tmp_path: Path) -> None:
-    head = "Config:\nnum_gpus_per_node: 8\nnum_nodes: 2\n"
-    starts = [f"\t Train throughput/samples_per_sec: {rate}\n" * 40 for rate in (100.0, 800.0)]
-    run = read_log(write(tmp_path / "x.log", head + head.join(starts)))
-    assert (run.nodes, run.gpus, run.rate) == (2, 16, pytest.approx(50))
-
-
 def test_rounding_of_step_times_is_noted_if_it_is_coarse(read: Read) -> None:
     run = read(parameters(16) + open_clip_log([[10.0, *[0.0304] * 99]] * 2, 16))
     assert "rounds" in run.notes
@@ -270,12 +263,6 @@ def test_epochs_of_lightning_add_up(read: Read) -> None:
     assert read("".join(epochs), batch_per_gpu=6).rate == pytest.approx(3)
 
 
-def test_progress_bar_that_restarts_within_its_epoch_is_a_new_start(read: Read) -> None:
-    text = "".join(lightning_line(0, step, 4 * step) for step in range(100, 501, 100))
-    text += "".join(lightning_line(0, 500 + step, 2 * step) for step in range(0, 401, 10))
-    assert read(text, batch_per_gpu=6).rate == pytest.approx(3)
-
-
 def test_batch_that_grows_counts_the_samples_of_each_line(read: Read) -> None:
     """Of Megatron-LM's lines, 100 steps of 64 samples and 100 of 128 take 1 s each."""
     text = ""
@@ -302,12 +289,6 @@ def test_torchtitan_log_without_sequence_length_names_it(read: Read) -> None:
     run = read("".join(progress_line("torchtitan", step, tps=9) for step in range(1, 40)))
     assert run.rate is None
     assert "sequence length" in run.notes
-
-
-def test_utf_16_log_of_powershell_is_read(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    log.write_text(running_log([1.0] * 20), "utf-16")
-    assert read_log(log).rate == 64
 
 
 def test_warm_up_of_a_resumed_run_is_not_counted(read: Read) -> None:

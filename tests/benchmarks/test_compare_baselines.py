@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.utils import groups
 
-from benchmarks import baselines, compare_baselines
+from benchmarks import compare_baselines
 from clap_ds.config.model import load_preset
 
 SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
@@ -69,22 +69,3 @@ def test_towers_of_transformers_have_equal_losses_and_ratios_of_their_times(tmp_
     assert fp32["loss_difference"] < 1e-5
     ours, baseline = fp32["sides"]
     assert baseline["speed"]["median"] == pytest.approx(baseline["step"] / ours["step"])
-
-
-def test_loop_masks_the_stripes_that_it_draws() -> None:
-    batch = 4
-    frames = 101
-    bins = 16
-    norm = torch.nn.BatchNorm2d(bins)
-    mel = torch.randn(batch, bins, frames, 1)
-    torch.manual_seed(3)
-    masked = baselines.mask_in_a_loop(norm(mel))
-    torch.manual_seed(3)
-    mask = torch.ones(batch, bins, frames, 1)
-    for dim, size, limit in ((2, frames, 64), (1, bins, 8)):
-        # Two stripes for each clip.
-        for stripe in range(2 * batch):
-            width = int(torch.randint(limit, (1,)))
-            start = int(torch.randint(size - width, (1,)))
-            mask[stripe // 2].narrow(dim - 1, start, width).zero_()
-    torch.testing.assert_close(masked, norm(mel) * mask, rtol=0, atol=0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, PROGRAMS, STEPS, TRAINING, Submit, write_profile
+from tests.cluster.conftest import ENDLESS, PROGRAMS, STEPS, TRAINING, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import ROOT, micro_run
 
@@ -114,21 +114,3 @@ def test_deepspeeds_own_line_runs_on_the_hostfiles_hosts(
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["state"] == "completed"
     assert json.loads((summary.parent / "environment.json").read_text())["hosts"] == hosts
-
-
-def test_options_of_sbatch_reach_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
-    profile = write_profile(tmp_path, sbatch=["--begin=now+1hour"])
-    run = ["--cluster", profile, "--config", str(tmp_path / "tiny.json")]
-
-    def call(script: str, *options: str) -> str:
-        command = [sys.executable, f"launch/{script}.py", *run, *options]
-        return cluster.run("ctl", *command, folder=ROOT).stdout.strip()
-
-    first = call("submit", "-p", "short", "-t", "5", "--parsable")
-    array = ["--array", "--vary", "clap.seed=1,2", "--folder", str(tmp_path / "sweep")]
-    call("sweep", *array, f"--dependency=afterok:{first}")
-    queue = cluster.run("ctl", "squeue", "-hro", "%P %l %E").stdout.splitlines()
-    cluster.run("ctl", "scancel", "--user=root")
-    task = f"gpu 15:00 afterok:{first}(unfulfilled)"
-    assert sorted(queue) == [task, task, "short 5:00 (null)"]

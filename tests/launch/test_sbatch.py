@@ -106,26 +106,6 @@ def _run_guard(folder: Path, programs: dict[str, str], **variables: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, env=env).stdout
 
 
-@pytest.mark.parametrize(
-    ("answer", "goes_on"),
-    [
-        ("Id=7 JobState=RUNNING A=1 Restarts=0 B=2", True),
-        ("slurm_load_jobs error: Unable to contact slurm controller", True),
-        ("Id=7 JobState=COMPLETING A=1 Restarts=0 B=2", False),
-        ("slurm_load_jobs error: Invalid job id specified", False),
-    ],
-)
-def test_guard_ends_with_its_start_of_the_job(tmp_path: Path, answer: str, goes_on: bool) -> None:
-    rounds = shlex.quote(str(tmp_path / "rounds"))
-    programs = {
-        "sleep": f"echo >> {rounds}; [ $(wc -l < {rounds}) -lt 4 ]",
-        "sinfo": "echo idle",
-        "scontrol": f"echo '{answer}' >&2",
-    }
-    _run_guard(tmp_path, programs, SLURM_JOB_ID="7", without_spares="")
-    assert (tmp_path / "rounds").read_text().count("\n") == (4 if goes_on else 1)
-
-
 def test_words_reach_the_supervisor_whole(tmp_path: Path) -> None:
     """Use a path with spaces, quotes and percent signs, and a tricky value."""
     folder = tmp_path / "it's 50%"
@@ -143,15 +123,3 @@ def test_words_reach_the_supervisor_whole(tmp_path: Path) -> None:
     assert (threads, value) == ("6", TRICKY)
     assert words[2:4] == ["--folder", str(folder)]
     assert words[-1] == f"{folder}/run.json"
-
-
-@pytest.mark.parametrize(
-    ("train", "limit", "warning_s"),
-    [(False, "00:15:00", 60), (False, "00:01:00", 30), (True, "10", 300)],
-)
-def test_warning_comes_at_most_half_the_limit_before_it(
-    train: bool, limit: str, warning_s: int
-) -> None:
-    request = Request(ClusterProfile(), 4, None, train=train, time=limit)
-    script = format_script(request, 1, "name", "log", [Path("/jobs/one")])
-    assert f"#SBATCH --signal=USR1@{warning_s}\n" in script

@@ -10,7 +10,6 @@ from clap_ds.launch.slurm import (
     list_partitions,
     parse_seconds,
     requeue,
-    require_commands,
     run_slurm,
     without_spares,
 )
@@ -61,14 +60,6 @@ def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
     assert find_jobs([])["7"].state == "RUNNING", "one of three tries must succeed"
 
 
-def test_command_that_setup_has_hidden_is_named(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(slurm.folder))  # without srun and scancel
-    with pytest.raises(UserError, match=r"^srun, scancel: not in PATH on .* after `setup`"):
-        require_commands()
-
-
 def test_error_without_slurm_names_the_login_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -108,16 +99,3 @@ def test_requeue_comes_before_changes_of_the_job(
 ) -> None:
     assert requeue(1, excluded, changes) is None
     assert job.lines("asked") == ["requeue 42", *updates]
-
-
-@pytest.mark.parametrize(
-    ("failing", "error"),
-    [("update", None), ("requeue", "scontrol requeue 42: requeue disabled")],
-)
-def test_error_of_requeueing_is_returned_and_that_of_changes_is_not(
-    job: FakeSlurm, failing: str, error: str | None
-) -> None:
-    job.write_program(
-        "scontrol", f'[ "$1" != {failing} ] || {{ echo {failing} disabled >&2; exit 1; }}; cat job'
-    )
-    assert requeue(1, ["n1"]) == error

@@ -155,15 +155,6 @@ def test_job_without_a_record_is_found_by_its_name(
     assert f"resubmitting {num_resubmitted} of 2 jobs" in call("resume", folder)
 
 
-@pytest.mark.usefixtures("unchecked", "slurm")
-def test_jobs_of_folders_with_the_same_name_have_different_names(tmp_path: Path) -> None:
-    names: set[str] = set()
-    for parent in (tmp_path / "one", tmp_path / "two"):
-        parent.mkdir()
-        names.update(_read_slurm_names(_start(parent, "--nodes", "1", "2")))
-    assert len(names) == 4
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]

@@ -78,12 +78,6 @@ def test_breakdown_of_two_ranks_exposes_what_a_local_backward_takes_less(
     assert two_ranks.run(_break_down, 3) == [pytest.approx(expected)] * 2
 
 
-def test_breakdown_of_one_rank_exposes_nothing(one_rank: RankPool) -> None:
-    expected = {phase: 2 * seconds for phase, seconds in SECONDS.items()}
-    expected["exposed_communication"] = 0.0
-    assert one_rank.run(_break_down, 3) == [pytest.approx(expected)]
-
-
 def test_median_step_with_a_faster_communicating_pass_exposes_none() -> None:
     step = dict.fromkeys(STEP_PHASES, 1.0)
     median = median_step([{**step, "exposed_communication": -0.25, "backward": 3.0}] * 3)
