@@ -7,28 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, TRAINING, Submit
+from tests.cluster.conftest import ENDLESS, TRAINING, Submit, write_profile
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.end_to_end
-
-
-def test_job_of_a_killed_rank_is_requeued_without_its_host(
-    submit: Submit, cluster: SlurmCluster
-) -> None:
-    job = submit(2, profile={"requeues": 1}, request={"train": True}, clap=TRAINING)
-    job.wait_for_steps()
-    pid, variables = min(job.ranks("node2").items())
-    cluster.run("node2", "kill", "-9", pid)
-    job.wait_for_restart()
-    job.wait_for_steps(2)
-    assert cluster.job(job.number)["ExcNodeList"] == "node2"
-    job.check_end("COMPLETED", 0)
-    first, second = job.record["attempts"]
-    assert (first["at_fault"], first["requeued"], second["state"]) == (["node2"], True, "completed")
-    assert f"rank {variables['SLURM_PROCID']} on node2" in first["error"]
-    assert job.summaries[0]["error"] == first["error"]
-    assert "node2" not in second["hosts"]
 
 
 # Kills the second rank of node2 while it imports torch.
@@ -119,3 +102,29 @@ def test_training_whose_first_host_is_lost_resumes_without_waiting_for_spares(
     assert first["error"].startswith("lost node1: ")
     assert second["hosts"] == ["node2", "node3"]
     assert job.summaries[-1]["resumed_at_step"] > 0
+
+
+def _preflight(cluster: SlurmCluster, folder: Path, *allocation: str) -> tuple[int, str]:
+    """Run preflight in an allocation, and return its exit code and output."""
+    salloc = ["env", f"PYTHONPATH={ROOT}", "salloc", "--quiet", *allocation]
+    command = [sys.executable, str(ROOT / "launch" / "preflight.py")]
+    command += ["--cluster", write_profile(folder)]
+    done = cluster.run("ctl", *salloc, *command, folder=folder, timeout=240, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_host_that_cannot_resolve_names_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
+    cluster.wait_until_idle()
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.99.0.2 node2\n")
+    with cluster.mounted("node2", "--bind", str(tmp_path / "hosts"), "/etc/hosts"):
+        code, output = _preflight(cluster, tmp_path, "--nodelist=node[1-2]", "--ntasks-per-node=2")
+    assert code == 1
+    assert "node2 can't resolve node1" in output
+
+
+def test_step_that_slurm_refuses_blames_no_host(cluster: SlurmCluster, tmp_path: Path) -> None:
+    cluster.wait_until_idle()
+    code, output = _preflight(cluster, tmp_path, "--nodes=2", "--ntasks-per-node=1")
+    assert code != 0
+    assert "Unable to create step" in output
+    assert "unreachable" not in output

@@ -54,24 +54,30 @@ def test_jobs_share_nodes_hide_secrets_and_leave_nothing(
     assert subprocess.run(grep, capture_output=True, text=True).stdout == ""
 
 
-def test_training_saves_at_its_time_and_is_queued_until_done(
+def test_training_is_requeued_without_a_bad_host_and_at_its_time_until_done(
     submit: Submit, cluster: SlurmCluster
 ) -> None:
-    """The job requeues itself first, then SLURM requeues it, as after a preemption."""
-    job = submit(2, request={"train": True, "auto_requeue": True}, clap=TRAINING)
+    request = {"train": True, "auto_requeue": True}
+    job = submit(2, profile={"requeues": 1}, request=request, clap=TRAINING)
     job.wait_for_steps()
+    pid, variables = min(job.ranks("node2").items())
+    cluster.run("node2", "kill", "-9", pid)
+    job.wait_for_restart()
+    job.wait_for_steps(2)
+    assert cluster.job(job.number)["ExcNodeList"] == "node2"
     # Only to the ranks' step, as SLURM does before the limit.
     cluster.run("ctl", "scancel", "--signal=USR1", job.number)
-    job.wait_for_steps(2)
-    cluster.run("ctl", "scontrol", "requeue", job.number)
-    job.wait_for_steps(3)
     job.check_end("COMPLETED", 0)
-    stopped, requeued, last = job.summaries
-    assert [summary["state"] for summary in job.summaries] == ["timeout", "terminated", "completed"]
-    assert stopped["checkpoints"][-1]["saved"]
-    assert requeued["resumed_at_step"] == stopped["step"]
-    assert (last["resumed_at_step"], last["step"]) == (requeued["step"], STEPS)
-    assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
+    killed, stopped, last = job.record["attempts"]
+    assert killed["at_fault"] == ["node2"]
+    assert f"rank {variables['SLURM_PROCID']} on node2" in killed["error"]
+    assert "node2" not in last["hosts"]
+    assert [killed["requeued"], stopped["requeued"], last["requeued"]] == [True, True, False]
+    first_run, stopped_run, last_run = job.summaries
+    assert first_run["error"] == killed["error"]
+    assert (stopped_run["state"], last_run["state"]) == ("timeout", "completed")
+    assert stopped_run["checkpoints"][-1]["saved"]
+    assert (last_run["resumed_at_step"], last_run["step"]) == (stopped_run["step"], STEPS)
 
 
 @pytest.mark.parametrize(
