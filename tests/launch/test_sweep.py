@@ -229,8 +229,7 @@ def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
 @pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("nodes", "1")])
 def test_record_is_not_trusted(tmp_path: Path, call: Call, name: str, value: str) -> None:
     folder = _start(tmp_path)
-    outcome = {"state": "failed", "error": "\x1b[2J"}
-    (folder / "n001" / "attempts.json").write_text(json.dumps(outcome))
+    (folder / "n001" / "attempts.json").write_text('{"state": "failed", "error": "\\u001b[2J"}')
     assert "\x1b" not in call("status", folder)
     record = json.loads((folder / "submission.json").read_text())
     record["jobs"][0][name] = value
