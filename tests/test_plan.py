@@ -127,15 +127,6 @@ def test_ranges_cover_every_step_time_with_either_growth() -> None:
     assert long[1] == pytest.approx(100 * long_s["low"] / (long_s["low"] + growth_s))
 
 
-def test_middle_grows_by_half_the_seconds_and_half_the_share() -> None:
-    """Without uncertainty of the step's time, the range is that of either growth."""
-    step_s = dict.fromkeys(("low", "middle", "high"), 0.15)
-    _, row = plan.predict_scales(616, step_s, [1, 64], ARGUMENTS)
-    rates = row["samples_per_s_per_gpu"]
-    assert rates["low"] < 0.9 * rates["high"]
-    assert 1 / rates["middle"] == pytest.approx((1 / rates["low"] + 1 / rates["high"]) / 2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [("--gpu h100-sxn", "did you mean 'h100-sxm'"), ("--nodes 1 2", "train_batch_size")],

@@ -1,13 +1,10 @@
 """Synthetic DeepSpeed logs, runs, options and run directories for tests."""
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.table import Run
@@ -75,7 +72,6 @@ def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
     return folder
 
 
-def command(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: object) -> None:
+def run_main(main: Callable[[list[str]], None], *arguments: object) -> None:
     """Run a command's `main` with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    main()
+    main([str(argument) for argument in arguments])

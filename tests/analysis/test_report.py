@@ -11,7 +11,7 @@ import pytest
 from clap_ds.analysis import report
 from clap_ds.analysis.table import Row, write_csv
 from clap_ds.utils.paths import VERSION
-from tests.analysis.samples import DATA, TINY, command
+from tests.analysis.samples import DATA, TINY, run_main
 
 SUMMARY, ENVIRONMENT = (
     json.loads((DATA / f"record_2ranks/{name}.json").read_text())
@@ -25,8 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("report") / "out"
     inputs = [DATA / "record_2ranks", TINY, DATA / "deepspeed_failed.log"]
     arguments = ["--output", output, "--nodes", "1", "--gpus", "2"]
-    with pytest.MonkeyPatch.context() as patch:
-        command(patch, report.main, *inputs, *arguments)
+    run_main(report.main, *inputs, *arguments)
     return output
 
 
@@ -79,7 +78,7 @@ def add_payload(content: Any) -> Any:
     return f"{content} {PAYLOAD}" if isinstance(content, str) else content
 
 
-def test_text_of_a_record_is_no_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_record_is_no_markup(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     slow = {"rank": 1, "host": "n1", "lag_s": 1.0, "lag_percent": 2.0, "data_wait_s": 0.1}
@@ -89,7 +88,7 @@ def test_text_of_a_record_is_no_markup(tmp_path: Path, monkeypatch: pytest.Monke
     texts = {name: add_payload("x") for name in ("scaling", "state", "notes", "uncertainty_from")}
     rows = [Row(n, 4 * n, 5.0, model="m", samples_per_s_per_gpu_ci95=0.1, **texts) for n in (1, 2)]
     write_csv(tmp_path / "table.csv", rows)
-    command(monkeypatch, report.main, folder, tmp_path / "table.csv", "--output", tmp_path / "out")
+    run_main(report.main, folder, tmp_path / "table.csv", "--output", tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
     tags = {*re.findall(r"<(\w+)", text.partition("<body>")[2])}
     allowed = "h1 h2 h3 h4 p em strong code img ul li table thead tbody tr th td"

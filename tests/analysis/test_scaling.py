@@ -10,7 +10,7 @@ from clap_ds.analysis import scaling
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.scaling import render, scaling_table
 from clap_ds.analysis.table import Row, Run, Scale, read_table_runs, write_csv
-from tests.analysis.samples import command, make_options, record, run, running_log, write
+from tests.analysis.samples import make_options, record, run, run_main, running_log, write
 
 
 def percents(rows: list[Scale]) -> list[float | None]:
@@ -165,7 +165,7 @@ def test_gpus_are_never_mixed() -> None:
 
 
 def test_deepspeed_logs_alone_give_the_efficiency_of_each_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Names of files give the scales; steps take 1, 1.05 and 1.25 s."""
     logs = []
@@ -173,7 +173,7 @@ def test_deepspeed_logs_alone_give_the_efficiency_of_each_scale(
         text = running_log([9.0] * 5 + [step_s] * 35, batch=64 * nodes, every=5)
         logs.append(write(tmp_path / f"n{nodes}.log", text))
     options = ["--gpus_per_node", 4, "--rate", "deepspeed", "--csv", tmp_path / "t.csv"]
-    command(monkeypatch, scaling.main, *logs, *options)
+    run_main(scaling.main, *logs, *options)
     rows = read_table_runs(tmp_path / "t.csv")
     assert [(row.nodes, row.gpus) for row in rows] == [(2, 8), (4, 16), (8, 32)]
     assert percents(rows) == pytest.approx([100, 100 / 1.05, 80])  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 
 from clap_ds.analysis import scaling
 from clap_ds.utils.errors import UserError
-from tests.analysis.samples import TINY, command, record
+from tests.analysis.samples import TINY, record, run_main
 
 
 def trained(
@@ -23,14 +23,14 @@ def trained(
 
 
 def test_time_to_target_is_that_of_each_scale_with_its_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three runs need 100, 200 and 300 s: ± is 4.303 · 100 / √3 = 248.4."""
     for step in (50, 100, 150):
         trained(tmp_path / f"a{step}", 1, {25: 0.2, step: 0.9, 200: 0.3}, energy_kwh=0.5)
     trained(tmp_path / "b", 2, {50: 0.7, 100: 0.8}, step_s=0.5)
     trained(tmp_path / "never", 2, {50: 0.7})
-    command(monkeypatch, scaling.main, tmp_path, "--time_to", "score=0.8")
+    run_main(scaling.main, tmp_path, "--time_to", "score=0.8")
     _, _, header, _, *rows = capsys.readouterr().out.splitlines()
     assert [re.sub(r"[ |]+", " ", line).strip() for line in (header, *rows)] == [
         "model nodes GPUs global batch runs reached time s ± steps ± samples ± kWh ± speed-up",
@@ -40,10 +40,10 @@ def test_time_to_target_is_that_of_each_scale_with_its_interval(
 
 
 def test_time_to_target_of_a_table_or_without_value_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(UserError, match="run directories"):
-        command(monkeypatch, scaling.main, TINY, "--time_to", "score=0.8")
+        run_main(scaling.main, TINY, "--time_to", "score=0.8")
     with pytest.raises(SystemExit):
-        command(monkeypatch, scaling.main, TINY, "--time_to", "score")
+        run_main(scaling.main, TINY, "--time_to", "score")
     assert "--time_to: expected a number above 0" in capsys.readouterr().err

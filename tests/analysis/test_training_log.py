@@ -118,17 +118,6 @@ def open_clip_log(epochs: list[list[float]], batch: int, every: int = 10, droppe
     return text
 
 
-@pytest.mark.parametrize(("num_steps", "every"), [(200, 1), (3000, 20)])
-def test_rate_is_the_same_at_any_length_and_print_interval(
-    tmp_path: Path, num_steps: int, every: int
-) -> None:
-    """Every tenth step takes four times as long; the mean is 0.13 s."""
-    times = [0.4 if n % 10 == 9 else 0.1 for n in range(num_steps)]
-    text = LAUNCHER.format(2, 8) + running_log(times, 128, every)
-    run = read_log(write(tmp_path / "run.log", text))
-    assert run.deepspeed_samples_per_s_per_gpu == run.rate == pytest.approx(16 / 0.13)
-
-
 def test_rate_of_a_deepspeed_log_is_that_of_its_steps() -> None:
     log = DATA / "deepspeed_2ranks.log"
     rates = re.findall(r"CurrSamplesPerSec=([\d.]+)", log.read_text())

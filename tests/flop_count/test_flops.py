@@ -42,10 +42,8 @@ def test_report_has_both_counts_in_both_conventions(
     profiled = executed["forward"] - executed["fft"]
     training = executed["forward"] + analytic.backward_flops(MICRO, LENGTHS)
     for label, *counts in (
-        ("closed form", published["forward"], executed["forward"]),
         ("DeepSpeed's profiler alone, 2 × MACs", published["forward"], profiled),
         ("with the backward pass", 3 * published["forward"], training),
-        ("of the stages: block linears", published["block_linears"], executed["block_linears"]),
     ):
         cells = r" +\| +".join([re.escape(label), *(f"{count / 1e9:.4f}" for count in counts)])
         assert re.search(cells, printed), label

@@ -39,16 +39,6 @@ def test_partition_has_the_most_gpus_of_its_nodes(slurm: FakeSlurm) -> None:
     assert len(list_partitions("b,a")) == 2
 
 
-def test_accounting_has_jobs_that_the_queue_forgot(slurm: FakeSlurm) -> None:
-    slurm.write("queue", "7|RUNNING|None|mine\n8_1|PENDING|Resources|another's|name\n")
-    queued = {"7": ("RUNNING", "None", "mine"), "8_1": ("PENDING", "Resources", "another's")}
-    assert find_jobs(["7", "9"], ["mine"]) == queued
-    slurm.write("accounting", "9|CANCELLED by 1000|None|old\n")
-    forgotten = ("CANCELLED", "None", "old")
-    assert find_jobs(["7"], ["old"])["9"] == forgotten
-    assert find_jobs(["7", "9"])["9"] == forgotten
-
-
 def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
     slurm.write_program("squeue", "echo >> tries; echo 'error: no route' >&2; exit 1")
     with pytest.raises(UserError, match="no route"):
