@@ -102,6 +102,11 @@ def test_efficiency_above_100_percent_by_more_than_its_interval_is_doubted(
     assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
 
+def test_rates_that_spread_by_more_than_half_are_doubted() -> None:
+    (row,) = scaling_table([run(1, rate) for rate in (620.0, 1240.0, 2480.0)])
+    assert "repeats of one scale" in row.notes
+
+
 def configured(
     nodes: int, rate: float = 90.0, environment: Any = None, batch: int = 8, **settings: Any
 ) -> Run:

@@ -1,6 +1,7 @@
 """Rows of the kernels' table, with a linear layer in place of kernels."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,20 @@ def test_wrong_or_failing_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert wrong["error"] > 0.3
     failing, _ = measure(LINEAR._replace(ours=raise_two_lines))
     assert failing["note"] == "no kernel image"
+
+
+def test_command_saves_the_rows_of_every_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "set_default_device", lambda device: None)
+    for name, value in (("is_available", True), ("get_device_name", "GPU"), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(kernel_times, "peaks", lambda: (1e12, 1e15))
+    monkeypatch.setattr(kernel_times, "median_ms", run_instead_of_timing)
+    for name in ("attention_cases", "mlp_cases", "text_cases"):
+        monkeypatch.setattr(kernel_times, name, lambda *_: [LINEAR])
+    kernel_times.main(["--output", str(tmp_path / "kernels.md")])
+    assert (tmp_path / "kernels.md").read_text().count("linear") == 5 * 2
 
 
 @pytest.mark.parametrize("cases", [attention_cases, mlp_cases])

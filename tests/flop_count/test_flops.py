@@ -49,6 +49,10 @@ def test_report_has_both_counts_in_both_conventions(
         assert re.search(cells, printed), label
 
 
+def test_disagreement_is_reported() -> None:
+    assert flops.agreement([1e9, 2e9], [1e9, 2.001e9]).endswith("differ by 0.0500%")
+
+
 @pytest.mark.parametrize("tokens", ["0", "67"])
 def test_impossible_caption_length_is_rejected(write_run: WriteRun, tokens: str) -> None:
     with pytest.raises(UserError, match="1 to 66 tokens"):

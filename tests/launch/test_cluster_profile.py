@@ -35,6 +35,8 @@ def test_profile_of_jupiter_has_the_published_values() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ({"launcher": "slrum"}, "did you mean 'slurm'?"),
+        ({"walltimes": {}}, "walltimes: expected"),
         ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
         ({"srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected dict[str, str], found"),
@@ -50,6 +52,11 @@ def test_wrong_field_is_rejected_with_file_and_name(
         load_profile(str(path))
     assert str(raised.value).startswith(f"{path}: ")
     assert message in str(raised.value)
+
+
+def test_unknown_profile_is_rejected_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="did you mean 'jupiter'"):
+        load_profile("jupitr")
 
 
 def test_file_is_found_by_its_former_name_if_only_that_exists(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from clap_ds.launch.slurm import (
     list_partitions,
     parse_seconds,
     requeue,
+    require_commands,
     run_slurm,
     without_spares,
 )
@@ -48,6 +49,14 @@ def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
         "squeue", "echo >> tries; [ $(wc -l < tries) = 6 ] && echo '7|RUNNING|None'"
     )
     assert find_jobs([])["7"].state == "RUNNING", "one of three tries must succeed"
+
+
+def test_command_that_setup_has_hidden_is_named(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(slurm.folder))  # without srun and scancel
+    with pytest.raises(UserError, match=r"^srun, scancel: not in PATH on .* after `setup`"):
+        require_commands()
 
 
 def test_error_without_slurm_names_the_login_node(

@@ -88,6 +88,10 @@ REFUSED_PARTITION = "invalid partition specified: gpuu"
     ("profile", "options", "sbatch_error", "message"),
     [
         ({"python": "/bin/true"}, "", "", "/bin/true failed with exit code 0"),
+        ({}, "--auto_requeue", "", "need --train"),
+        ({}, "-p gpuu", "", "did you mean 'gpu'"),
+        ({}, "", "sbatch: error: Invalid qos", "Invalid qos"),
+        ({"sbatch": ["--comment=it's"]}, "", "", "it's: No closing"),
         ({}, "--train", "", "clap.train: max_samples and epochs are missing"),
         ({"partition": "cpu"}, "", "", "pass --gpus_per_node"),
         ({}, "--nodes 5 --spare_nodes 2", "", "7 nodes, but the partition has 6"),
@@ -119,8 +123,8 @@ def test_time_limit_that_another_qos_or_partition_may_allow_is_submitted(
 ) -> None:
     assert "unless --qos" in submit("--time", "2-0", "--qos", "big")
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
-    submit("--time", "UNLIMITED", "--gpus_per_node", "2")
-    assert len(slurm.lines("calls")) == 2
+    options = "--time UNLIMITED --gpus_per_node 2 --parsable"
+    assert submit(*options.split()) == "102\n"
 
 
 def test_job_that_sbatch_rejects_can_be_submitted_again(

@@ -25,7 +25,7 @@ folder = Path(sys.argv[sys.argv.index("--job_folder") + 1])
 (run := folder.parents[1] / "run").mkdir()
 (folder / "run_directory").write_text(f"{run}\\n")
 (run / "summary.json").write_text(json.dumps({"state": "running"}))
-error_file.set_error_dir(folder, 0, "n1")
+error_file.set_error_dir(folder, 0, "n9")
 error_file.write_error_file("error", "KeyError: no such key", 1)
 sys.exit(143)
 """
@@ -59,8 +59,12 @@ def test_error_of_a_rank_reaches_the_records(
     monkeypatch.setattr(
         supervisor, "launch_command", lambda *arguments: [sys.executable, "-c", RANK, *arguments[4]]
     )
-    slurm.write("partitions", "n1 idle\n")
-    assert _start_job(tmp_path, 1).run() == 1
+    slurm.write("partitions", "n9 idle\n")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n9")
+    _start_job(tmp_path, 1)
+    assert main(["--folder", str(tmp_path), "--slots", "4", "--", "bench.py"]) == 1
+    assert (tmp_path / "hostfile").read_text() == "n9 slots=4\n"
+    assert not (tmp_path / "writer.json").exists(), "the lock"
     record = _read_record(tmp_path)
     assert (record["state"], record["exit_code"]) == ("failed", 1)
     assert "KeyError: no such key" in record["error"]

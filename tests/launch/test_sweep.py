@@ -225,6 +225,11 @@ def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
     assert calls[0] == f"--parsable --time=00:45:00 --exclude=n[1-2] {folder}/n003.sbatch"
 
 
+def test_missing_folder_is_rejected_with_the_nearest_name(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "sweep").mkdir()
+    assert "did you mean 'sweep'?" in call("status", tmp_path / "swep", code=2)
+
+
 @pytest.mark.usefixtures("unchecked", "slurm")
 @pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("nodes", "1")])
 def test_record_is_not_trusted(tmp_path: Path, call: Call, name: str, value: str) -> None:

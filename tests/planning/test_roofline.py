@@ -53,6 +53,7 @@ def normalize(width: int) -> Tensor:
         (lambda: F.linear(leaf(5000, 96), leaf(288, 96)), {"thin product", "thin weight gradient"}),
         (lambda: normalize(96), {"narrow norm", "narrow norm backward"}),
         (lambda: normalize(192), {"medium norm", "medium norm backward"}),
+        (lambda: normalize(768), {"norm", "norm backward"}),
         (lambda: attend(64), {"flash attention", "flash attention backward"}),
         (lambda: attend(24, leaf(1, 3, 64, 64)), {"attention", "attention backward"}),
     ],
