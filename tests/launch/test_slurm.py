@@ -51,6 +51,12 @@ def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
     assert find_jobs([])["7"].state == "RUNNING", "one of three tries must succeed"
 
 
+def test_controller_that_is_down_is_named(slurm: FakeSlurm) -> None:
+    slurm.write_program("sinfo", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(UserError, match="scontrol ping"):
+        list_partitions(None)
+
+
 def test_command_that_setup_has_hidden_is_named(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
