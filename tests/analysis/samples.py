@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from clap_ds.analysis.published import PUBLISHED_DIR
@@ -24,14 +25,12 @@ def throughput_line(step: int, average: float, current: float = 1.0) -> str:
 
 def running_log(step_times: list[float], batch: int = 64, every: int = 1) -> str:
     """Return DeepSpeed's log of steps with these times; the first two are not timed."""
-    lines = []
-    elapsed = 0.0
-    for step, time in enumerate(step_times, start=1):
-        if step > 2:
-            elapsed += time
-            if step % every == 0:
-                lines.append(throughput_line(step, batch / (elapsed / (step - 2)), batch / time))
-    return "".join(lines)
+    text = ""
+    for step in range(3, len(step_times) + 1):
+        if step % every == 0:
+            average = batch / fmean(step_times[2:step])
+            text += throughput_line(step, average, batch / step_times[step - 1])
+    return text
 
 
 def write(path: Path, text: str | bytes) -> Path:

@@ -27,7 +27,7 @@ class Engine:
         self.deepspeed = SimpleNamespace(tput_timer=timer, zero_grad=lambda: None)
         self.sync = SimpleNamespace(off=self._without_all_reduce)
         self.is_off = False
-        self.passes = 0
+        self.factors = iter((100, 1, 8, 2))
         self.now_s = 100.0
         self.device = torch.device("cpu")
         self.timer = StepTimer(self.device)
@@ -41,6 +41,7 @@ class Engine:
 
     def accumulate(self, loader: Any) -> None:
         assert self.is_off
+        self.factor = next(self.factors) * (1 + 2 * dist.get_rank())
         self._spend({"backward": LOCAL_BACKWARD_S})
 
     def step(self, loader: Any) -> None:
@@ -48,15 +49,9 @@ class Engine:
         self._spend(SECONDS)
 
     def _spend(self, seconds_by_phase: dict[str, float]) -> None:
-        assert not self.deepspeed.tput_timer.config.enabled
-        # Each step has two passes.
-        factor = (100, 1, 8, 2)[self.passes // 2]
-        if dist.get_rank() == 1:
-            factor *= 3
         for phase, seconds in seconds_by_phase.items():
             with self.timer(phase):
-                self.now_s += seconds * factor
-        self.passes += 1
+                self.now_s += seconds * self.factor
 
 
 def _break_down(num_steps: int) -> dict[str, float] | None:
