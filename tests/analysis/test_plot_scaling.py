@@ -1,15 +1,17 @@
-"""Scaling figures show the table's data."""
+"""Scaling figures show the table's data; pages contain figures."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.analysis.figure import FigureBuilder
+from clap_ds.analysis.figure import FigureBuilder, render_page
 from clap_ds.analysis.plot_scaling import draw_projection, draw_scaling, read_curves, summarize
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Row, Run, group_by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import make_series
+from clap_ds.utils.errors import UserError
 from tests.analysis.samples import BASE, TINY, make_options, run
 
 MICRO = [
@@ -132,3 +134,22 @@ def test_projection_has_measurements_line_and_band() -> None:
     extents = band_extents(axes)
     assert (extents.x0, extents.x1) == (512, 2048)
     assert (extents.y0, extents.y1) == pytest.approx((bands[512][0], bands[128][1]))
+
+
+def test_page_embeds_figures_and_escapes_text(tmp_path: Path) -> None:
+    figure = FigureBuilder()
+    figure.add_title("an answer")
+    for name, start in (("s.png", b"\x89PNG\r\n\x1a\n"), ("s.svg", b"<?xml"), ("s.pdf", b"%PDF")):
+        figure.save(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert struct.unpack(">I", (tmp_path / "s.png").read_bytes()[16:20])[0] == 200 * 6.5
+    for name, problem in (("s.txt", "txt"), ("", "folder")):
+        with pytest.raises(UserError, match=problem):
+            figure.save(tmp_path / name)
+    markdown = "| `x` |\n| -: |\n| **2** <i> |\n\n![](s.png)\n\n[out](https://a.b) <https://a.b>"
+    text = render_page("a <b>", markdown, tmp_path)
+    for part in ("<title>a &lt;b&gt;</title>", "<strong>2</strong> &lt;i&gt;"):
+        assert part in text
+    assert "href" not in text
+    assert "default-src 'none'" in text
+    assert text.count('src="data:image/png;base64,iVBOR') == text.count("src=") == 1

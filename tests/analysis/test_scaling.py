@@ -1,6 +1,8 @@
-"""Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures,
-gaps."""
+"""Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures, gaps, times
+to a target; and the published tables, in which all digits but three follow from the rates."""
 
+import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,19 @@ import pytest
 from clap_ds.analysis import scaling
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.scaling import render, scaling_table
-from clap_ds.analysis.table import Row, Run, Scale, read_table_runs
-from tests.analysis.samples import make_options, record, run, run_main, running_log, write
+from clap_ds.analysis.table import FORMER_COLUMNS, Row, Run, Scale, format_cell, read_table_runs
+from clap_ds.utils.errors import UserError
+from tests.analysis.samples import (
+    BASE,
+    TINY,
+    make_options,
+    record,
+    run,
+    run_main,
+    running_log,
+    write,
+)
+from tests.conftest import ROOT
 
 
 def percents(rows: list[Scale]) -> list[float | None]:
@@ -231,3 +244,78 @@ def test_cell_has_the_value_of_its_heading() -> None:
     numbers = [cell.partition(".")[0] for cell in row]
     printed = dict(zip(header, numbers, strict=True))
     assert printed == {heading: value for heading, _, value in cells}
+
+
+def trained(
+    folder: Path, gpus: int, scores: dict[int, float], step_s: float = 2.0, **columns: float
+) -> None:
+    """Write a training run whose evaluations after these steps have these scores."""
+    lines = []
+    for step, score in scores.items():
+        position = {"step": step, "samples": 8 * gpus * step, "train_s": step * step_s}
+        lines.append({"phase": "evaluation", **position, "score": score, **columns})
+    summary = {"command": "train", "preset": "micro", "world_size": gpus, "num_nodes": 1}
+    record(folder, lines, **summary, state="completed", micro_batch_per_gpu=8)
+
+
+def test_time_to_target_is_that_of_each_scale_with_its_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three runs need 100, 200 and 300 s: ± is 4.303 · 100 / √3 = 248.4."""
+    for step in (50, 100, 150):
+        trained(tmp_path / f"a{step}", 1, {25: 0.2, step: 0.9, 200: 0.3}, energy_kwh=0.5)
+    trained(tmp_path / "b", 2, {50: 0.7, 100: 0.8}, step_s=0.5)
+    trained(tmp_path / "never", 2, {50: 0.7})
+    run_main(scaling.main, tmp_path, "--time_to", "score=0.8")
+    _, _, header, _, *rows = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"[ |]+", " ", line).strip() for line in (header, *rows)] == [
+        "model nodes GPUs global batch runs reached time s ± steps ± samples ± kWh ± speed-up",
+        "micro 1 1 8 3 3 200.0 ± 248.4 100.0 ± 124.2 800.0 ± 993.7 0.5000 ± 0.0000 1.00",
+        "micro 1 2 16 2 1 50.00 100.0 1600 – 4.00",
+    ]
+
+
+def test_time_to_target_of_a_table_or_without_value_is_rejected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UserError, match="run directories"):
+        run_main(scaling.main, TINY, "--time_to", "score=0.8")
+    with pytest.raises(SystemExit):
+        run_main(scaling.main, TINY, "--time_to", "score")
+    assert "--time_to: expected a number above 0" in capsys.readouterr().err
+
+
+# Digits that contradict the published samples/s, and values from these: 521.9/538.2, and 485.3 and
+# 454.8 × 3 × 130.09.
+EXCEPTIONS = {
+    (BASE, "8", "scaling_efficiency_percent"): "97.0",
+    (BASE, "64", "mfu_percent"): "19.2",
+    (BASE, "128", "mfu_percent"): "17.9",
+}
+
+
+@pytest.mark.parametrize("path", [TINY, BASE])
+def test_published_digits_follow_from_the_rates_with_three_exceptions(path: Path) -> None:
+    rows = scaling_table(read_table_runs(path))
+    for row, published in zip(rows, csv.DictReader(path.open()), strict=True):
+        for column, text in published.items():
+            expected = EXCEPTIONS.get((path, published["nodes"], column), text)
+            name = FORMER_COLUMNS.get(column, column)
+            value = format_cell(name, getattr(row, name))
+            assert value == expected, (published["nodes"], column)
+
+
+def test_page_of_published_results_has_these_tables() -> None:
+    page = (ROOT / "docs" / "published_results.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (\d.*) \|$", page, re.MULTILINE)
+    expected = []
+    for path in (TINY, BASE):
+        rows = [*csv.DictReader(path.open())]
+        for row in rows:
+            speedup = float(row["samples_per_s"]) / float(rows[0]["samples_per_s"])
+            rates = [
+                row[name] for name in ("nodes", "gpus", "samples_per_s_per_gpu", "samples_per_s")
+            ]
+            percents = [row["scaling_efficiency_percent"], row["mfu_percent"]]
+            expected.append([*rates, f"{speedup:.1f}", *percents])
+    assert [line.replace(",", "").split(" | ") for line in lines] == expected
