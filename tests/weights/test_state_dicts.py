@@ -1,6 +1,5 @@
 """Test state dicts of other projects, and that malicious files are read without running code."""
 
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,13 +36,11 @@ LAION_ONLY = {
 """Shapes of tensors that LAION's training saves and others don't."""
 
 
-def saved_front_end(
-    window: str = "hann", size: int = 1024, rate: int = 48000, fmin: float = 50
-) -> dict[str, Tensor]:
+def saved_front_end(window: str = "hann", size: int = 1024, fmin: float = 50) -> dict[str, Tensor]:
     """Compute what LAION-CLAP saves of torchlibrosa, in float64 as there."""
     waves_NK = np.fft.rfft(np.diag(window_function(size, window)), axis=0)
     filters = mel_filter_bank(
-        size // 2 + 1, 16, fmin, 14000, rate, norm="slaney", mel_scale="slaney"
+        size // 2 + 1, 16, fmin, 14000, 48000, norm="slaney", mel_scale="slaney"
     )
     arrays = {
         "spectrogram_extractor.stft.conv_real.weight": waves_NK.real[:, None],
@@ -131,11 +128,8 @@ def config_of(content: Any, tmp_path: Path) -> ClapConfig:
     return load_weights(tmp_path / "clap.pt").config
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_front_end_in_any_precision_is_accepted(
-    tmp_path: Path, laion: dict[str, Tensor], dtype: torch.dtype
-) -> None:
-    content = {name: tensor.to(dtype) for name, tensor in laion.items()}
+def test_front_end_in_bf16_is_accepted(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+    content = {name: tensor.bfloat16() for name, tensor in laion.items()}
     assert config_of(content, tmp_path) == MICRO
 
 
@@ -146,7 +140,6 @@ def test_front_end_in_any_precision_is_accepted(
         ({"size": 1536}, r"conv_real.*\(769, 1, 1536\).*\(513, 1, 1024\).*stft_window"),
         ({"window": "hamming"}, "conv_real"),
         ({"fmin": 0}, "melW"),
-        ({"rate": 32000}, "melW"),
     ],
 )
 def test_different_front_end_is_rejected_except_of_an_audio_tower(
@@ -163,50 +156,33 @@ def test_different_front_end_is_rejected_except_of_an_audio_tower(
     assert load_weights(tmp_path / "htsat.ckpt", MICRO).is_audio_tower
 
 
-def test_preset_with_the_files_front_end_loads_it(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    audio = MICRO.audio.model_copy(update={"stft_window": 1536})
-    config = MICRO.model_copy(update={"audio": audio})
-    torch.save(laion | saved_front_end(size=1536), tmp_path / "clap.pt")
-    assert load_weights(tmp_path / "clap.pt", config).config == config
-
-
-@pytest.mark.parametrize(
-    ("keys", "prefix"),
-    [
-        ([], "_orig_mod."),
-        (["model"], ""),
-        (["module"], "module._orig_mod."),
-        (["weights"], "module."),
-        (["checkpoint", "model"], "a.b."),
-    ],
-)
-def test_dicts_and_prefixes_around_tensors_are_ignored(
-    tmp_path: Path, laion: dict[str, Tensor], keys: list[str], prefix: str
-) -> None:
-    content: dict[str, Any] = {f"{prefix}{name}": tensor for name, tensor in laion.items()}
-    for key in reversed(keys):
-        optimizer = {"state": {number: {"step": torch.ones(1)} for number in range(2)}}
-        content = {"optimizer": optimizer, "loss": 0.5, "args": {"lr": 1e-4}, key: content}
-    assert config_of(content, tmp_path) == MICRO
-    state = load_weights(tmp_path / "clap.pt").state
-    assert torch.equal(state["audio.batch_norm.weight"], laion["audio_branch.bn0.weight"])
-
-
 def renamed(laion: dict[str, Tensor], old: str, new: str) -> dict[str, Any]:
     return {name.replace(old, new, 1): tensor for name, tensor in laion.items()}
 
 
-def test_tensors_of_averaging_losses_and_optimizers_are_ignored(
+def without(laion: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in laion.items() if part not in name}
+
+
+def test_dicts_prefixes_and_other_tensors_around_a_model_are_ignored(
     tmp_path: Path, laion: dict[str, Tensor]
 ) -> None:
+    optimizer = {"state": {0: {"step": torch.ones(1)}, 1: {"step": torch.ones(1)}}}
     for content in (
+        renamed(laion, "", "_orig_mod."),
         {"n_averaged": torch.ones(()), **renamed(laion, "", "module.")},
+        {"optimizer": optimizer, "args": {"lr": 1e-4}, "weights": renamed(laion, "", "module.")},
+        {"checkpoint": {"model": renamed(laion, "", "a.b."), "optimizer": optimizer}},
         {"state_dict": {**renamed(laion, "", "model."), "criterion.weight": torch.ones(1)}},
-        {"net": laion, "optimizer": {"exp_avg": torch.ones(1)}},
         # Towers that were compiled one by one.
         {"module": renamed(laion, "_branch.", "_branch._orig_mod."), "loss": torch.zeros(())},
+        without(laion, "logit_scale_t"),
     ):
         assert config_of(content, tmp_path) == MICRO
+        state = load_weights(tmp_path / "clap.pt").state
+        assert torch.equal(state["audio.batch_norm.weight"], laion["audio_branch.bn0.weight"])
+    model = load_weights(tmp_path / "clap.pt").build()
+    assert model.logit_scale.item() == laion["logit_scale_a"].item()
 
 
 def test_file_of_two_models_is_rejected_with_their_prefixes(
@@ -217,26 +193,11 @@ def test_file_of_two_models_is_rejected_with_their_prefixes(
         config_of(both, tmp_path)
 
 
-def test_missing_text_scale_is_accepted(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    content = {name: tensor for name, tensor in laion.items() if name != "logit_scale_t"}
-    torch.save(content, tmp_path / "clap.pt")
-    model = load_weights(tmp_path / "clap.pt").build()
-    assert model.logit_scale.item() == laion["logit_scale_a"].item()
-
-
 PANN = {
     "audio_branch.bn0.weight": torch.ones(64),
     "audio_branch.conv_block1.conv1.weight": torch.ones(64, 1, 3, 3),
 }
 BERT = {"text_branch.embeddings.word_embeddings.weight": torch.ones(30522, 1)}
-MSCLAP = {
-    "audio_encoder.base.htsat.bn0.weight": torch.ones(64),
-    "caption_encoder.base.h.0.attn.c_attn.weight": torch.ones(2, 2),
-}
-
-
-def without(laion: dict[str, Tensor], part: str) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in laion.items() if part not in name}
 
 
 def test_unsupported_models_and_contents_are_named(
@@ -244,39 +205,27 @@ def test_unsupported_models_and_contents_are_named(
 ) -> None:
     norm = "layers.0.blocks.0.norm1"
     for content, reason in (
-        ({"model": MSCLAP, "epoch": 3}, "Microsoft's CLAP.*model, epoch"),
         ({"state_dict": PANN}, "PANN"),
         (laion | BERT, "BERT"),
-        (laion | {"text_branch.shared.weight": torch.ones(1)}, "BART"),
         ({"audio_model.audio_encoder.norm.weight": torch.ones(1)}, "ClapModel.*folder"),
         ({"first": laion, "second": laion, "epoch": 3}, "first, second, epoch"),
-        ({"epoch": 3, "model": {"depth": 2}}, "epoch, model"),
         ([laion], "list"),
-        ({}, "expected weights"),
         (without(laion, norm), r"fit micro\. missing: \S*norm1"),
     ):
         with pytest.raises(ValueError, match=rf"clap\.pt: .*{reason}"):
             config_of(content, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "clap_htsat_tiny_roberta_base",
-        "laion_htsat_base_roberta_base",
-        "clap_htsat_tiny_roberta_base_fused",
-        "demo",
-    ],
-)
+@pytest.mark.parametrize("name", ["clap_htsat_tiny_roberta_base_fused", "music"])
 def test_sizes_are_inferred_from_the_tensors(tmp_path: Path, name: str) -> None:
-    if name.startswith("laion"):
+    config = load_preset("clap_htsat_tiny_roberta_base_fused")
+    if name == "music":
         # music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512.
         tiny = load_preset("clap_htsat_tiny_roberta_base")
         base = load_preset("htsat_base_roberta_base")
         audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
-        config = tiny.model_copy(update={"name": name, "audio": audio})
-    else:
-        config = load_preset(name)
+        changes = {"name": "laion_htsat_base_roberta_base", "audio": audio}
+        config = tiny.model_copy(update=changes)
     with torch.device("meta"):
         tensors = to_names(ClapModel(config).state_dict(), laion_names)
     # Zeros take no space in a file.
@@ -284,11 +233,9 @@ def test_sizes_are_inferred_from_the_tensors(tmp_path: Path, name: str) -> None:
         key: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         for key, tensor in tensors.items()
     }
-    assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
     torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)
     checkpoint = load_weights(tmp_path / "clap.pt")
-    tokenizer = None if name == "demo" else "roberta-base"
-    assert (checkpoint.config, checkpoint.tokenizer) == (config, tokenizer)
+    assert (checkpoint.config, checkpoint.tokenizer) == (config, "roberta-base")
 
 
 class Reduced:
@@ -313,12 +260,10 @@ def test_no_code_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -
     opened = Reduced(open, str(marker), "w")
     rebuild = torch._utils._rebuild_tensor_v2
     for name, content in (
-        ("posix.system", Reduced(os.system, f"touch '{marker}'")),
         ("exec", {"state_dict": {"module.a": [Reduced(exec, make)]}}),
         ("getattr", Reduced(Reduced(getattr, marker, "touch"))),
         ("torch.serialization.load", Reduced(torch.load, str(inner), None, None)),
         ("open", Reduced(rebuild, opened, 0, (1,), (1,), False, OrderedDict())),
-        ("PosixPath", {"args": Path("code")}),
     ):
         torch.save(
             content,
