@@ -97,12 +97,10 @@ def test_two_ranks_compile_no_more_than_one_and_train_alike(two_ranks: RankPool)
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_late_stages_have_gradients_before_early_stages_go_backward(checkpoint: bool) -> None:
+def test_late_stages_have_gradients_before_early_stages_go_backward() -> None:
     events = list[str]()
-    config = load_preset("micro").audio.model_copy(
-        update={"depths": [1, 2, 1, 1], "num_heads": [2, 4, 8, 16]}
-    )
+    sizes = {"depths": [1, 1, 1, 1], "num_heads": [2, 4, 8, 16]}
+    config = load_preset("micro").audio.model_copy(update=sizes)
 
     def noted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         run = boxed_nop(graph, inputs)
@@ -110,47 +108,34 @@ def test_late_stages_have_gradients_before_early_stages_go_backward(checkpoint: 
         called._boxed_call = True  # type: ignore[attr-defined]
         return called
 
-    gradients = list[list[Tensor]]()
-    for splits in (False, True):
-        forget()
-        torch.manual_seed(0)
-        tower = HTSAT(config, drop_path=0.1, spec_augment=True, checkpoint=checkpoint)
-        tower.splits_graph = splits
-        tower.compile(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=noted))
-        for name, parameter in tower.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-        tower(torch.randn(3, *config.feature_shape)).square().sum().backward()
-        gradients.append([parameter.grad for parameter in tower.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-    whole, late, early = " ".join(events).split("backward")[1:]
+    forget()
+    tower = HTSAT(config, drop_path=0.1, spec_augment=True, checkpoint=True)
+    tower.splits_graph = True
+    tower.compile(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=noted))
+    for name, parameter in tower.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    tower(torch.randn(3, *config.feature_shape)).square().sum().backward()
+    late, early = " ".join(events).split("backward")[1:]
     names = {name for name, _ in tower.named_parameters()}
-    assert {*whole.split()} == names
     late_names = {name for name in names if name.startswith(("stages.2", "stages.3", "norm"))}
     assert {*late.split()} == late_names
     assert {*early.split()} == names - late_names
 
 
-def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
-    """Return a backend that records the graphs it gets, and on rank 1 can't compile those of one
-    direction."""
+def failing_on_rank_1() -> Callable[..., Any]:
+    """Return a backend that can't compile backward graphs on rank 1."""
 
-    def compiler(direction: str) -> Callable[..., Any]:
-        def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-            calls.append(direction)
-            if direction == failing and dist.get_rank() == 1:
-                raise RuntimeError("no such instruction\nat line 3")
-            return boxed_nop(graph, inputs)
+    def fail(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no such instruction\nat line 3")
+        return boxed_nop(graph, inputs)
 
-        return compile_graph
-
-    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    return aot_autograd(fw_compiler=boxed_nop, bw_compiler=fail)
 
 
-def _train_after_failure(
-    failing: str,
-) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
-    """Return losses of three steps of a stochastic model on log-mel features, its state after them,
-    and what couldn't be compiled."""
+def _train_after_failure(fails: bool) -> tuple[list[float], dict[str, Any]]:
+    """Return losses of three steps of a stochastic model on log-mel features, and what couldn't be
+    compiled."""
     forget()
     run = settings("bf16", 1)
     model = micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
@@ -161,53 +146,21 @@ def _train_after_failure(
         stored.audio = model.mel(stored.audio)
     torch.manual_seed(dist.get_rank())
     summary = Summary(compiled={})
-    if failing:
-        backend = counting([], failing)
+    if fails:
+        backend = failing_on_rank_1()
         summary = compile_towers(
             engine.deepspeed, batches[0], "towers", cached=False, backend=backend
         )
-    losses = [float(engine.step(iter([stored]))) for stored in batches]
-    return losses, engine.model.state_dict(), summary["compiled"]
+    return [float(engine.step(iter([stored]))) for stored in batches], summary["compiled"]
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("failing", ["forward", "backward"])
-def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(
-    two_ranks: RankPool, failing: str
-) -> None:
-    plain, results = (two_ranks.run(_train_after_failure, direction) for direction in ("", failing))
+def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(two_ranks: RankPool) -> None:
+    plain, results = (two_ranks.run(_train_after_failure, fails) for fails in (False, True))
     problem = "rank 1: no such instruction"
-    for (losses, state, compiled), (plain_losses, plain_state, _) in zip(
-        results, plain, strict=True
-    ):
+    for (losses, compiled), (plain_losses, _) in zip(results, plain, strict=True):
         assert compiled == {"audio": problem, "text": problem}
         assert losses == plain_losses
-        assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
-
-
-def test_too_little_memory_ends_run_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = micro()
-    calls = list[str]()
-
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(model.text, "forward", fail)
-    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
-    with pytest.raises(torch.OutOfMemoryError):
-        compile_towers(engine, batch(), "towers", cached=False, backend=counting(calls))
-    assert not calls
-
-
-def _uses_world_group() -> bool:
-    engine = engine_of(settings("fp32", 1), micro())
-    return engine.deepspeed.data_parallel_group is dist.group.WORLD
-
-
-@pytest.mark.end_to_end
-def test_deepspeed_uses_group_of_all_ranks(two_ranks: RankPool) -> None:
-    """A copy of the group of all ranks would be another NCCL communicator with its own buffers."""
-    assert two_ranks.run(_uses_world_group) == [True, True]
 
 
 def test_gradients_are_no_concatenations_of_sums() -> None:
@@ -241,17 +194,16 @@ def test_compiled_models_train_alike_on_gpus(request: pytest.FixtureRequest, gpu
 
 
 def test_activation_checkpointing_gives_equal_gradients_and_stores_less() -> None:
-    stored_bytes = {}
-    gradients = {}
-    for towers in ((), ("audio",), ("text",), ("audio", "text")):
+    stored_bytes = []
+    gradients = []
+    for towers in ((), ("audio",), ("audio", "text")):
         sizes = list[int]()
         model = micro(activation_checkpointing=towers)
         note = lambda tensor, sizes=sizes: (sizes.append(tensor.nbytes), tensor)[1]  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             audio, text, scale = model(*batch().model_inputs())
         (scale * (audio[:, 0] * 2 + text[:, 1])).sum().backward()
-        stored_bytes[towers] = sum(sizes)
-        gradients[towers] = [p.grad for p in model.parameters() if p.grad is not None]
-    torch.testing.assert_close(gradients["audio", "text"], gradients[()], rtol=1e-3, atol=1e-5)
-    one_tower = stored_bytes[("audio",)], stored_bytes[("text",)]
-    assert stored_bytes["audio", "text"] < min(one_tower) < max(one_tower) < stored_bytes[()]
+        stored_bytes.append(sum(sizes))
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-3, atol=1e-5)
+    assert stored_bytes == sorted(set(stored_bytes), reverse=True)

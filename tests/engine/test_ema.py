@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clap_ds.checkpoint.load_weights import load_weights
@@ -16,7 +15,7 @@ from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
 from clap_ds.evaluation.evaluator import Evaluator
-from tests.engine.test_engine import PRECISIONS, batches_of, model_of, settings
+from tests.engine.test_engine import batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
@@ -26,14 +25,10 @@ DECAY = 0.75
 def _train(precision: str, accumulation: str) -> ClapEngine:
     """Take three steps, and compare the EMA with torch's after each."""
     train = {"ema_decay": DECAY, "accumulation": accumulation, "freeze": ["text"]}
-    run = settings(precision if precision in PRECISIONS else "fp32", 2, clap={"train": train})
-    run.deepspeed["fp16"] = {"enabled": precision == "fp16", "initial_scale_power": 8}
+    run = settings(precision, 2, clap={"train": train})
     model = model_of(run)
     freeze(model, ["text"])
-    with pytest.MonkeyPatch.context() as patch:
-        # True on every CPU, but slow.
-        patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-        engine = engine_of(run, model)
+    engine = engine_of(run, model)
     assert engine.ema is not None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert engine.ema.weights.keys() == trained
@@ -63,11 +58,10 @@ def _check_evaluation(engine: ClapEngine) -> None:
         for name, parameter in model.named_parameters():
             expected = average.get(name, initial[name]).to(parameter.dtype)
             assert torch.equal(parameter, expected), name
-        return SimpleNamespace(metrics={"evaluated": 1.0}, chances={})
+        return SimpleNamespace(metrics={}, chances={})
 
     evaluator: Any = SimpleNamespace(evaluate=evaluate_model)
-    evaluated = Evaluator.evaluate_engine(evaluator, engine)
-    assert evaluated.metrics == {"evaluated": 1.0}
+    Evaluator.evaluate_engine(evaluator, engine)
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, initial[name]), name
 
@@ -81,11 +75,9 @@ def _check_checkpoint(engine: ClapEngine, folder: str) -> None:
     averaged = load_weights(saved.path)
     for name, tensor in averaged.state.items():
         assert torch.equal(tensor, engine.ema.weights.get(name, weights[name])), name
-    assert averaged.reached.endswith("moving average of the weights")
     raw = load_weights(saved.path, raw=True)
     for name, tensor in raw.state.items():
         assert torch.equal(tensor, weights[name]), name
-    assert raw.reached == "step 3"
 
 
 def _run(precision: str, accumulation: str, folder: str) -> bytes:
@@ -100,7 +92,7 @@ def _run(precision: str, accumulation: str, folder: str) -> bytes:
 
 @pytest.mark.parametrize(
     ("precision", "accumulation"),
-    [("fp32", "plain"), ("bf16", "gradcache"), ("autocast", "gradcache"), ("fp16", "plain")],
+    [("fp32", "gradcache"), ("bf16", "plain")],
 )
 def test_ema_is_torchs_and_is_evaluated_and_saved(
     two_ranks: RankPool, tmp_path: Path, precision: str, accumulation: str

@@ -106,7 +106,6 @@ def _check_batch_norm(norm: Any, plain_norm: Any) -> None:
     ("accumulation", "changes"),
     [
         ("plain", {}),
-        ("plain", {"gradient_sync": "deepspeed"}),
         ("gradcache", {"gradient_sync": "deepspeed"}),
         ("gradcache", {"loss": SIGMOID, "text_packing": True}),
     ],
@@ -118,10 +117,7 @@ def test_gradients_of_two_ranks_through_a_ramp_are_the_references(
         assert max(errors) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text_packing": False}])
-def test_second_pass_draws_and_normalizes_as_the_first(
-    one_rank: RankPool, changes: dict[str, Any]
-) -> None:
+def test_second_pass_draws_and_normalizes_as_the_first(one_rank: RankPool) -> None:
     """The reference keeps every graph."""
-    (errors,) = one_rank.run(_errors, "gradcache", changes)
+    (errors,) = one_rank.run(_errors, "gradcache", {"model": NOISY})
     assert max(errors) < TOLERANCE

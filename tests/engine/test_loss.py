@@ -92,9 +92,7 @@ def _run(
     return pool.run(in_group_of, world_size, str(store), function, *arguments)[:world_size]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "scale"), [(1, 14.3), (2, 100.0), (3, 14.3), (4, 1.0), (8, 14.3)]
-)
+@pytest.mark.parametrize(("world_size", "scale"), [(1, 14.3), (3, 100.0), (8, 1.0)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [
@@ -133,21 +131,6 @@ def test_bf16_on_the_wire_costs_only_its_rounding(
         # Relative errors of features and similarities are up to 2⁻⁹; logits have 14.3 times that,
         # 3% of exp(logit).
         assert 0 < np.abs(reference - actual).max() <= 0.03 * max(np.abs(reference).max(), 0.1)
-
-
-@pytest.mark.parametrize("tile", [1, 4, 5, 7])
-@KINDS
-def test_gradients_without_a_group_are_scaled_by_upstream_in_tiles_of_any_width(
-    kind: str, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    audio, text = _features(0, torch.float64)
-    scale, bias = _scalars(14.3, torch.float64)
-    expected = GLOBAL[kind](scale * audio @ text.T, bias, torch.eye(MICRO_BATCH).double())
-    monkeypatch.setattr(module, "CPU_TILE", tile)
-    loss = LOSSES[kind](torch.float64)(audio, text, scale, bias)
-    gradients = torch.autograd.grad(loss / 2, (audio, text, scale))
-    reference = torch.autograd.grad(expected / 2, (audio, text, scale))
-    torch.testing.assert_close(gradients, reference, atol=1e-12, rtol=0)
 
 
 @KINDS
@@ -196,7 +179,6 @@ LOG_SUM_EXPS = 2 * MICRO_BATCH
 @pytest.mark.parametrize(
     ("kind", "wire_dtype", "num_bytes"),
     [
-        ("softmax", torch.float32, 4 * FEATURES + 4 * LOG_SUM_EXPS),
         ("softmax", torch.bfloat16, 2 * FEATURES + 4 * LOG_SUM_EXPS),
         ("sigmoid", torch.float32, 4 * FEATURES),
     ],
