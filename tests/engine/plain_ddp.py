@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,8 +16,8 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """A model trained on its device, with `precision` fp32, bf16 or autocast, the engine's `sync`
-    and AdamW's `options`. Gradients are clipped to norm `clip` unless it is 0.
+    """A model trained on its device, with `precision` fp32, bf16 or autocast, and AdamW's `options`.
+    Gradients are clipped to norm `clip` unless it is 0.
 
     Attributes:
         masters: fp32 weights by name; in bf16 the model has them rounded.
@@ -30,7 +29,6 @@ class PlainDDP:
         model: ClapModel,
         accumulation: int,
         precision: str,
-        sync: str,
         options: dict[str, Any],
         clip: float = 0.0,
     ) -> None:
@@ -50,9 +48,6 @@ class PlainDDP:
             groups.append({**group, "params": [*masters.values()]})
         self.optimizer = torch.optim.AdamW(groups, **options)
         self.ddp = DistributedDataParallel(self.model)
-        if precision == "bf16" and sync == "deepspeed":
-            # DeepSpeed also sends the few fp32 gradients as bf16.
-            self.ddp.register_comm_hook(None, _send_bf16)
         self.loss = SoftmaxLoss(torch.float32 if precision == "fp32" else torch.bfloat16)
 
     def step(self, batches: Iterator[Batch]) -> float:
@@ -83,9 +78,3 @@ class PlainDDP:
         """Continue from these fp32 weights."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.masters[name].copy_(weights[name]))
-
-
-def _send_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    gradients = bucket.buffer()
-    work = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
-    return work.then(lambda future: gradients.copy_(future.value()[0] / dist.get_world_size()))

@@ -3,7 +3,6 @@ but no code generator."""
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,12 +33,6 @@ def micro(**options: object) -> ClapModel:
     return model.train()
 
 
-def batch() -> Any:
-    model = load_preset("micro")
-    inputs = clips(3, model.audio.num_samples, 0), *captions(3, 20, model.text.vocab_size, seed=0)
-    return SimpleNamespace(model_inputs=lambda: inputs, packed=None, device=torch.device("cpu"))
-
-
 def forget() -> None:
     """Clear what this process has compiled."""
     torch.compiler.reset()
@@ -57,7 +50,7 @@ def statistics() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], num_again
 
 
-def train(compile_mode: str, packed: bool) -> dict[str, Tensor]:
+def train(compiles: bool, packed: bool) -> dict[str, Tensor]:
     """Return the state after four steps."""
     forget()
     run = settings("fp32", 1)
@@ -67,9 +60,9 @@ def train(compile_mode: str, packed: bool) -> dict[str, Tensor]:
         # Rows of two lengths.
         for stored, multiple in zip(batches, (8, 64, 8, 64), strict=True):
             stored.packed = pack([(stored.input_ids, stored.attention_mask)], multiple=multiple)
-    if compile_mode != "off":
+    if compiles:
         backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
-        compile_towers(engine.deepspeed, batches[0], compile_mode, cached=False, backend=backend)
+        compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=backend)
     remaining = iter(batches)
     for _ in range(4):
         engine.step(remaining)
@@ -79,9 +72,8 @@ def train(compile_mode: str, packed: bool) -> dict[str, Tensor]:
 def compare(packed: bool) -> tuple[float, tuple[int, int]]:
     """Return the largest difference of a compiled model's state from a plain one's, and
     `statistics`."""
-    plain = train("off", packed)
-    compiled = train("towers", packed)
-    assert list(compiled) == list(plain)
+    plain = train(False, packed)
+    compiled = train(True, packed)
     difference = max(float((compiled[name] - plain[name]).abs().max()) for name in plain)
     return difference, statistics()
 
@@ -163,28 +155,6 @@ def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(two_ranks
         assert losses == plain_losses
 
 
-def test_gradients_are_no_concatenations_of_sums() -> None:
-    """Such a sum, as of a parameter that is split in the forward pass, may get wrong values from
-    Inductor's mix-order reduction (pytorch #193061)."""
-    forget()
-    model = micro()
-    graphs = list[torch.fx.GraphModule]()
-
-    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return boxed_nop(graph, inputs)
-
-    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
-    backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=keep)
-    compile_towers(engine, batch(), "towers", cached=False, backend=backend)
-    nodes = [node for graph in graphs for node in graph.graph.nodes]
-    sums = {node for node in nodes if node.target == torch.ops.aten.sum.dim_IntList}
-    assert len(graphs) == 2
-    assert len(sums) > 20
-    concatenations = [node for node in nodes if node.target == torch.ops.aten.cat.default]
-    assert not [node for node in concatenations if sums & {*node.all_input_nodes}]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", ["one_gpu", "two_gpus"])
 def test_compiled_models_train_alike_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
@@ -194,6 +164,7 @@ def test_compiled_models_train_alike_on_gpus(request: pytest.FixtureRequest, gpu
 
 
 def test_activation_checkpointing_gives_equal_gradients_and_stores_less() -> None:
+    batch = clips(3, 48000, seed=0), *captions(3, 20, 512, seed=0)
     stored_bytes = []
     gradients = []
     for towers in ((), ("audio",), ("audio", "text")):
@@ -201,7 +172,7 @@ def test_activation_checkpointing_gives_equal_gradients_and_stores_less() -> Non
         model = micro(activation_checkpointing=towers)
         note = lambda tensor, sizes=sizes: (sizes.append(tensor.nbytes), tensor)[1]  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            audio, text, scale = model(*batch().model_inputs())
+            audio, text, scale = model(*batch)
         (scale * (audio[:, 0] * 2 + text[:, 1])).sum().backward()
         stored_bytes.append(sum(sizes))
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])

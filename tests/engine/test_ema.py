@@ -1,4 +1,4 @@
-"""The weights' EMA is torch's, and it is what a run evaluates and saves."""
+"""The weights' EMA is what a run evaluates and saves."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.manager import Checkpointer
@@ -23,7 +22,7 @@ DECAY = 0.75
 
 
 def _train(precision: str, accumulation: str) -> ClapEngine:
-    """Take three steps, and compare the EMA with torch's after each."""
+    """Take three steps, and compare the EMA with its formula after each."""
     train = {"ema_decay": DECAY, "accumulation": accumulation, "freeze": ["text"]}
     run = settings(precision, 2, clap={"train": train})
     model = model_of(run)
@@ -33,17 +32,13 @@ def _train(precision: str, accumulation: str) -> ClapEngine:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert engine.ema.weights.keys() == trained
 
-    weights = torch.nn.ParameterList(fp32_state(engine)[name].clone() for name in sorted(trained))
-    reference = AveragedModel(weights, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    # The first update copies the weights.
-    reference.update_parameters(weights)
+    expected = {name: fp32_state(engine)[name].clone() for name in trained}
     batches = batches_of(run)
     for _ in range(3):
         engine.step(batches)
-        for weight, name in zip(weights, sorted(trained), strict=True):
-            weight.data.copy_(fp32_state(engine)[name])
-        reference.update_parameters(weights)
-        for name, average in zip(sorted(trained), reference.module, strict=True):
+        weights = fp32_state(engine)
+        for name, average in expected.items():
+            average.lerp_(weights[name], 1 - DECAY)
             assert torch.equal(engine.ema.weights[name], average), name
     return engine
 
@@ -94,7 +89,7 @@ def _run(precision: str, accumulation: str, folder: str) -> bytes:
     ("precision", "accumulation"),
     [("fp32", "gradcache"), ("bf16", "plain")],
 )
-def test_ema_is_torchs_and_is_evaluated_and_saved(
+def test_ema_follows_its_formula_and_is_evaluated_and_saved(
     two_ranks: RankPool, tmp_path: Path, precision: str, accumulation: str
 ) -> None:
     first, second = two_ranks.run(_run, precision, accumulation, str(tmp_path))
