@@ -15,20 +15,20 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton", reason="Triton is installed with torch on Linux")
 
 
-from clap_ds.model.mlp_triton import triton_mlp
 from clap_ds.model.swin import Mlp
 from tests.model import kernel_cases
 from tests.model.kernel_cases import (
     TOLERANCE,
+    Case,
     Comparison,
-    draw_mlp,
-    eager_mlp,
+    compare_mlp,
+    compare_windows,
     kernel_comparisons,
     largest_error,
 )
 from tests.model.kernel_resources import compile_all
 
-MANY_TOKENS = Comparison("MLP of many blocks", triton_mlp, eager_mlp, draw_mlp(40960, 96))
+LARGE = [compare_mlp(40960, 96), compare_windows(Case(64, 4, 24, 4))]
 
 
 @pytest.mark.end_to_end
@@ -40,7 +40,7 @@ def test_kernels_under_interpreter_equal_eager_forms() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("comparison", [*kernel_comparisons(), MANY_TOKENS], ids=lambda it: it.name)
+@pytest.mark.parametrize("comparison", [*kernel_comparisons(), *LARGE], ids=lambda it: it.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_on_gpu_equal_eager_forms(dtype: torch.dtype, comparison: Comparison) -> None:
     _, compute, exact, inputs = comparison
