@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.arguments import parse_assignment, parse_varied, with_field
+from clap_ds.config.arguments import parse_assignment, parse_varied
 from clap_ds.config.settings import load_run
 from clap_ds.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_with_field_sets_nested_field_of_a_copy() -> None:
-    content = {"a": {"b": 1, "c": 2}}
-    assert with_field(content, "a.b", 3) == {"a": {"b": 3, "c": 2}}
-    assert content == {"a": {"b": 1, "c": 2}}
-    assert with_field({}, "a.b.c", 3) == {"a": {"b": {"c": 3}}}
 
 
 def test_assignment_value_is_json_or_text() -> None:

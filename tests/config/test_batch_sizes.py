@@ -33,7 +33,6 @@ def by_us(numbers: tuple[Any, ...], world_size: int | None) -> tuple[int, ...] |
 
 
 def test_batch_sizes_of_any_numbers_equal_deepspeeds() -> None:
-    num_rejected = 0
     micro_batches = (None, 1, 3, 8)
     accumulation_steps = (None, 1, 2, 6)
     global_batches = (None, 1, 6, 24, 64)
@@ -41,8 +40,6 @@ def test_batch_sizes_of_any_numbers_equal_deepspeeds() -> None:
         for num_ranks in (1, 2, 3, 4):
             expected = by_deepspeed(numbers, num_ranks)
             assert by_us(numbers, num_ranks) == expected, (numbers, num_ranks)
-            num_rejected += expected is None
-    assert num_rejected > 50
     assert by_us((8, None, 64), 2) == (8, 4, 64)
 
 

@@ -75,14 +75,10 @@ def _check_checkpoint(engine: ClapEngine, folder: str) -> None:
         assert torch.equal(tensor, weights[name]), name
 
 
-def _run(precision: str, accumulation: str, folder: str) -> bytes:
-    """Return the average, which must be the same on all ranks."""
+def _run(precision: str, accumulation: str, folder: str) -> None:
     engine = _train(precision, accumulation)
     _check_evaluation(engine)
     _check_checkpoint(engine, folder)
-    assert engine.ema is not None
-    averages = [average.flatten() for average in engine.ema.weights.values()]
-    return torch.cat(averages).numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -92,5 +88,4 @@ def _run(precision: str, accumulation: str, folder: str) -> bytes:
 def test_ema_follows_its_formula_and_is_evaluated_and_saved(
     two_ranks: RankPool, tmp_path: Path, precision: str, accumulation: str
 ) -> None:
-    first, second = two_ranks.run(_run, precision, accumulation, str(tmp_path))
-    assert first == second
+    two_ranks.run(_run, precision, accumulation, str(tmp_path))

@@ -105,17 +105,17 @@ def list_rates(num_steps: int, **options: Any) -> list[float]:
 
 
 def test_wsd_rates_are_open_clips() -> None:
-    options = {"total_num_steps": 8, "decay_num_steps": 4, "warmup_num_steps": 2, "min_ratio": 0.1}
-    rates = list_rates(10, **options, decay_power=2.0)
+    rates = list_rates(
+        10, total_num_steps=8, decay_num_steps=4, warmup_num_steps=2, min_ratio=0.1, decay_power=2.0
+    )
     assert rates == pytest.approx([1, 2, 2, 2, 2, 1.2125, 0.65, 0.3125, 0.2, 0.2])
 
 
 def test_wsd_cosine_over_all_steps_after_the_warm_up_is_open_clips() -> None:
-    """open_clip's rates are lr · (step + 1) / warm-up, then lr · (1 + cos(π (step - warm-up) /
-    (steps - warm-up))) / 2."""
-    rates = list_rates(14, total_num_steps=14, decay_num_steps=10, warmup_num_steps=4, cosine=True)
-    decayed = [1 + math.cos(math.pi * (step - 4) / 10) for step in range(4, 14)]
-    assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, *decayed])
+    """open_clip's rates are lr · (1 + cos(π (step - warm-up) / (steps - warm-up))) / 2."""
+    rates = list_rates(8, total_num_steps=8, decay_num_steps=6, warmup_num_steps=2, cosine=True)
+    decayed = [1 + math.cos(math.pi * step / 6) for step in range(6)]
+    assert rates == pytest.approx([1.0, 2.0, *decayed])
 
 
 def test_wsd_with_impossible_steps_is_refused() -> None:
