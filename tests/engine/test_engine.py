@@ -43,11 +43,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def settings(
-    precision: str, accumulation: int | None, sync: str = "overlap", **changes: Any
+    precision: str, accumulation: int, sync: str = "overlap", **changes: Any
 ) -> RunSettings:
-    """Return a micro run with `PRECISIONS`; without accumulation the global batch of 12 is set."""
+    """Return a micro run with `PRECISIONS`."""
     sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation}
-    sizes["train_batch_size"] = None if accumulation else 12
     clap = {"gradient_sync": sync, **changes.pop("clap", {})}
     fields = {**PRECISIONS[precision], "optimizer": OPTIMIZER, **sizes, **changes}
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -61,7 +60,7 @@ def batches_of(run: RunSettings) -> BatchSource:
 def model_of(run: RunSettings) -> ClapModel:
     torch.manual_seed(3)
     model = ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False)
-    if DEVICE.type == "cpu":
+    if DEVICE.type == "cpu" and run.clap.cpu_kernels == "auto":
         patch_model(model)  # like the engine, so both sides use the same kernels
     return model
 
@@ -73,11 +72,7 @@ def roundings(actual: Tensor, expected: Tensor, smallest: float) -> float:
 
 
 def _difference(
-    precision: str,
-    accumulation: int | None = 2,
-    implementation: str = "torch",
-    steps: int = 10,
-    clip: float = 0.0,
+    precision: str, accumulation: int, clip: float, steps: int, clap: dict[str, str]
 ) -> float:
     """Return this rank's largest difference of any step's loss or resulting weight, in fp32
     roundings.
@@ -87,19 +82,17 @@ def _difference(
     AdamW, would eventually be cast to different bf16 numbers. Their difference is 2¹⁶ times as
     large, and no rounding bound holds in the next step.
     """
-    clap = {"optimizer_implementation": implementation}
     run = settings(precision, accumulation, gradient_clipping=clip, clap=clap)
     engine = engine_of(run, model_of(run))
     engine.log_gradient_norm = True
     batches = batches_of(run)
     model = model_of(run).to(DEVICE)
-    plain = PlainDDP(model, accumulation or 2, precision, OPTIMIZER["params"], clip)
+    plain = PlainDDP(model, accumulation, precision, OPTIMIZER["params"], clip)
     plain_batches = batches_of(run)
     differences = []
     for _ in range(steps):
         loss = engine.step(batches).cpu()
         plain_loss = torch.tensor(plain.step(plain_batches))
-        assert engine.gradient_norm is not None
         assert float(engine.gradient_norm) == pytest.approx(plain.norm, rel=1e-3)
         differences.append(roundings(loss, plain_loss, 0.0))
         weights = fp32_state(engine)
@@ -129,13 +122,19 @@ ROUNDINGS = 64
 
 
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "clip"),
-    [("fp32", None, 0.0), ("bf16", 2, 0.1), ("autocast", 1, 0.1)],
+    ("precision", "accumulation", "clip", "cpu_kernels"),
+    [
+        ("fp32", 2, 0.0, "auto"),
+        ("bf16", 2, 0.1, "auto"),
+        ("bf16", 1, 0.0, "off"),
+        ("autocast", 1, 0.1, "auto"),
+    ],
 )
 def test_steps_agree_with_plain_ddp(
-    two_ranks: RankPool, precision: str, accumulation: int | None, clip: float
+    two_ranks: RankPool, precision: str, accumulation: int, clip: float, cpu_kernels: str
 ) -> None:
-    differences = two_ranks.run(_difference, precision, accumulation, "torch", 3, clip)
+    clap = {"cpu_kernels": cpu_kernels}
+    differences = two_ranks.run(_difference, precision, accumulation, clip, 3, clap)
     assert all(difference <= ROUNDINGS for difference in differences), differences
 
 
@@ -153,7 +152,8 @@ GPU_ROUNDINGS = 2**18
 def test_ten_steps_agree_with_plain_ddp_on_gpus(
     request: pytest.FixtureRequest, precision: str, gpus: str, implementation: str
 ) -> None:
-    differences = request.getfixturevalue(gpus).run(_difference, precision, 2, implementation)
+    clap = {"optimizer_implementation": implementation}
+    differences = request.getfixturevalue(gpus).run(_difference, precision, 2, 0.0, 10, clap)
     assert all(difference <= GPU_ROUNDINGS for difference in differences), differences
 
 
