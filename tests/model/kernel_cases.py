@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 # Heads of tiny (24 channels), shifted; one window and heads of base (32); an odd number of windows,
 # another shift and heads narrower than a block.
-CASES = [Case(16, 4, 24, 4), Case(8, 2, 32, 0), Case(24, 1, 8, 3)]
+CASES = [Case(16, 2, 24, 4), Case(8, 2, 32, 0), Case(24, 1, 8, 3)]
 # Tokens and channels: partial blocks of tokens, full ones, and a width that isn't fused.
 MLP_CASES = [(200, 48), (128, 96), (132, 36)]
 # Tokens of captions, with padding to 24 tokens or without.

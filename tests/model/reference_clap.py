@@ -56,12 +56,6 @@ class HfClap(nn.Module):
         return self.clap.state_dict(keep_vars=True)
 
 
-REFERENCES = {
-    "clap_htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
-    "micro": lambda: HfClap(audio=MICRO_AUDIO, text=MICRO_TEXT, joint_dim=32),
-}
-
-
 def randomise(tensors: dict[str, Tensor], seed: int) -> None:
     """Draw every weight and statistic, large enough that omitting any of them changes the
     result."""

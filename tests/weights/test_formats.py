@@ -37,14 +37,6 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def without_classifier(model: ClapModel) -> dict[str, Tensor]:
-    """Return the state that transformers' CLAP also has."""
-    held = ("audio.tscam_conv.", "audio.head.")
-    return {
-        name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)
-    }
-
-
 FRONT_END: dict[str, Any] = {
     "feature_size": 16,
     "max_length_s": 1,
