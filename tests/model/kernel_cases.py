@@ -171,7 +171,7 @@ def mask_captions(device: torch.device) -> tuple[Tensor]:
 
 def lay_out_captions(device: torch.device) -> tuple[None, Any]:
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
-    return None, compute_layout(Packing(cu_seqlens, len(LENGTHS), max(LENGTHS)), sum(LENGTHS))
+    return None, compute_layout(Packing(cu_seqlens, len(LENGTHS), max(LENGTHS)), sum(LENGTHS), 2)
 
 
 def kernel_comparisons() -> list[Comparison]:
