@@ -22,7 +22,7 @@ from clap_ds.model.packed import pack
 from clap_ds.model.text import TextTower
 from tests.cpu_kernels.exactness import ROUNDING
 from tests.kernels import needs_kernels
-from tests.model.reference_clap import clips
+from tests.model.reference_clap import clips, randomise
 
 pytestmark = needs_kernels
 
@@ -31,15 +31,8 @@ BF16 = torch.bfloat16
 
 
 def as_used(model: nn.Module) -> nn.Module:
-    """Set weights far from their initial zeros and ones."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            torch.manual_seed(len(name))
-            noise = torch.randn(parameter.shape)
-            if parameter.ndim > 1:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(noise / 4)
+    """Draw weights far from their initial zeros and ones."""
+    randomise(model.state_dict(), 0)
     return model.train()
 
 

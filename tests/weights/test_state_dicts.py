@@ -89,11 +89,6 @@ def config_of(content: Any, tmp_path: Path) -> ClapConfig:
     return load_weights(tmp_path / "clap.pt").config
 
 
-def test_front_end_in_bf16_is_accepted(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    content = {name: tensor.bfloat16() for name, tensor in laion.items()}
-    assert config_of(content, tmp_path) == MICRO
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -107,11 +102,8 @@ def test_different_front_end_is_rejected_except_of_an_audio_tower(
     tmp_path: Path, laion: dict[str, Tensor], changes: dict[str, Any], reason: str
 ) -> None:
     tensors = laion | saved_front_end(**changes)
-    content = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    torch.save(content, tmp_path / "clap.pt")
-    for config in (MICRO, None):
-        with pytest.raises(ValueError, match=rf"clap\.pt .*front end.*{reason}"):
-            load_weights(tmp_path / "clap.pt", config)
+    with pytest.raises(ValueError, match=rf"clap\.pt .*front end.*{reason}"):
+        config_of(tensors, tmp_path)
     tower = {name: tensor for name, tensor in tensors.items() if name.startswith("audio_branch.")}
     torch.save(tower, tmp_path / "htsat.ckpt")
     assert load_weights(tmp_path / "htsat.ckpt", MICRO).is_audio_tower
@@ -138,12 +130,9 @@ def test_dicts_prefixes_and_other_tensors_around_a_model_are_ignored(
         # Towers that were compiled one by one.
         {"module": renamed(laion, "_branch.", "_branch._orig_mod."), "loss": torch.zeros(())},
         without(laion, "logit_scale_t"),
+        {name: tensor.bfloat16() for name, tensor in laion.items()},
     ):
         assert config_of(content, tmp_path) == MICRO
-        state = load_weights(tmp_path / "clap.pt").state
-        assert torch.equal(state["audio.batch_norm.weight"], laion["audio_branch.bn0.weight"])
-    model = load_weights(tmp_path / "clap.pt").build()
-    assert model.logit_scale.item() == laion["logit_scale_a"].item()
 
 
 def test_file_of_two_models_is_rejected_with_their_prefixes(
