@@ -32,31 +32,9 @@ def _events(action: Callable[[], object], *names: str) -> list[Any]:
     )
 
 
-def _sent_dtypes(precision: str, changes: dict[str, Any]) -> set[str]:
-    run = settings(precision, 1, **changes)
-    engine = engine_of(run, model_of(run))
-    batches = batches_of(run)
-    return {event.dtypes()[0] for event in _events(lambda: engine.accumulate(batches), SEND)}
-
-
-@pytest.mark.parametrize(
-    ("precision", "changes", "dtypes"),
-    [
-        # Matrices, and the vectors that stay fp32.
-        ("bf16", {}, {BF16, FP32}),
-        # By DeepSpeed.
-        ("bf16", {"communication_data_type": "fp32"}, {FP32}),
-    ],
-)
-def test_gradients_are_sent_in_the_dtype_of_the_run(
-    two_ranks: RankPool, precision: str, changes: Any, dtypes: Any
-) -> None:
-    assert two_ranks.run(_sent_dtypes, precision, changes) == [dtypes, dtypes]
-
-
-def _order_of_events(sync: str) -> list[str]:
+def _order_of_events() -> list[str]:
     """Return the events of the third step: all-reduces, and "ready" for each gradient."""
-    run = settings("fp32", 1, sync)
+    run = settings("fp32", 1)
     engine = engine_of(run, model_of(run))
     batches = batches_of(run)
     for _ in range(2):
@@ -67,26 +45,38 @@ def _order_of_events(sync: str) -> list[str]:
 
 
 def test_overlapped_gradients_are_sent_while_others_are_computed(two_ranks: RankPool) -> None:
-    for events in two_ranks.run(_order_of_events, "overlap"):
+    for events in two_ranks.run(_order_of_events):
         assert events.count(CALL) > 3
         assert events[: events.index(CALL)].count("ready") < events.count("ready") / 3
 
 
-def _sent_fractions(sync: str) -> list[float]:
-    """Return how often every gradient is reduced in each step, of which the first is local."""
-    run = settings("fp32", 2, sync)
+def _sent(precision: str, changes: dict[str, Any]) -> tuple[list[float], set[str]]:
+    """Return how often every gradient is reduced in each of two steps, of which the first is local,
+    and the dtypes that were sent."""
+    run = settings(precision, 2, **changes)
     engine = engine_of(run, model_of(run))
     batches = batches_of(run)
     num_elements = sum(parameter.numel() for parameter in engine.model.parameters())
-
-    def sent(*, off: bool) -> float:
-        with engine.sync.off() if off else nullcontext():
+    fractions = []
+    for scope in (engine.sync.off(), nullcontext()):
+        with scope:
             events = _events(lambda: engine.step(batches), SEND)
-        return sum(torch.Size(event.shapes()[0]).numel() for event in events) / num_elements
+        sizes = [torch.Size(event.shapes()[0]).numel() for event in events]
+        fractions.append(sum(sizes) / num_elements)
+    return fractions, {event.dtypes()[0] for event in events}
 
-    return [sent(off=True), sent(off=False)]
 
-
-@pytest.mark.parametrize("sync", ["overlap", "deepspeed"])
-def test_gradients_are_sent_once_a_step_and_never_while_off(two_ranks: RankPool, sync: str) -> None:
-    assert two_ranks.run(_sent_fractions, sync) == [[0, 1]] * 2
+@pytest.mark.parametrize(
+    ("precision", "changes", "dtypes"),
+    [
+        ("fp32", {"sync": "deepspeed"}, {FP32}),
+        # Matrices, and the vectors that stay fp32.
+        ("bf16", {}, {BF16, FP32}),
+        # By DeepSpeed.
+        ("bf16", {"communication_data_type": "fp32"}, {FP32}),
+    ],
+)
+def test_gradients_are_sent_once_a_step_in_their_dtype_and_never_while_off(
+    two_ranks: RankPool, precision: str, changes: Any, dtypes: Any
+) -> None:
+    assert two_ranks.run(_sent, precision, changes) == [([0, 1], dtypes)] * 2
