@@ -50,6 +50,8 @@ def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(
         ),
         (with_sizes("text", num_heads=3), "text: hidden_size 32 doesn't divide into num_heads 3"),
         (with_sizes("audio", image_size=100), "image_size 100 is not a multiple"),
+        (with_sizes("audio", num_heads=[3]), "num_heads has 1"),
+        ({"model_type": "bert"}, "config.json has model_type 'bert', expected 'clap'"),
         (
             {"model_type": "clap", "text_config": {"hidden_act": "relu"}},
             "own.json: text_config.hidden_act is 'relu'; only 'gelu'",

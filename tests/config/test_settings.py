@@ -39,7 +39,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": {"num_epochs": 1}}, "…did you mean 'clap.train.epochs'?"),
     # fields that contradict each other
     (
-        {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
+        {"data": {"source": "synthetic", "caption_lengths": 99}},
         "data.caption_lengths: … context_length = 16, found ['99']",
     ),
     (

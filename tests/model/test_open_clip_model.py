@@ -118,7 +118,7 @@ def test_code_of_tokenizer_is_not_run_even_if_trusted(
     assert not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize("audio", [3, fake_open_clip.AUDIO | {"hop_size": 0}])
+@pytest.mark.parametrize("audio", [3, {"hop_size": 0}, {"model_type": "naflexvit", "mel_bins": -1}])
 def test_impossible_sizes_are_rejected(tmp_path: Path, audio: Any) -> None:
     sizes = {"embed_dim": 8, "audio_cfg": audio, "text_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes}))
