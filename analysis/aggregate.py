@@ -20,8 +20,10 @@ from statistics import fmean, median
 from textwrap import shorten
 from typing import Any
 
+import pandas as pd
+
 from clap_ds.analysis.published import published_mfu_percent
-from clap_ds.analysis.table import ENERGY_COLUMNS, Run, Scale, join_texts
+from clap_ds.analysis.table import ENERGY_COLUMNS, GOOD_STATES, Run, Scale, join_texts
 from clap_ds.metrics.intervals import COVERAGE, student_t
 from clap_ds.run_records.schema import STEP_PHASES
 from clap_ds.utils.files import flatten
@@ -30,8 +32,6 @@ from clap_ds.utils.files import flatten
 FAR_LARGER = 1.5
 # A repeat is named if it differs by this fraction from the median of three or more.
 OUTLYING = 0.05
-# `unknown`: a log without a launcher's last line; its rate counts.
-GOOD_STATES = ("completed", "published", "unknown")
 # Equal in all repeats of a scale.
 _IDENTITY = (
     "nodes",
@@ -243,8 +243,6 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     distinguish them."""
     if len(group) == 1:
         return [("", [*group])]
-    import pandas as pd
-
     facts = pd.DataFrame([_list_facts(run) for run in group]).fillna("not recorded")
     scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
     if len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):

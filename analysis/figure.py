@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+from markdown_it import MarkdownIt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from clap_ds.utils.errors import UserError
 from clap_ds.utils.files import open_atomically, read_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WIDTH_INCHES = 6.5
 LINE_INCHES = 0.16
@@ -66,15 +69,7 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply this project's style (context manager or decorator). UserError without matplotlib or
-    for undrawable data."""
-    try:
-        import matplotlib as mpl
-        import pandas as pd  # noqa: F401, needed to draw
-    except ImportError as error:
-        raise UserError(
-            f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'"
-        ) from None
+    """Apply this project's style (context manager or decorator). UserError for undrawable data."""
     try:
         with mpl.rc_context(_STYLE):
             yield
@@ -89,10 +84,8 @@ class FigureBuilder:
     @styled()
     def __init__(self, heights: Sequence[float] = (1.7,), columns: int = 1) -> None:
         """Create empty panels. `heights`: inches per row."""
-        from matplotlib import figure
-
         size = (WIDTH_INCHES, sum(heights) + 0.6)
-        self.figure = figure.Figure(figsize=size, layout="constrained")
+        self.figure = Figure(figsize=size, layout="constrained")
         panels = self.figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
@@ -175,8 +168,6 @@ def set_gpu_axis(axes: Axes, gpus: Sequence[int], units: str, *, is_log: bool = 
 
 def set_log_axis(axes: Axes) -> None:
     """Make the y-axis logarithmic, with as many plain numbers as fit. Draw the data before."""
-    from matplotlib.ticker import LogLocator
-
     axes.set_yscale("log", subs=())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
     axes.yaxis.set_major_formatter("{x:,g}")
@@ -185,11 +176,6 @@ def set_log_axis(axes: Axes) -> None:
 def render_page(title: str, markdown: str, folder: Path) -> str:
     """Render Markdown as a self-contained HTML page, with its pictures, `![](name.png)` in the
     folder, embedded."""
-    try:
-        from markdown_it import MarkdownIt
-    except ImportError:
-        package = "markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'"
-        raise UserError(f"HTML needs {package}") from None
 
     def embed(match: re.Match[str]) -> str:
         return f'src="data:image/png;base64,{b64encode(read_bytes(folder / match[1])).decode()}"'

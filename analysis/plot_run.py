@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
 
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, FigureBuilder, set_log_axis, styled
 from clap_ds.analysis.read_run import read_json, read_record, read_steps
 from clap_ds.analysis.table import Row, Run
 from clap_ds.run_records.schema import STEP_PHASES
 from clap_ds.utils.errors import UserError
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
 
 # Steps in the moving mean of noisy curves; at most a tenth of the run.
 SMOOTHED = 50
@@ -101,8 +100,6 @@ def draw_breakdown(rows: Sequence[Row]) -> FigureBuilder:
 
 def _draw_phases(figure: FigureBuilder, axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a horizontal bar per scale in ms; the legend shows the last scale's percentages."""
-    import pandas as pd
-
     labels = [str(row.gpus) for row in rows]
     # Rows are scales, columns parts of a step.
     phases = 1000 * pd.DataFrame([row.breakdown_s for row in rows], labels).fillna(0.0)
@@ -168,8 +165,6 @@ def _describe_training(name: str, summary: Mapping[str, Any], samples: float) ->
 
 
 def _make_frame(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
-    import pandas as pd
-
     return pd.DataFrame(lines, columns=["step", *columns]).set_index("step").astype(float)
 
 

@@ -14,7 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
 
 from clap_ds.analysis.figure import SERIES_STYLES, FigureBuilder, set_gpu_axis, styled
 from clap_ds.analysis.plot_run import draw_runs
@@ -31,9 +34,6 @@ from clap_ds.analysis.table import (
 from clap_ds.analysis.weak_scaling import Series, list_doubts, make_series
 from clap_ds.utils.errors import UserError, run_alone
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 # With more series, bands would cover each other.
 FEW_SERIES = 2
 # Start of the efficiency axis, if all values are above it.
@@ -43,10 +43,14 @@ IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
 
 def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
     """Return each series' rows with a rate, by title. UserError if there are none."""
-    rows = scaling_table(read_runs(options.inputs, options))
-    series = group_by_series([row for row in rows if row.rate])
-    if not series:
+    curves = select_curves(scaling_table(read_runs(options.inputs, options)))
+    if not curves:
         raise UserError(f"{', '.join(map(str, options.inputs))}: no row has a rate")
+    return curves
+
+
+def select_curves(rows: Sequence[Scale]) -> dict[str, list[Scale]]:
+    series = group_by_series([row for row in rows if row.rate])
     return {members[0].title: members for members in series}
 
 
@@ -114,8 +118,7 @@ def draw_scaling(curves: Mapping[str, Sequence[Scale]]) -> FigureBuilder:
     for name, rows, style in zip(names, curves.values(), _list_styles(), strict=False):
         # The legend stands in for a table.
         label = "; ".join([f"{name}, {summarize(rows)}", *list_doubts(rows)])
-        _draw_efficiency(efficiency, rows, fill(label, 110), style)
-        _draw_throughput(throughput, rows, style)
+        _draw_series(figure, rows, fill(label, 110), style)
         if len(curves) <= FEW_SERIES:
             is_banded |= shade_fit(efficiency, rows, style["color"])
     scales = list[Scale]()
@@ -143,41 +146,31 @@ def draw_scaling(curves: Mapping[str, Sequence[Scale]]) -> FigureBuilder:
     return figure
 
 
-def _draw_efficiency(
-    axes: Axes, rows: Sequence[Scale], label: str, style: Mapping[str, Any]
+def _draw_series(
+    figure: FigureBuilder, rows: Sequence[Scale], label: str, style: Mapping[str, Any]
 ) -> None:
-    # One scale has 100% by definition.
-    points = sorted(rows, key=lambda row: row.gpus) if len(rows) > 1 else []
-    percents = [row.scaling_efficiency_percent or 0.0 for row in points]
-    errors = [row.scaling_efficiency_percent_ci95 or 0.0 for row in points]
-    _draw_points(axes, points, percents, errors, {**style, "label": label})
-
-
-def _draw_throughput(axes: Axes, rows: Sequence[Scale], style: Mapping[str, Any]) -> None:
+    efficiency, throughput = figure.panels
     # A scale of more nodes may have fewer GPUs.
-    points = sorted(rows, key=lambda row: row.gpus)
-    rates = [row.samples_per_s or 0.0 for row in points]
-    errors = []
-    for row in points:
-        error = row.samples_per_s_per_gpu_ci95 or 0.0
-        errors.append(row.gpus * error)
-    _draw_points(axes, points, rates, errors, style)
-    gpus = points[-1].gpus
+    points = pd.DataFrame([vars(row) for row in rows]).sort_values("gpus")
+    # One scale has 100% by definition.
+    percents = points if len(points) > 1 else points[:0]
+    column = "scaling_efficiency_percent"
+    labeled = {**style, "label": label}
+    _draw_points(efficiency, percents, percents[column], percents[f"{column}_ci95"], labeled)
+    errors = points["gpus"] * points["samples_per_s_per_gpu_ci95"].astype(float)
+    _draw_points(throughput, points, points["samples_per_s"], errors, style)
+    gpus = points["gpus"].max()
     baseline_rate = rows[0].rate or 0.0
-    axes.plot([0, gpus], [0, baseline_rate * gpus], **{**IDEAL, "color": style["color"]})
+    throughput.plot([0, gpus], [0, baseline_rate * gpus], **{**IDEAL, "color": style["color"]})
 
 
 def _draw_points(
-    axes: Axes,
-    rows: Sequence[Scale],
-    values: Sequence[float],
-    errors: Sequence[float],
-    style: Mapping[str, Any],
+    axes: Axes, points: pd.DataFrame, values: Any, errors: Any, style: Mapping[str, Any]
 ) -> None:
-    bars = errors if any(errors) else None
+    errors = errors.astype(float).fillna(0.0)
     # Dashes would look like an extrapolation.
     style = {**style, "linestyle": "-", "elinewidth": 0.8}
-    axes.errorbar([row.gpus for row in rows], values, bars, **style)
+    axes.errorbar(points["gpus"], values, errors if errors.any() else None, **style)
 
 
 def shade_fit(axes: Axes, rows: Sequence[Scale], color: str) -> bool:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import list_presets
+from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 
 PUBLISHED_BY = "LAION's published runs"
 PUBLISHED_DIR = Path(__file__).with_name("published")
@@ -40,10 +42,6 @@ def training_gflops(model: str, context_length: int) -> float | None:
     for other models."""
     if model not in list_presets():
         return None
-    # These import pydantic, which tables don't need.
-    from clap_ds.config.model import load_preset
-    from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
-
     config = load_preset(model)
     lengths = TextLengths.fixed(context_length)
     return (forward_flops(config, lengths, "model") + backward_flops(config, lengths)) / 1e9

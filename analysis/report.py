@@ -64,9 +64,9 @@ def render_summary(rows: Sequence[Scale]) -> Iterator[str]:
 
 def render_efficiencies(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     yield scaling.render(rows)
-    series = group_by_series([row for row in rows if row.rate])
-    if series:
-        figure = plot_scaling.draw_scaling({members[0].title: members for members in series})
+    curves = plot_scaling.select_curves(rows)
+    if curves:
+        figure = plot_scaling.draw_scaling(curves)
         caption = "Scaling efficiency, and total samples/s beside the ideal line"
         yield save_figure(folder / "scaling.png", caption, figure)
 

@@ -181,6 +181,8 @@ FORMER_COLUMNS = {
 _TOTALS = {"samples_per_s_per_gpu": "samples_per_s", "batch_per_gpu": "global_batch"}
 # Note of a run whose rate DeepSpeed's timer measured.
 BY_TIMER = "by DeepSpeed's timer"
+# `unknown`: a log without a launcher's last line; its rate counts.
+GOOD_STATES = ("completed", "published", "unknown")
 ENERGY_COLUMNS = ("joules_per_sample", "energy_kwh")
 # Upper limit of all measured values, in the units of their fields.
 MAX_VALUE = 1e15

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from clap_ds.analysis.aggregate import global_batch, split_settings
 from clap_ds.analysis.read_run import read_json, read_steps
 from clap_ds.analysis.table import Run, markdown_table, significant
@@ -49,8 +51,6 @@ def render(runs: Sequence[Run], metric: str, target: float) -> str:
     Speed-up is in time, relative to a model's and device's first row that reached the target.
     UserError without run directories.
     """
-    import pandas as pd
-
     records = [run for run in runs if run.kind == "record"]
     if not records:
         raise UserError("--time_to needs run directories of training")

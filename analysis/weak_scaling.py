@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from clap_ds.analysis.aggregate import GOOD_STATES
-from clap_ds.analysis.table import Scale, plain_text
+from clap_ds.analysis.table import GOOD_STATES, Scale, plain_text
 from clap_ds.utils.errors import UserError, count_of
 
 # Shape of the step time's growth on n nodes, by law.

@@ -38,42 +38,24 @@ def launch_command(
         slots: ranks by host, equally many on each.
         step: name of the SLURM step.
     """
+    first_host, ranks_per_host = next(iter(slots.items()))
     if profile.launcher == "torchrun":
-        return _torchrun_command(profile, python, slots, words, step)
-    return _deepspeed_command(profile, python, slots, hostfile, words, step)
-
-
-def _torchrun_command(
-    profile: ClusterProfile, python: str, slots: Mapping[str, int], words: Sequence[str], step: str
-) -> list[str]:
-    """Return one srun, whose task on each host is a torchrun."""
-    first_host, ranks_per_host = next(iter(slots.items()))
-    srun = _srun_options(profile, slots, step, tasks_per_host=1, ranks_per_task=ranks_per_host)
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={len(slots)}",
-        f"--nproc_per_node={ranks_per_host}",
-        # The other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
-        "--rdzv_backend=static",
-        f"--master_addr={first_host}",
-        f"--master_port={free_port()}",
-        f"--signals-to-handle={FORWARDED_SIGNALS}",
-    ]
-    agent = [*SET_NODE_RANK, *profile.wrapper, python, "-u", *torchrun]
-    return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *agent, *words]
-
-
-def _deepspeed_command(
-    profile: ClusterProfile,
-    python: str,
-    slots: Mapping[str, int],
-    hostfile: Path,
-    words: Sequence[str],
-    step: str,
-) -> list[str]:
-    """Return DeepSpeed's launcher, which runs one srun with a task for each rank."""
-    first_host, ranks_per_host = next(iter(slots.items()))
+        # A task on each host is a torchrun.
+        srun = _srun_options(profile, slots, step, tasks_per_host=1, ranks_per_task=ranks_per_host)
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={len(slots)}",
+            f"--nproc_per_node={ranks_per_host}",
+            # The other rendezvous, c10d, runs what it unpickles from a port that anyone may reach.
+            "--rdzv_backend=static",
+            f"--master_addr={first_host}",
+            f"--master_port={free_port()}",
+            f"--signals-to-handle={FORWARDED_SIGNALS}",
+        ]
+        agent = [*SET_NODE_RANK, *profile.wrapper, python, "-u", *torchrun]
+        return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *agent, *words]
+    # DeepSpeed's launcher runs one srun with a task for each rank.
     srun = _srun_options(profile, slots, step, tasks_per_host=ranks_per_host, ranks_per_task=1)
     launcher = [python, "-m", "deepspeed.launcher.runner"]
     launcher += ["--hostfile", str(hostfile), "--launcher", "slurm"]

@@ -101,7 +101,7 @@ def check(name, modules):
     imported = [module for module in modules if module in sys.modules]
     assert not imported, (name, imported)
 
-heavy = ["torch", "transformers", "deepspeed", "matplotlib"]
+heavy = ["torch", "transformers", "deepspeed"]
 for name in ("--help", "hostfile", "preflight", "submit", "sweep"):
     check(name, ["numpy", "pydantic", *heavy])
 for name in cli.MODULES:

@@ -12,17 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clap_ds.cpu_kernels.jit_build import is_ready, kernel, unavailable
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
 BLOCK = 1 << 14
 """Elements whose squares are summed in fp32; as in adamw.cpp."""
-
-
-def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
-    """Return whether `native_adamw` supports these tensors of one size: bf16, bf16 and fp32,
-    contiguous CPU tensors."""
-    # Last, because it compiles the kernels, for which a GPU's run has no use.
-    return is_ready(low, gradient) and is_ready(*fp32, dtype=torch.float32) and not unavailable()
 
 
 def native_adamw(
@@ -39,7 +32,8 @@ def native_adamw(
     weight_decay: float,
     scale: float = 1.0,
 ) -> None:
-    """Update parameters in place, like `torch.optim.AdamW`.
+    """Update parameters in place, like `torch.optim.AdamW`. All tensors are contiguous on the CPU;
+    masters and moments are fp32.
 
     Args:
         low: bf16 parameters, written only.
@@ -48,7 +42,8 @@ def native_adamw(
     """
     addresses = []
     for tensors in zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True):
-        assert supports(*tensors)
+        assert is_ready(*tensors[:2])
+        assert is_ready(*tensors[2:], dtype=torch.float32)
         addresses.append([*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()])
     beta1, beta2 = betas
     # In the order of `Coefficients` in adamw.cpp: master = master · decay - rate · exp_avg /

@@ -195,12 +195,9 @@ class ClapEngine:
             return self._accumulate_with_gradcache(batches, num_micro_batches)
         # The host must not read losses, so they are added up on the device.
         loss_sum = torch.zeros((), device=self.device)
-        for number in range(num_micro_batches):
+        for _ in self._micro_steps(num_micro_batches):
             with self._phase("data_wait"):
                 batch = next(batches)
-            is_last = number == num_micro_batches - 1
-            # DeepSpeed averages gradients over ranks and updates weights only at the boundary.
-            self.deepspeed.set_gradient_accumulation_boundary(is_last)
             with self._phase("forward"):
                 features = self.deepspeed(*batch.model_inputs())
             with self._phase("loss"):
@@ -208,8 +205,6 @@ class ClapEngine:
             with self._phase("backward"):
                 self.sync.backward(loss)
             loss_sum += loss.detach()
-            if not is_last:
-                self._count_micro_batch()
         return loss_sum / num_micro_batches
 
     def _accumulate_with_gradcache(
@@ -223,24 +218,32 @@ class ClapEngine:
             loss = self.loss(*leaves)
             # By the features of all micro-batches, and by the scalars.
             gradients = torch.autograd.grad(loss, leaves)
-        for number, (batch, rng_state) in enumerate(zip(micro_batches, rng_states, strict=True)):
-            is_last = number == num_micro_batches - 1
-            self.deepspeed.set_gradient_accumulation_boundary(is_last)
+        for number in self._micro_steps(num_micro_batches):
             with self._phase("forward"):
                 surrogate = second_pass(
-                    self.deepspeed, batch, rng_state, gradients, number, num_micro_batches
+                    self.deepspeed,
+                    micro_batches[number],
+                    rng_states[number],
+                    gradients,
+                    number,
+                    num_micro_batches,
                 )
             with self._phase("backward"):
                 # The surrogates' gradients add up to the whole batch's: DeepSpeed must not average.
                 self.sync.backward(surrogate, scale_wrt_gas=False)
-            if not is_last:
-                self._count_micro_batch()
         return loss.detach()
 
-    def _count_micro_batch(self) -> None:
-        """Make DeepSpeed count a micro-batch after which weights aren't updated."""
-        with self._phase("optimizer"):
-            self.deepspeed.step()
+    def _micro_steps(self, number: int) -> Iterator[int]:
+        """Yield the numbers of a step's forward and backward passes, from 0. DeepSpeed averages
+        gradients over ranks and updates weights only after the last one."""
+        for micro_step in range(number):
+            is_last = micro_step == number - 1
+            self.deepspeed.set_gradient_accumulation_boundary(is_last)
+            yield micro_step
+            # DeepSpeed counts the micro-batch. The last one is counted by the update.
+            if not is_last:
+                with self._phase("optimizer"):
+                    self.deepspeed.step()
 
     def set_accumulation_steps(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches for all following steps."""

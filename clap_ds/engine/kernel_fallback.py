@@ -38,7 +38,7 @@ def replace_failing_kernels(
         # A setting that names a kernel is an order: its failure ends the run.
         part_sites = [site for site in sites if site.part == part]
         problems = _replace_at(part_sites, autocast=autocast)
-        used = {module.kernel for site in part_sites for module in site.modules}
+        used = {site.modules[-1].kernel for site in part_sites}
         # Where the sites differ, Triton's is the one to report, beside what replaced it.
         kernel = "triton" if "triton" in used else used.pop()
         problem = "; ".join(dict.fromkeys(problems.values())) or None

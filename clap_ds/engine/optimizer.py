@@ -34,8 +34,8 @@ CLIP_EPSILON = 1e-6
 
 class FlatAdamW(torch.optim.AdamW, StandInForFusedAdam):
     """Fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's. With
-    `cpu_kernels`, groups that `cpu_kernels.adamw.supports` use that kernel. The state has the same
-    form in all cases."""
+    `cpu_kernels`, groups of bf16 weights on a CPU use that kernel. The state has the same form in
+    all cases."""
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)

@@ -37,9 +37,9 @@ def rates(samples: Sequence[float], window_s: Sequence[float]) -> Rates:
     )
 
 
-def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict[str, float]:
+def median_interval(values: Sequence[float]) -> dict[str, float]:
     """Compute the `median` and its distribution-free interval, the narrowest pair of order
-    statistics with `coverage`.
+    statistics with `COVERAGE`.
 
     The count of values below the true median is binomial with p = 1/2 (Conover, Practical
     Nonparametric Statistics, 3rd ed., section 3.2). If no pair covers that much, the interval is
@@ -50,7 +50,7 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict
     # By number of values excluded on each side: the probability that the median is among them.
     tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
     outside = [2 * tail / 2**count for tail in tails]
-    num_allowed = sum(probability <= 1 - coverage for probability in outside)
+    num_allowed = sum(probability <= 1 - COVERAGE for probability in outside)
     trim = max(num_allowed - 1, 0)
     return {
         "low": ordered[trim],

@@ -17,6 +17,7 @@ from clap_ds.config.model import CHANNELS, ClapConfig, ProjectionConfig
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
+from clap_ds.model.open_clip_model import OpenClipModel
 from clap_ds.model.text import TextTower
 
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
@@ -132,9 +133,5 @@ class ClapModel(ContrastiveModel):
 def new_model(config: ClapConfig, **options: Any) -> ContrastiveModel:
     """Build a new `ClapModel`, or the model of open_clip that `config` names. Raises ValueError if
     that isn't possible."""
-    if not config.open_clip:
-        return ClapModel(config, **options)
-    # Here, because open_clip is an optional package.
-    from clap_ds.model.open_clip_model import OpenClipModel
-
-    return OpenClipModel(config, **options)
+    model_class = OpenClipModel if config.open_clip else ClapModel
+    return model_class(config, **options)

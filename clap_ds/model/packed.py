@@ -14,7 +14,6 @@ from torch import Tensor
 
 from clap_ds.config.model import PAD_TOKEN_ID
 
-FIRST_POSITION = PAD_TOKEN_ID + 1
 MULTIPLES_PER_ROW = 128
 """The multiple is the largest power of two up to 1/128 of the padded tokens, so that filling costs
 about 1%."""
@@ -86,9 +85,7 @@ def pack(
     return torch.cat(tokens), Packing(cu_seqlens, len(lengths), context_length)
 
 
-def compute_layout(
-    packing: Packing, num_tokens: int, first_position: int = FIRST_POSITION
-) -> PackedLayout:
+def compute_layout(packing: Packing, num_tokens: int, first_position: int) -> PackedLayout:
     """Return the layout of a row of `num_tokens`, with positions counted from `first_position` in
     each caption. The padded form is as long as the longest caption on CPUs, and `max_seqlen`
     elsewhere, to avoid a device synchronization."""

@@ -140,7 +140,6 @@ class OpenClipTokenizer:
     interface that is used here."""
 
     def __init__(self, name: str) -> None:
-        self.name_or_path = name
         with import_open_clip(name) as open_clip:
             self._tokenizer = open_clip.get_tokenizer(name.removeprefix(PREFIX))
         self.pad_token_id = getattr(self._tokenizer, "pad_token_id", None) or 0

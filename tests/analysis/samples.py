@@ -1,13 +1,11 @@
 """Synthetic DeepSpeed logs, runs, options and run directories for tests."""
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-import pytest
 
 from clap_ds.analysis.published import PUBLISHED_DIR
 from clap_ds.analysis.table import Run
@@ -27,14 +25,12 @@ def throughput_line(step: int, average: float, current: float = 1.0) -> str:
 
 def running_log(step_times: list[float], batch: int = 64, every: int = 1) -> str:
     """Return DeepSpeed's log of steps with these times; the first two are not timed."""
-    lines = []
-    elapsed = 0.0
-    for step, time in enumerate(step_times, start=1):
-        if step > 2:
-            elapsed += time
-            if step % every == 0:
-                lines.append(throughput_line(step, batch / (elapsed / (step - 2)), batch / time))
-    return "".join(lines)
+    text = ""
+    for step in range(3, len(step_times) + 1):
+        if step % every == 0:
+            average = batch / fmean(step_times[2:step])
+            text += throughput_line(step, average, batch / step_times[step - 1])
+    return text
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -75,7 +71,6 @@ def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
     return folder
 
 
-def command(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: object) -> None:
+def run_main(main: Callable[[list[str]], None], *arguments: object) -> None:
     """Run a command's `main` with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    main()
+    main([str(argument) for argument in arguments])

@@ -9,30 +9,27 @@ import pytest
 
 from clap_ds.analysis import compare as compare_command
 from clap_ds.analysis.compare import describe_significance, pair_rows, ratio_interval
-from clap_ds.analysis.table import Run, Scale, read_table_runs
+from clap_ds.analysis.table import Scale, read_table_runs
 from clap_ds.utils.errors import UserError
-from tests.analysis.samples import TINY, command, run, write
+from tests.analysis.samples import run, run_main, write
 
 HEADER = "nodes,gpus,samples_per_s_per_gpu"
 
 
-def make_runs(*rates: float) -> list[Run]:
-    return [run(1, rate) for rate in rates]
-
-
-def conclude(a_runs: list[Run], b_runs: list[Run]) -> str:
-    """Return what is concluded from the only pair of rows."""
+def pair_rates(a_rates: list[float], b_rates: list[float]) -> tuple[Scale, Scale]:
+    """Return the only pair of rows of runs with these rates."""
+    a_runs, b_runs = ([run(1, rate) for rate in rates] for rates in (a_rates, b_rates))
     (pair,) = pair_rows(a_runs, b_runs)
-    return describe_significance(*pair).rpartition(": ")[2]
+    return pair
 
 
 def test_interval_is_welchs_with_the_larger_spread_on_both_sides() -> None:
     """By hand: deviations of logs a = 0.0100 and b = 0.0182. Degrees are (a² + b²)² / ((a⁴ + b⁴) /
     2) = 3.12, at most 1.5·2, for which t is 5.841. Half the interval of the logarithm is
     5.841·b·√(2/3) = 0.0867."""
-    ((a, b),) = pair_rows(make_runs(99.0, 100.0, 101.0), make_runs(108.0, 110.0, 112.0))
+    pair = pair_rates([99.0, 100.0, 101.0], [108.0, 110.0, 112.0])
     expected = (1.1 * math.exp(-0.0867), 1.1 * math.exp(0.0867))
-    assert ratio_interval(a, b) == pytest.approx(expected, rel=1e-3)
+    assert ratio_interval(*pair) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -40,23 +37,14 @@ def test_interval_is_welchs_with_the_larger_spread_on_both_sides() -> None:
     [
         ([99.5, 100.0, 100.5], [109.5, 110.0, 110.5], "B is faster"),
         ([109.5, 110.0, 110.5], [99.5, 100.0, 100.5], "B is slower"),
-        ([98.0, 100.0, 102.0], [99.0, 101.0, 103.0], "no significant difference"),
         ([100.0, 100.0, 100.0], [100.0, 100.0, 100.0], "no significant difference"),
-        ([99.9, 100.0, 100.1], [108.0, 90.0, 120.0], "no significant difference"),
+        ([99.0, 101.0], [150.0], "significance unknown"),
     ],
 )
 def test_conclusion_follows_from_the_interval(
     a: list[float], b: list[float], conclusion: str
 ) -> None:
-    assert conclude(make_runs(*a), make_runs(*b)) == conclusion
-
-
-@pytest.mark.parametrize(
-    ("a", "b"), [([100.0], [150.0]), ([99.0, 101.0], [150.0]), ([150.0], [99.0, 101.0])]
-)
-def test_single_run_on_a_side_gives_no_conclusion(a: list[float], b: list[float]) -> None:
-    (pair,) = pair_rows(make_runs(*a), make_runs(*b))
-    assert "significance unknown" in describe_significance(*pair)
+    assert conclusion in describe_significance(*pair_rates(a, b))
 
 
 def compute_significant_percent(
@@ -78,20 +66,7 @@ def compute_significant_percent(
     return 100 * significant / draws
 
 
-# Numbers of runs, and relative noise.
-COMPARISONS = [
-    ((3, 3), (0.003, 0.03)),
-    ((5, 3), (0.003, 0.03)),
-    ((10, 3), (0.003, 0.03)),
-    ((6, 2), (0.003, 0.03)),
-    ((2, 6), (0.03, 0.003)),
-    ((10, 3), (0.01, 0.03)),
-    ((3, 3), (0.04, 0.04)),
-    ((5, 5), (0.01, 0.01)),
-]
-
-
-@pytest.mark.parametrize(("counts", "noises"), COMPARISONS)
+@pytest.mark.parametrize(("counts", "noises"), [((3, 3), (0.003, 0.03)), ((2, 6), (0.03, 0.003))])
 def test_programs_of_equal_speed_differ_in_one_of_a_hundred_comparisons_at_most(
     counts: tuple[int, int], noises: tuple[float, float]
 ) -> None:
@@ -105,35 +80,13 @@ def test_power_is_that_of_the_page() -> None:
         assert power == pytest.approx(percent, abs=tolerance)
 
 
-def test_scale_with_quiet_repeats_is_judged_by_these_alone() -> None:
-    noisy = [run(8, rate) for rate in (90.0, 100.0, 110.0)]
-    a_runs = make_runs(99.9, 100.0, 100.1)
-    b_runs = make_runs(101.9, 102.0, 102.1)
-    texts = [
-        describe_significance(*pair) for pair in pair_rows([*a_runs, *noisy], [*b_runs, *noisy])
-    ]
-    conclusions = [text.rpartition(": ")[2] for text in texts]
-    assert conclusions == ["B is faster", "no significant difference"]
-
-
-@pytest.mark.parametrize(("a", "b"), [("600.1", "600.2"), ("600", "600.01"), ("600", "601")])
-def test_rates_that_differ_in_their_last_digit_are_not_significant(
-    tmp_path: Path, a: str, b: str
-) -> None:
-    sides = []
-    for rate in (a, b):
-        text = "\n".join([HEADER, *[f"1,4,{rate}"] * 3])
-        sides.append(read_table_runs(write(tmp_path / f"{rate}.csv", text)))
-    assert conclude(*sides) == "no significant difference"
-
-
 def test_tables_without_a_model_match_each_other_and_any_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_lines = "1,4,600.1\n1,4,600.9\n2,8,580.2,timeout\n"
     a_table = write(tmp_path / "before.csv", f"{HEADER},state\n{a_lines}")
     b_table = write(tmp_path / "after.csv", f"{HEADER}\n1,4,700.1\n1,4,700.9\n2,8,590.2\n")
-    command(monkeypatch, compare_command.main, a_table, b_table)
+    run_main(compare_command.main, a_table, b_table)
     printed = capsys.readouterr().out
     assert "### before, 1 node, 4 GPUs and after, 1 node, 4 GPUs" in printed
     assert printed.count("B / A = ") == 2
@@ -143,8 +96,6 @@ def test_tables_without_a_model_match_each_other_and_any_run(
 
 
 def test_rows_are_paired_by_scale_and_variant() -> None:
-    tiny = read_table_runs(TINY)
-    assert [(a.gpus, b.gpus) for a, b in pair_rows(tiny[:4], tiny[2:])] == [(16, 16), (32, 32)]
     p_run = run(1, 9.0, variant="p")
     q_run = run(1, 10.0, variant="q")
     pairs = pair_rows([p_run, q_run], [q_run, p_run])

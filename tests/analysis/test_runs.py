@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.published import training_gflops
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run
-from clap_ds.config.model_names import list_presets
 from clap_ds.metrics.terminal import run_title
 from clap_ds.utils.errors import UserError
 from tests.analysis.samples import DATA, ROOT, TINY, make_options, record, running_log, write
@@ -30,8 +28,7 @@ def read_one(path: Path, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"nodes": 2, "gpus_per_node": 4}, {"gpus": 8, "gpus_per_node": 4}, {"gpus": 8, "nodes": 2}],
+    "options", [{"nodes": 2, "gpus_per_node": 4}, {"gpus": 8, "gpus_per_node": 4}]
 )
 def test_scale_that_a_log_lacks_is_that_of_the_options(tmp_path: Path, options: Any) -> None:
     run = read_one(write(tmp_path / "bare.log", STEPS), **options)
@@ -45,35 +42,27 @@ def test_log_of_a_known_model_has_tflops_and_mfu(tmp_path: Path) -> None:
     run = read_one(log, nodes=2, gpus=8, model=model, peak_tflops=10.0)
     assert (run.model, run.batch_per_gpu, run.micro_batch) == ("htsat_tiny_roberta_base", 8, 4)
     assert (run.step_time_s, run.peak_tflops) == (pytest.approx(1.0), 10.0)
-    # HTSAT-tiny with 77 tokens: about three forward passes.
-    gflops = 3 * 25.23
-    assert run.achieved_tflops == pytest.approx(8 * gflops / 1000, rel=0.01)
-    assert run.mfu_model_percent == pytest.approx(100 * 8 * gflops / 1000 / 10, rel=0.01)
-    assert run.context_length == 77
+    # With 77 tokens, 25.341 GFLOPs forward and 50.368 backward.
+    assert run.achieved_tflops == pytest.approx(8 * 0.075709, rel=1e-4)
+    assert run.mfu_model_percent == pytest.approx(100 * 8 * 0.075709 / 10, rel=1e-4)
     assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
 
 
-@pytest.mark.parametrize("name", ["run.log", "gpu2.log"])
-def test_gpus_that_a_log_states_have_precedence_over_its_name(tmp_path: Path, name: str) -> None:
-    log = write(tmp_path / name, WORLD_SIZE.format(16) + BATCH + STEPS)
+def test_gpus_that_a_log_states_have_precedence_over_its_name(tmp_path: Path) -> None:
+    log = write(tmp_path / "gpu2.log", WORLD_SIZE.format(16) + BATCH + STEPS)
     run = read_one(log, gpus_per_node=4)
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
     assert "log's name" not in run.notes
 
 
 def test_batch_and_scale_of_the_input_have_precedence_over_options() -> None:
-    run = read_one(LOG, nodes=7, gpus=28)
-    assert (run.nodes, run.gpus, run.batch_per_gpu) == (1, 2, 64)
-    assert run.step_time_s == pytest.approx(64 / (run.rate or 0))
-    run = read_one(DATA / "deepspeed_1rank_accumulating.log")
+    run = read_one(DATA / "deepspeed_1rank_accumulating.log", nodes=7, gpus=28)
+    assert (run.nodes, run.gpus) == (1, 1)
     assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (128, 64, 2)
     assert read_runs([TINY], make_options(model="micro"))[0].model == "htsat_tiny_roberta_base"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["job-n2-gpus8.log", "GPUS8_NODES2.OUT", "n2.log", "nodes_2/slurm.out", "nodes_4/n2-gpus8.log"],
-)
+@pytest.mark.parametrize("name", ["GPUS8_NODES2.OUT", "nodes_2/slurm.out", "nodes_4/n2-gpus8.log"])
 def test_scale_in_a_log_name_is_used_and_noted(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     log = write(tmp_path / name, STEPS)
@@ -81,15 +70,6 @@ def test_scale_in_a_log_name_is_used_and_noted(tmp_path: Path, name: str) -> Non
     run = read_one(log.parent, gpus_per_node=None if names_gpus else 4)
     assert (run.nodes, run.gpus, run.rate) == (2, 8, 8.0)
     assert "name" in run.notes
-    if names_gpus:
-        run = read_one(write(log, WORLD_SIZE.format(8) + STEPS))
-        assert (run.nodes, run.gpus) == (2, 8)
-
-
-@pytest.mark.parametrize("prefix", ["", "node1: "])
-def test_scale_of_a_log_of_this_project_is_its_own(tmp_path: Path, prefix: str) -> None:
-    run = read_one(write(tmp_path / "moved.log", f"{prefix}ranks: 16, nodes: 4\n{STEPS}"))
-    assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
 
 
 TITLED: Any = {
@@ -105,17 +85,13 @@ TITLED: Any = {
 
 
 @pytest.mark.parametrize(
-    "prefix", ["", "node1: ", "[2026-11-28] MaxMemAllocated=0.3GB", "\x1b[32m"]
-)
-@pytest.mark.parametrize(
-    "changes",
+    ("prefix", "changes"),
     [
-        {},
-        {"gradient_accumulation_steps": 2, "precision": "torch_autocast_bfloat16"},
-        {"preset": "micro", "device_name": "AMD EPYC 9B14, 96-Core Processor", "num_nodes": 1},
-        {"preset": "open_clip:CLAP-NaFlex"},
+        ("\x1b[32mnode1: ", {"gradient_accumulation_steps": 2, "precision": "torch_autocast_bfloat16"}),
+        ("", {"preset": "micro", "device_name": "AMD EPYC 9B14, 96-Core Processor", "num_nodes": 1}),
+        ("", {"preset": "open_clip:CLAP-NaFlex"}),
     ],
-)
+)  # fmt: skip
 def test_title_of_this_project_states_model_batch_and_tokens(
     tmp_path: Path, prefix: str, changes: dict[str, Any]
 ) -> None:
@@ -129,18 +105,8 @@ def test_title_of_this_project_states_model_batch_and_tokens(
     assert (run.gpus, run.nodes, run.rate) == (8, summary["num_nodes"], 8.0)
     assert (run.batch_per_gpu, run.micro_batch, run.context_length) == (batch, 4, 64)
     assert (run.device, run.precision) == (summary["device_name"], summary["precision"])
-    gflops = training_gflops(summary["preset"], 64)
     assert run.peak_tflops == (989 if "H200" in run.device else None)
-    assert run.achieved_tflops == (gflops and pytest.approx(8 * gflops / 1000))
-    assert (run.mfu_model_percent is None) == (gflops is None or run.peak_tflops is None)
-    if summary["preset"] in list_presets() or not prefix:
-        assert run.model == summary["preset"]
-
-
-def test_title_with_packed_captions_gives_no_tflops(tmp_path: Path) -> None:
-    title = run_title({**TITLED, "text_packing": True})
-    run = read_one(write(tmp_path / "x.log", f"ranks: 8, nodes: 2\n{title}\n{STEPS}"))
-    assert (run.rate, run.achieved_tflops) == (8.0, None)
+    assert run.model == summary["preset"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +114,6 @@ def test_title_with_packed_captions_gives_no_tflops(tmp_path: Path) -> None:
     [
         ({}, r"run\.log.*--nodes.*--gpus"),
         ({"nodes": 4, "gpus": 2}, "2 GPUs on 4 nodes"),
-        ({"gpus": 6, "gpus_per_node": 4}, "6 GPUs on 1.5 nodes"),
     ],
 )
 def test_scale_that_is_missing_or_impossible_is_named(
@@ -176,8 +141,6 @@ def test_runs_of_a_sweep_are_found_and_their_logs_ignored(
         record(folder, [], state="failed", num_nodes=nodes, world_size=nodes)
         # Belongs to the run.
         write(folder / "other.log", STEPS)
-    (runs / ".inductor-1000").mkdir()
-    write(runs / ".inductor-1000" / "autotuning.log", STEPS)
     (runs.parent / "latest").symlink_to(runs / "n002")
     write(runs.parent / "slurm-1.out", f"run directory: my runs/n002\n{LOG.read_text()}")
     outputs = write(runs.parent / "jobs.out", "hello\n")
@@ -186,11 +149,9 @@ def test_runs_of_a_sweep_are_found_and_their_logs_ignored(
     # Inputs that are named themselves are warned of.
     inputs = [runs.parent, runs.parent, outputs, tmp_path / "gone"]
     assert len(read_runs(inputs, make_options())) == 2
-    warnings = capsys.readouterr().err.splitlines()
-    assert [re.findall("warning: .*(jobs.out|gone)", line) for line in warnings] == [
-        ["jobs.out"],
-        ["gone"],
-    ]
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.search("warning: .*jobs.out", first)
+    assert re.search("warning: .*gone", second)
 
 
 def write_record(folder: Path, rate: float, second: int) -> Path:
@@ -202,13 +163,13 @@ def write_record(folder: Path, rate: float, second: int) -> Path:
 
 
 def test_copies_of_a_record_count_once_with_a_note(tmp_path: Path) -> None:
-    for number, rate in enumerate((600.0, 601.0, 602.0)):
+    for number, rate in enumerate((600.0, 601.0)):
         run_dir = write_record(tmp_path / "runs" / f"a{number}", rate, second=number)
-        shutil.copytree(run_dir, tmp_path / "runs" / "backup" / f"old-{number}")
+        shutil.copytree(run_dir, tmp_path / "backup" / f"old-{number}")
     shutil.copytree(tmp_path / "runs" / "a0", tmp_path / "again" / "a0")
     runs = read_runs([tmp_path], make_options())
-    assert [run.rate for run in runs] == [600.0, 601.0, 602.0]
-    assert [re.findall(r"(\d) of its copies", run.notes) for run in runs] == [["2"], ["1"], ["1"]]
+    assert [run.rate for run in runs] == [600.0, 601.0]
+    assert [re.findall(r"(\d) of its copies", run.notes) for run in runs] == [["2"], ["1"]]
 
 
 def write_unfinished(folder: Path) -> None:
@@ -218,12 +179,10 @@ def write_unfinished(folder: Path) -> None:
 
 COPIES: dict[str, Callable[[Path], object]] = {
     "unfinished record": write_unfinished,
-    "log": lambda folder: write(folder / "x.log", STEPS),
     # Only the second copy has such line ends.
     "log with other line ends": lambda folder: write(
         folder / "x.log", STEPS.replace("\n", "\r\n") + "\n" if folder.name == "b" else STEPS
     ),
-    "table": lambda folder: write(folder / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n1,4,600\n"),
 }
 
 
@@ -233,21 +192,8 @@ def test_copies_of_other_inputs_count_once(tmp_path: Path, kind: str) -> None:
     for folder in folders:
         folder.mkdir()
         COPIES[kind](folder)
-    inputs = [folder / "t.csv" for folder in folders] if kind == "table" else folders
-    (run,) = read_runs(inputs, make_options(nodes=1, gpus=4))
+    (run,) = read_runs(folders, make_options(nodes=1, gpus=4))
     assert "1 of its copies" in run.notes
-
-
-def test_runs_that_are_only_alike_count_each(tmp_path: Path) -> None:
-    for number in range(2):
-        write_record(tmp_path / f"equal{number}", 600.0, second=number)
-        record(tmp_path / f"failed{number}", [], state="failed", num_nodes=1, world_size=4)
-        text = "ranks: 4, nodes: 1\n" + running_log([1.0] * (20 + number))
-        write(tmp_path / f"repeat{number}.log", text)
-    table = write(tmp_path / "t.csv", "nodes,gpus,samples_per_s_per_gpu\n1,4,600.1\n1,4,600.1\n")
-    runs = read_runs([tmp_path, table], make_options())
-    assert len(runs) == 8
-    assert not any("copies" in run.notes for run in runs)
 
 
 def test_command_runs_as_a_script_without_torch() -> None:

@@ -23,21 +23,7 @@ HEADER = TINY.read_text().splitlines(keepends=True)[0]
 def test_written_table_is_read_equally_and_begins_as_published(tmp_path: Path) -> None:
     common = {"model": "micro", "state": "x"}
     rows = [
-        Row(
-            1,
-            4,
-            623.7,
-            2494.8,
-            21.0,
-            100.0,
-            3.2154321,
-            0.0,
-            "2σ over 3 repeats",
-            3,
-            1,
-            1.0,
-            **common,
-        ),
+        Row(1, 4, 623.7, 2494.8, 21.0, 100.0, uncertainty_from="2σ over 3 repeats", **common),
         Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
         Row(4, 16, 0.05321, 0.85136, forward_s=0.25, data_wait_s=0.0, context_length=77, **common),
     ]
@@ -64,16 +50,10 @@ NAMES = "nodes,gpus,samples_per_s_per_gpu"
     [
         ("", "not a CSV table"),
         (HEADER, "no rows"),
-        ("nodes,gpus,Throughput (tokens/s)\n1,2,3\n", "no column samples_per_s_per_gpu"),
         (HEADER + "1,4,fast,2,3,4\n", "row 1: samples_per_s_per_gpu is 'fast'"),
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
         (HEADER + "1,4,1,234.5,4938,3,100\n", "row 1: more cells than the header"),
-        (f"{NAMES}\n1,4,600\n2,8,1,580\n", "row 2: more cells than the header"),
-        (
-            f"{NAMES}\n1;4;623.7\n".replace(",", ";"),
-            "row 1 .*decimal commas.*: samples_per_s_per_gpu is '623.7'",
-        ),
         (f"{NAMES},samples_per_s_per_gpu\n1,4,600,7\n", "samples_per_s_per_gpu appears twice"),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
@@ -86,28 +66,18 @@ def test_bad_table_is_rejected_with_row_and_column(
         read_table_runs(path)
 
 
-def test_missing_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing\.csv: no such file$"):
-        read_table_runs(tmp_path / "missing.csv")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize(
-    "text",
+    ("encoding", "text"),
     [
-        f"{NAMES}\n1,4,600.5,\n2,8,580,\n",
-        f"{NAMES},,\n1,4,600.5,,\n\n2,8,580\n,,,\n",
-        "nodes, gpus, samples_per_s_per_gpu\r\n1, 4, 600.5\r\n2, 8, 580\r\n",
-        "sep=;\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n",
-        '\n"sep=;"\n\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n',
-        "nodes\tgpus\tsamples_per_s_per_gpu\r1\t4\t600.5\r2\t8\t580\r",
-        '"nodes","gpus","samples_per_s_per_gpu"\n"1","4","600.5"\n"2","8","580"\n',
+        ("utf-8-sig", f"{NAMES},,\n1,4,600.5,,\n\n2,8,580\n,,,\n"),
+        ("utf-8", "nodes, gpus, samples_per_s_per_gpu\r\n1, 4, 600.5\r\n2, 8, 580\r\n"),
+        ("utf-16", '\n"sep=;"\n\nnodes;gpus;samples_per_s_per_gpu\n1;4;600,5\n2;8;580\n'),
+        ("utf-8", "nodes\tgpus\tsamples_per_s_per_gpu\r1\t4\t600.5\r2\t8\t580\r"),
     ],
 )
 def test_table_of_a_spreadsheet_is_read(tmp_path: Path, text: str, encoding: str) -> None:
-    for name in ("t.csv", "t.tsv", "T.CSV"):
-        rows = read_runs([write(tmp_path / name, text.encode(encoding))], make_options())
-        assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
+    rows = read_runs([write(tmp_path / "T.TSV", text.encode(encoding))], make_options())
+    assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
 
 
 def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path: Path) -> None:
@@ -115,12 +85,6 @@ def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path: Path)
     agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
     assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
     assert contradicting.rate == 10.0
-    assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
-
-
-def test_batches_that_contradict_each_other_are_noted(tmp_path: Path) -> None:
-    text = f"{NAMES},batch_per_gpu,global_batch\n1,4,600,64,256\n2,8,590,64,256\n"
-    agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
     assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
 

@@ -4,13 +4,11 @@ and withstand damage."""
 import os
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from clap_ds.analysis.log_formats import LOG_FORMATS, LogFormat
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.table import Run
 from clap_ds.analysis.training_log import read_log, read_log_lines
@@ -84,16 +82,10 @@ def read(tmp_path: Path) -> Read:
     return read_text
 
 
-def progress_line(program: str, step: int, mean_s: float = 1.0, batch: int = 64) -> str:
-    """Return a program's line after `step` steps of this batch, the last of which took `mean_s`."""
-    numbers = {
-        "step": step,
-        "samples": batch * step,
-        "batch": batch,
-        "mean_s": mean_s,
-        "mean_ms": 1000 * mean_s,
-        "tps": round(batch * 8192 / mean_s),
-    }
+def progress_line(program: str, step: int, mean_s: float = 1.0, **more: object) -> str:
+    """Return a program's line after `step` steps of 64 samples, the last of which took `mean_s`."""
+    numbers = {"step": step, "samples": 64 * step, "batch": 64, "mean_s": mean_s, **more}
+    numbers |= {"mean_ms": 1000 * mean_s, "rate": 64 / mean_s}
     return PROGRESS[program][0].format(**numbers) + "\n"
 
 
@@ -126,16 +118,6 @@ def open_clip_log(epochs: list[list[float]], batch: int, every: int = 10, droppe
     return text
 
 
-def test_rate_is_the_same_at_any_length_and_print_interval(tmp_path: Path) -> None:
-    """Every tenth step takes four times as long; the mean is 0.13 s. 64 samples per node of four
-    GPUs."""
-    for nodes, num_steps, every in ((1, 200, 1), (1, 200, 20), (2, 500, 5), (4, 3000, 20)):
-        times = [0.4 if n % 10 == 9 else 0.1 for n in range(num_steps)]
-        text = LAUNCHER.format(nodes, 4 * nodes) + running_log(times, 64 * nodes, every)
-        run = read_log(write(tmp_path / "run.log", text))
-        assert run.deepspeed_samples_per_s_per_gpu == run.rate == pytest.approx(16 / 0.13)
-
-
 def test_rate_of_a_deepspeed_log_is_that_of_its_steps() -> None:
     log = DATA / "deepspeed_2ranks.log"
     rates = re.findall(r"CurrSamplesPerSec=([\d.]+)", log.read_text())
@@ -154,9 +136,6 @@ def test_rate_of_a_deepspeed_log_is_that_of_its_steps() -> None:
         ("bfloat16_config .............. enabled=True", "precision", "bfloat16"),
         ("world_size ................... 16", "gpus", 16),
         ("run directory: my runs/7", "directory", "my runs/7"),
-        # A count of 0 isn't stated.
-        ("gradient_accumulation_steps 0", "accumulation", 1),
-        ("ranks: 0, nodes: 0", "nodes", 0),
         ("CUDA out of memory. Tried\nTraceback (most recent call last):", "state", "out_of_memory"),
         (
             "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***",
@@ -195,52 +174,21 @@ def test_rate_of_open_clip_and_laion_clap_counts_every_step(
     lines = re.sub(pattern, replacement, open_clip_log([epoch] * 2, 8 * 616, 100))
     head = parameters(616, 8) + "x | INFO |   model: CLAP-HTSAT-tiny-Roberta-base\n"
     run = read(head + lines, gpus=8, nodes=2)
-    assert (run.nodes, run.gpus, run.batch_per_gpu) == (2, 8, 616)
+    assert (run.gpus, run.batch_per_gpu) == (8, 616)
     assert run.model == "clap_htsat_tiny_roberta_base"
-    assert (run.rate, run.deepspeed_samples_per_s_per_gpu) == (
-        pytest.approx(616 / 1.1, rel=1e-3),
-        None,
-    )
+    assert run.rate == pytest.approx(616 / 1.1, rel=1e-3)
     without_batch = read(lines, gpus=8, nodes=2)
     assert without_batch.rate is None
     assert "--batch_per_gpu" in without_batch.notes
-    run = read(lines, gpus=8, nodes=2, batch_per_gpu=616)
-    assert run.rate == pytest.approx(616 / 1.1, rel=1e-3)
 
 
-def test_new_log_format_takes_one_entry(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern = r"\[fast\] it (?P<step>\d+) \| gpus (?P<gpus>\d+) \| (?P<rate>[\d.]+) samples/s"
-    monkeypatch.setitem(LOG_FORMATS, "new", LogFormat("[fast] it ", re.compile(pattern)))
-    # 10 steps at 100 samples/s and 30 at 300 take equal times, at any batch.
-    lines = [
-        f"[fast] it {step} | gpus 8 | {rate} samples/s\n"
-        for step, rate in ((20, 50), (30, 100), (60, 300))
-    ]
-    run = read("".join(lines), gpus=None)
-    assert (run.rate, run.gpus) == (pytest.approx(200 / 8), 8)
-
-
-@pytest.mark.parametrize("dropped", [0, 1, 500])
+@pytest.mark.parametrize("dropped", [0, 500])
 def test_epoch_without_its_incomplete_batch_counts_trained_samples(
     read: Read, dropped: int
 ) -> None:
     epochs = [[10.0, *[1.0] * 39]] * 4
     run = read(parameters(616) + open_clip_log(epochs, 616, dropped=dropped))
     assert run.rate == pytest.approx(616 * (160 - 11) / (160 - 11 + 3 * 9), rel=1e-3)
-
-
-@pytest.mark.parametrize("program", ["open_clip", "torchtitan", "Megatron-LM"])
-def test_warm_up_of_a_resumed_run_is_not_counted(read: Read, program: str) -> None:
-    """Steps of 64 samples and 2 s, of which the first ten take 9 s each."""
-    times = [9.0] * 10 + [2.0] * 90
-    if program == "open_clip":
-        text = parameters(64) + open_clip_log([times], 64).replace("Epoch: 0", "Epoch: 3")
-    else:
-        text = PROGRESS[program][1]
-        for start, end in pairwise([0, 1, *range(10, 101, 10)]):
-            text += progress_line(program, 5000 + end, fmean(times[start:end]))
-    run = read(text)
-    assert run.rate == pytest.approx(32 / run.gpus, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -250,24 +198,15 @@ def test_data_parallel_size_of_deepspeed_is_not_the_number_of_gpus(
     tmp_path: Path, line: str
 ) -> None:
     dump = "train_micro_batch_size_per_gpu  4\ngradient_accumulation_steps .. 2\nworld_size ................... 4\n"
-    # The second program's rate depends on the batch.
-    for steps in (running_log([1.0] * 20, batch=32), open_clip_log([[1.0] * 40], 32)):
-        run = read_log(write(tmp_path / "x.log", line + dump + steps))
-        assert (run.gpus, run.rate) == (8, pytest.approx(4))
-        assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (4, 4, 2)
-
-
-def test_configuration_of_composer_is_a_new_start_with_its_scale(tmp_path: Path) -> None:
-    head = "Config:\nnum_gpus_per_node: 8\nnum_nodes: 2\n"
-    starts = [f"\t Train throughput/samples_per_sec: {rate}\n" * 40 for rate in (100.0, 800.0)]
-    run = read_log(write(tmp_path / "x.log", head + head.join(starts)))
-    assert (run.nodes, run.gpus, run.rate) == (2, 16, pytest.approx(50))
+    # This program's rate depends on the batch.
+    run = read_log(write(tmp_path / "x.log", line + dump + open_clip_log([[1.0] * 40], 32)))
+    assert (run.gpus, run.rate) == (8, pytest.approx(4))
+    assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (4, 4, 2)
 
 
 def test_rounding_of_step_times_is_noted_if_it_is_coarse(read: Read) -> None:
-    for step_s, is_coarse in ((0.0304, True), (0.304, False)):
-        run = read(parameters(16) + open_clip_log([[10.0, *[step_s] * 99]] * 2, 16))
-        assert ("rounds" in run.notes) == is_coarse
+    run = read(parameters(16) + open_clip_log([[10.0, *[0.0304] * 99]] * 2, 16))
+    assert "rounds" in run.notes
     # NeMo's times lack their last zeros.
     run = read("".join(progress_line("NeMo", step, 0.5) for step in range(40)))
     assert (run.rate, "rounds" in run.notes) == (pytest.approx(128), False)
@@ -276,33 +215,26 @@ def test_rounding_of_step_times_is_noted_if_it_is_coarse(read: Read) -> None:
 @pytest.mark.parametrize("program", PROGRESS)
 def test_rate_of_another_program_is_that_of_its_steps(read: Read, program: str) -> None:
     """400 steps of 64 samples. The first ten take 9 s each, later ones 2 or 3."""
-    line, text = PROGRESS[program]
+    _, text = PROGRESS[program]
     times = [9.0] * 10 + [2.0, 3.0] * 195
     for step in range(10, 401, 10):
         mean_s = fmean(times[step - 10 : step])
         total_s = round(sum(times[:step]))
-        numbers = {
-            "step": step,
-            "samples": 64 * step,
-            "batch": 64,
-            "rate": 64 / mean_s,
-            "mean_s": mean_s,
-            "mean_ms": 1000 * mean_s,
-            "average": 64 * (step - 2) / (total_s - 18),
-            "tps": round(8 * 8192 / mean_s),
-        }
-        text += line.format(**numbers, clock=clock(total_s)) + "\n"
+        average = 64 * (step - 2) / (total_s - 18)
+        tps = round(8 * 8192 / mean_s)
+        text += progress_line(program, step, mean_s, average=average, tps=tps, clock=clock(total_s))
     run = read(text, gpus=8, batch_per_gpu=8)
     assert run.rate == pytest.approx(64 / 2.5 / 8, rel=1e-4)
     assert run.batch_per_gpu == 8
     assert (run.deepspeed_samples_per_s_per_gpu is not None) == program.startswith("DeepSpeed")
 
 
-@pytest.mark.parametrize("quote", ["", "'"])
-def test_summary_of_hugging_face_is_the_rate_of_the_last_run(read: Read, quote: str) -> None:
+def test_summary_of_hugging_face_is_the_rate_of_the_last_run(read: Read) -> None:
     text = "  Instantaneous batch size per device = 8\n  Gradient Accumulation steps = 4\n"
     for seconds, rate in ((100.0, 5.0), (1175.4751, 250.552)):
-        text += f"{{'train_runtime': {quote}{seconds}{quote}, 'train_samples_per_second': {quote}{rate}{quote}, 'epoch': 1}}\n"
+        text += (
+            f"{{'train_runtime': '{seconds}', 'train_samples_per_second': '{rate}', 'epoch': 1}}\n"
+        )
     run = read(text, gpus=2)
     assert (run.rate, run.batch_per_gpu, run.micro_batch) == (pytest.approx(125.276), 32, 8)
     assert "warm-up" in run.notes
@@ -320,20 +252,13 @@ def test_epochs_of_lightning_add_up(read: Read) -> None:
     assert read("".join(epochs), batch_per_gpu=6).rate == pytest.approx(3)
 
 
-def test_progress_bar_that_restarts_within_its_epoch_is_a_new_start(read: Read) -> None:
-    text = "".join(lightning_line(0, step, 4 * step) for step in range(100, 501, 100))
-    text += "".join(lightning_line(0, 500 + step, 2 * step) for step in range(0, 401, 10))
-    assert read(text, batch_per_gpu=6).rate == pytest.approx(3)
-
-
 def test_batch_that_grows_counts_the_samples_of_each_line(read: Read) -> None:
     """Of Megatron-LM's lines, 100 steps of 64 samples and 100 of 128 take 1 s each."""
     text = ""
     for step in range(10, 201, 10):
         samples = 64 * step + 64 * max(step - 100, 0)
         batch = 128 if step > 100 else 64
-        line = PROGRESS["Megatron-LM"][0]
-        text += line.format(step=step, samples=samples, batch=batch, mean_ms=1000) + "\n"
+        text += progress_line("Megatron-LM", step, samples=samples, batch=batch)
     assert read(text).rate == pytest.approx((90 * 64 + 100 * 128) / 190, rel=0.02)
 
 
@@ -350,31 +275,29 @@ def test_rate_of_two_programs_is_that_with_the_wait_for_data(read: Read) -> None
 
 
 def test_torchtitan_log_without_sequence_length_names_it(read: Read) -> None:
-    run = read("".join(progress_line("torchtitan", step) for step in range(1, 40)))
+    run = read("".join(progress_line("torchtitan", step, tps=9) for step in range(1, 40)))
     assert run.rate is None
     assert "sequence length" in run.notes
 
 
-def test_utf_16_log_of_powershell_is_read(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    log.write_text(running_log([1.0] * 20), "utf-16")
-    assert read_log(log).rate == 64
+def test_warm_up_of_a_resumed_run_is_not_counted(read: Read) -> None:
+    """The first ten steps take 9 s each, and later ones 2 s."""
+    lines = [progress_line("Megatron-LM", 5001, 9.0), progress_line("Megatron-LM", 5010, 9.0)]
+    lines += [progress_line("Megatron-LM", 5000 + step, 2.0) for step in range(20, 101, 10)]
+    assert read("".join(lines)).rate == pytest.approx(32, rel=1e-3)
 
 
-@pytest.mark.parametrize("every", [1, 20, 60, 75])
-def test_restart_at_another_print_interval_is_noticed(read: Read, every: int) -> None:
-    text = running_log([1.0] * 100, every=10) + running_log([2.0] * 300, every=every)
+def test_restart_at_another_print_interval_is_noticed(read: Read) -> None:
+    text = running_log([1.0] * 100, every=10) + running_log([2.0] * 300, every=75)
     assert read(text).rate == pytest.approx(32)
 
 
 def test_only_the_last_start_counts(tmp_path: Path) -> None:
     head = LAUNCHER.format(1, 1)
-    restarted = FAILURE + running_log([1.0] * 20) + FAILURE + running_log([2.0] * 20)
-    # The steps of this one don't begin again.
-    continued = running_log([1.0] * 12) + head + running_log([2.0] * 30, every=10)
-    for text in (restarted, continued):
-        run = read_log(write(tmp_path / "run.log", head + text))
-        assert (run.rate, run.gpus, run.state) == (pytest.approx(32), 1, "unknown")
+    # The steps of the second start don't begin again.
+    text = running_log([1.0] * 12) + FAILURE + head + running_log([2.0] * 30, every=10)
+    run = read_log(write(tmp_path / "run.log", head + text))
+    assert (run.rate, run.gpus, run.state) == (pytest.approx(32), 1, "unknown")
 
 
 def test_repeated_impossible_and_damaged_lines_are_skipped(read: Read) -> None:

@@ -56,12 +56,6 @@ SWEEPS = ((1, 2, 4), (1, 4, 16), NODES[:6], NODES)
 NOISES = (0.0, 0.002, 0.005, 0.01, 0.02)
 
 
-def make_law_series(law: str, **changes: Any) -> Series:
-    """Return a sweep in which a sample takes 1.5 ms plus 0.16 ms per unit of growth."""
-    fit = ScalingFit(LAWS[law], 1.5e-3, 0.16e-3)
-    return Series("", tuple((nodes, fit.rate(nodes)) for nodes in NODES[:6]), **changes)
-
-
 def make_series_of_growth(name: str, node_counts: Sequence[int], errors: Any = 0.0) -> Series:
     times = (1 + GROWTHS[name](np.array(node_counts, float))) * (1 + errors)
     rates = (600 / times).tolist()
@@ -103,37 +97,24 @@ def test_bands_hold_as_many_efficiencies_as_the_output_states() -> None:
     assert np.mean([widths for _, widths in simulated.values()]) < 20
 
 
-@pytest.mark.parametrize("name", GROWTHS)
-def test_projection_lies_in_its_band(name: str) -> None:
-    for node_counts in SWEEPS:
-        series = make_series_of_growth(name, node_counts)
-        percents = series.percents(series.node_counts)
-        bands = series.bands(series.node_counts).values()
-        for percent, (low, high) in zip(percents, bands, strict=True):
-            assert low < percent < high
-
-
 @pytest.mark.parametrize(
     ("law", "growth"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)]
 )
 def test_fit_recovers_the_law_of_the_data(law: str, growth: float) -> None:
-    """For 512 nodes, log n is 6.2383, 2·(√n - 1) is 43.2548, and n - 1 is 511."""
-    fit = make_law_series(law).fit(law)
+    """A sample takes 1.5 ms plus 0.16 ms per unit of growth. For 512 nodes, log n is 6.2383, 2·(√n -
+    1) is 43.2548, and n - 1 is 511."""
+    known_fit = ScalingFit(LAWS[law], 1.5e-3, 0.16e-3)
+    fit = Series("", tuple((nodes, known_fit.rate(nodes)) for nodes in NODES[:6])).fit(law)
     assert 1 / fit.rate(512) == pytest.approx(1.5e-3 + 0.16e-3 * growth, rel=1e-5)
 
 
 def test_hold_outs_are_fitted_to_smaller_scales_alone() -> None:
-    pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.head(5).hold_outs()]
-    assert pairs == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
     (_, one), (_, two), (_, four) = TINY.rates[:3]
     # a + b·√n through two points, by hand.
     time = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)
     error = abs(100 / time / one - 100 * four / one)
     ((small, nodes, measured),) = TINY.head(3).hold_outs()
     assert abs(small.percent_by(DEFAULT_FIT, nodes) - measured) == pytest.approx(error, abs=1e-6)
-    pair = TINY.head(2)
-    assert pair.hold_outs() == []
-    assert pair.percents([8]) == [pair.percent_by(DEFAULT_FIT, 8)]
 
 
 def make_run_series(rates: dict[int, float], **columns: Any) -> Series:
@@ -145,15 +126,6 @@ def make_run_series(rates: dict[int, float], **columns: Any) -> Series:
     return make_series(scaling_table(runs))
 
 
-def test_series_of_equal_nodes_has_gpus_per_node() -> None:
-    assert make_run_series({1: 10.0, 2: 9.0}, gpus=lambda n: 8 * n).gpus_per_node == 8
-
-
-def test_series_that_laws_miss_by_less_than_10_points_is_projected() -> None:
-    # By 9.4 points.
-    assert make_run_series({1: 600.0, 2: 500.0, 4: 590.0, 8: 500.0})
-
-
 @pytest.mark.parametrize(
     ("rates", "columns", "message"),
     [
@@ -163,7 +135,6 @@ def test_series_that_laws_miss_by_less_than_10_points_is_projected() -> None:
             {"gpus": lambda n: 4},
             "equal nodes; .* on 1 node, 4 GPUs, 2 nodes, 4 GPUs",
         ),
-        ({2: 9.0, 4: 8.0}, {"gpus": lambda n: 5 * n // 2}, "equal nodes; .* on 2 nodes, 5 GPUs"),
         ({1: 9.0, 2: 8.0}, {"batch_per_gpu": lambda n: 8 // n}, "found strong scaling"),
         ({1: 600.0, 2: 480.0, 4: 590.0, 8: 500.0}, {}, "laws .* miss"),
         ({1: 600.0, 2: 630.0, 4: 625.0}, {}, "efficiency above 100% on 2 nodes, 8 GPUs"),

@@ -14,10 +14,8 @@ import pytest
 import torch
 from deepspeed.utils import groups
 
-from benchmarks import baselines, compare_baselines
+from benchmarks import compare_baselines
 from clap_ds.config.model import load_preset
-from clap_ds.data.batch import Batch
-from clap_ds.model.clap import ClapModel
 
 SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
 
@@ -71,58 +69,3 @@ def test_towers_of_transformers_have_equal_losses_and_ratios_of_their_times(tmp_
     assert fp32["loss_difference"] < 1e-5
     ours, baseline = fp32["sides"]
     assert baseline["speed"]["median"] == pytest.approx(baseline["step"] / ours["step"])
-
-
-def test_baseline_with_other_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = baselines.to_transformers
-
-    def scale_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: 1.5 * tensor for name, tensor in convert(state).items()}
-
-    monkeypatch.setattr(baselines, "to_transformers", scale_weights)
-    options = ["--preset", "micro", "--precision", "fp32", "--against", "transformers"]
-    assert compare_baselines.main([*SMALL, *options]) == 1
-
-
-def test_loop_masks_the_stripes_that_it_draws() -> None:
-    batch = 4
-    frames = 101
-    bins = 16
-    norm = torch.nn.BatchNorm2d(bins)
-    mel = torch.randn(batch, bins, frames, 1)
-    torch.manual_seed(3)
-    masked = baselines.mask_in_a_loop(norm(mel))
-    torch.manual_seed(3)
-    mask = torch.ones(batch, bins, frames, 1)
-    for dim, size, limit in ((2, frames, 64), (1, bins, 8)):
-        # Two stripes for each clip.
-        for stripe in range(2 * batch):
-            width = int(torch.randint(limit, (1,)))
-            start = int(torch.randint(size - width, (1,)))
-            mask[stripe // 2].narrow(dim - 1, start, width).zero_()
-    torch.testing.assert_close(masked, norm(mel) * mask, rtol=0, atol=0)
-    assert 0 < mask.mean() < 1
-
-
-@pytest.mark.parametrize(("kind", "padded_length"), [("transformers", 7), ("open_clip", 12)])
-def test_captions_are_padded_as_the_program_pads_them(
-    monkeypatch: pytest.MonkeyPatch, kind: str, padded_length: int
-) -> None:
-    config = load_preset("micro")
-    weights = baselines.to_transformers(ClapModel(config).state_dict())
-    side = baselines.Side(config, weights, kind, "none", torch.device("cpu"), spec_augment=False)
-    lengths = torch.tensor([4, 7, 5])
-    mask = (torch.arange(12) < lengths[:, None]).long()
-    ids = torch.where(mask.bool(), 7, config.text.pad_token_id)
-    forward = side.model.forward
-    calls = []
-
-    def record_call(*arguments: torch.Tensor) -> Any:
-        calls.append(arguments)
-        return forward(*arguments)
-
-    monkeypatch.setattr(side.model, "forward", record_call)
-    side.step(Batch(torch.zeros(3, *config.audio.clip_shape, dtype=torch.int16), ids, mask))
-    ((_, input_ids, input_mask),) = calls
-    assert input_ids.shape == input_mask.shape == (3, padded_length)
-    assert input_mask.sum(dim=1).tolist() == [4, 7, 5]

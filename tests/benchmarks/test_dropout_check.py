@@ -4,7 +4,6 @@ interpreter."""
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,18 +27,6 @@ def draw_constant_seed(*_: Any, device: torch.device, **__: Any) -> Tensor:
     return torch.full((), 7, dtype=torch.int32, device=device)
 
 
-def store_other_mask(values: Tensor, p: float) -> Tensor:
-    """Scale by one mask forward and by another one backward."""
-    seed = torch.randint(-(2**31), 2**31, (), dtype=torch.int32)
-    forward = dropout._drop(values.detach(), seed, p)
-    backward = dropout._drop(values, seed + 1, p)
-    return backward + (forward - backward).detach()
-
-
-def double_probability(values: Tensor, p: float) -> Tensor:
-    return dropout.hash_dropout(values, 2 * p) * (1 - 2 * p) / (1 - p)
-
-
 @pytest.fixture
 def elements_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without text attention, whose kernel needs Triton's interpreter."""
@@ -59,18 +46,11 @@ def test_constant_seed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("elements_alone")
-@pytest.mark.parametrize(
-    ("wrong_dropout", "property_"),
-    [(store_other_mask, "both passes"), (double_probability, "zeros: 0.2")],
-)
-def test_other_mask_or_probability_is_detected(
-    monkeypatch: pytest.MonkeyPatch,
-    wrong_dropout: Callable[[Tensor, float], Tensor],
-    property_: str,
-) -> None:
+def test_other_probability_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = (1 - 2 * dropout_check.P) / (1 - dropout_check.P)
+    wrong_dropout = lambda values, p: scale * dropout.hash_dropout(values, 2 * p)  # noqa: E731
     monkeypatch.setattr(dropout_check, "hash_dropout", wrong_dropout)
-    (name,) = list_wrong_rows()
-    assert property_ in name
+    assert any("zeros" in name for name in list_wrong_rows())
 
 
 TRITON = """

@@ -51,12 +51,6 @@ def set_steps(monkeypatch: pytest.MonkeyPatch, *codes: str, most_s: float = 60) 
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
 
 
-def test_step_without_time_is_a_row(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_steps(monkeypatch, "pass")
-    assert gpu_check.main(["1", "--output", str(work_dir / "out"), "--minutes", "0"]) == 1
-    assert "no time left" in (work_dir / "out" / "call1.md").read_text()
-
-
 GOOD = """
 import os
 print('{folder} has rows', flush=True)
@@ -71,7 +65,6 @@ open(os.environ['TRITON_CACHE_DIR'] + '/../{folder.name}', 'w')
     [
         ("import time; time.sleep(60)", "stopped after 5 s", "has rows"),
         ("raise ValueError('a|b')", "exit code 1", "ValueError: a/b"),
-        ("os.kill(os.getpid(), 9)", "exit code -9", "has rows"),
         # The whole call is ended.
         ("import time; os.kill(PID_OF_TEST, 15); time.sleep(60)", "interrupted", ""),
     ],
@@ -194,8 +187,6 @@ def test_profile_has_efficiencies(work_dir: Path, monkeypatch: pytest.MonkeyPatc
     with tarfile.open(results / "call1_compile_off.tar.xz") as archive:
         run_files = fnmatch.filter(archive.getnames(), "call1/compile_off/run-*")
     assert {*RECORD_FILES, "rank0.log"} <= {Path(name).name for name in run_files}
-    for name in ("call1.md", "call1_efficiencies.tar.xz", "call1_profile_eager.tar.xz"):
-        assert (results / name).exists()
     classes = json.loads((results / "efficiencies.json").read_text())["classes"]
     assert {"thin product", "element-wise", "narrow norm", "optimizer"} <= classes.keys()
     # A CPU's, relative to an H100's data sheet.

@@ -59,7 +59,7 @@ class SlurmCluster:
                 self._start_host(host)
             self._start_controller()
             for host in self.nodes:
-                self.start_sshd(host)
+                self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))
                 self.run(host, "slurmd", "-N", host)
             self.wait_until(self._all_idle, 120, "nodes to become idle")
         except BaseException:
@@ -259,11 +259,10 @@ class SlurmCluster:
             JobRequeue=1 GresTypes=gpu SlurmdParameters=config_overrides"""
         nodes = [f"NodeName=DEFAULT CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN"]
         nodes += [f"NodeName={host} NodeAddr={address}" for host, address in hosts]
-        partitions = [
+        partition = (
             "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
-        ]
-        partitions += ["PartitionName=short Nodes=ALL MaxTime=5 State=UP OverSubscribe=NO"]
-        return ";".join([*settings.split(), *nodes, *partitions])
+        )
+        return ";".join([*settings.split(), *nodes, partition])
 
     def _start_host(self, host: str) -> None:
         """Start a host: namespaces with a name, private run-time folders, and a link to the
@@ -310,6 +309,3 @@ class SlurmCluster:
             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/log/munged.log", f"--seed-file={folder}/munge.seed",
         )  # fmt: skip
         self.run("ctl", "slurmctld", "-c")
-
-    def start_sshd(self, host: str) -> None:
-        self.run(host, "/usr/sbin/sshd", "-f", str(self.folder / "sshd_config"))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, PROGRAMS, STEPS, TRAINING, Submit, write_profile
+from tests.cluster.conftest import ENDLESS, PROGRAMS, STEPS, TRAINING, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import ROOT, micro_run
 
@@ -55,71 +54,30 @@ def test_jobs_share_nodes_hide_secrets_and_leave_nothing(
     assert subprocess.run(grep, capture_output=True, text=True).stdout == ""
 
 
-def test_training_saves_at_its_time_and_is_queued_until_done(
+def test_training_is_requeued_without_a_bad_host_and_at_its_time_until_done(
     submit: Submit, cluster: SlurmCluster
 ) -> None:
-    """The job requeues itself first, then SLURM requeues it, as after a preemption."""
-    job = submit(2, request={"train": True, "auto_requeue": True}, clap=TRAINING)
+    request = {"train": True, "auto_requeue": True}
+    job = submit(2, profile={"requeues": 1}, request=request, clap=TRAINING)
     job.wait_for_steps()
+    pid, variables = min(job.ranks("node2").items())
+    cluster.run("node2", "kill", "-9", pid)
+    job.wait_for_restart()
+    job.wait_for_steps(2)
+    assert cluster.job(job.number)["ExcNodeList"] == "node2"
     # Only to the ranks' step, as SLURM does before the limit.
     cluster.run("ctl", "scancel", "--signal=USR1", job.number)
-    job.wait_for_steps(2)
-    cluster.run("ctl", "scontrol", "requeue", job.number)
-    job.wait_for_steps(3)
     job.check_end("COMPLETED", 0)
-    stopped, requeued, last = job.summaries
-    assert [summary["state"] for summary in job.summaries] == ["timeout", "terminated", "completed"]
-    assert stopped["checkpoints"][-1]["saved"]
-    assert requeued["resumed_at_step"] == stopped["step"]
-    assert (last["resumed_at_step"], last["step"]) == (requeued["step"], STEPS)
-    assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
-
-
-def test_array_of_a_sweep_that_was_killed_is_found_and_completes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
-    # An sbatch that kills the sweep once it has submitted.
-    (tmp_path / "bin").mkdir()
-    kill_sweep = '[ "$1" = --test-only ] || kill -9 $PPID'
-    sbatch = f'#!/bin/sh\n/usr/bin/env PATH="${{PATH#*:}}" sbatch "$@"\n{kill_sweep}\n'
-    (tmp_path / "bin" / "sbatch").write_text(sbatch)
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
-
-    def sweep(*words: str, path: str = os.environ["PATH"]) -> str:
-        program = ["env", f"PATH={path}", sys.executable, str(ROOT / "launch" / "sweep.py")]
-        return cluster.run("ctl", *program, *words, folder=tmp_path, check=False).stdout
-
-    run = ["--cluster", write_profile(tmp_path), "--config", "tiny.json", "--folder", "lr"]
-    options = ["--array", "--vary", "optimizer.params.lr=1e-3,2e-3"]
-    sweep(*run, *options, path=f"{tmp_path}/bin:{os.environ['PATH']}")
-    status = sweep("status", "lr")
-    assert "n001-lr_0.001: recorded job " in status
-    assert "n001-lr_0.002: recorded job " in status
-    cluster.wait_until(lambda: "2 completed" in sweep("status", "lr"), 240, "both jobs' ends")
-    assert "resubmitting 0 of 2 jobs" in sweep("resume", "lr")
-    configs = [json.loads(path.read_text()) for path in tmp_path.glob("lr/runs/*/config.json")]
-    names = sorted(config["clap"]["output"]["run_name"] for config in configs)
-    assert names == ["n001-lr_0.001", "n001-lr_0.002"]
-
-
-def test_lock_of_another_host_is_stale_once_slurm_tells_so(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    program = (
-        f"from clap_ds.run_records.lock import *; FolderLock(Path({str(tmp_path)!r})).acquire()"
-    )
-    acquire = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
-    sbatch = ["sbatch", "--parsable", "--array=3", "--nodelist=node1", "--output=/dev/null"]
-    number = cluster.run("ctl", *sbatch, f"--wrap={shlex.join(acquire)}; sleep 600").stdout.strip()
-    cluster.wait_until((tmp_path / "writer.json").exists, 60, "the lock")
-    on_node2 = ["srun", "--nodelist=node2", *acquire]
-    done = cluster.run("ctl", *on_node2, check=False)
-    assert done.returncode != 0
-    assert f"SLURM job {number}_3, " in done.stderr
-    cluster.run("ctl", "scancel", number)
-    cluster.wait_until_idle()
-    assert "had a stale lock of host node1, " in cluster.run("ctl", *on_node2).stderr
+    killed, stopped, last = job.record["attempts"]
+    assert killed["at_fault"] == ["node2"]
+    assert f"rank {variables['SLURM_PROCID']} on node2" in killed["error"]
+    assert "node2" not in last["hosts"]
+    assert [killed["requeued"], stopped["requeued"], last["requeued"]] == [True, True, False]
+    first_run, stopped_run, last_run = job.summaries
+    assert first_run["error"] == killed["error"]
+    assert (stopped_run["state"], last_run["state"]) == ("timeout", "completed")
+    assert stopped_run["checkpoints"][-1]["saved"]
+    assert (last_run["resumed_at_step"], last_run["step"]) == (stopped_run["step"], STEPS)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +120,3 @@ def test_deepspeeds_own_line_runs_on_the_hostfiles_hosts(
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["state"] == "completed"
     assert json.loads((summary.parent / "environment.json").read_text())["hosts"] == hosts
-
-
-def test_options_of_sbatch_reach_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
-    profile = write_profile(tmp_path, sbatch=["--begin=now+1hour"])
-    run = ["--cluster", profile, "--config", str(tmp_path / "tiny.json")]
-
-    def call(script: str, *options: str) -> str:
-        command = [sys.executable, f"launch/{script}.py", *run, *options]
-        return cluster.run("ctl", *command, folder=ROOT).stdout.strip()
-
-    first = call("submit", "-p", "short", "-t", "5", "--parsable")
-    array = ["--array", "--vary", "clap.seed=1,2", "--folder", str(tmp_path / "sweep")]
-    call("sweep", *array, f"--dependency=afterok:{first}")
-    queue = cluster.run("ctl", "squeue", "-hro", "%P %l %E").stdout.splitlines()
-    cluster.run("ctl", "scancel", "--user=root")
-    task = f"gpu 15:00 afterok:{first}(unfulfilled)"
-    assert sorted(queue) == [task, task, "short 5:00 (null)"]

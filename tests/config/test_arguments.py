@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.arguments import parse_assignment, parse_varied, with_field
+from clap_ds.config.arguments import parse_assignment, parse_varied
 from clap_ds.config.settings import load_run
 from clap_ds.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_with_field_sets_nested_field_of_a_copy() -> None:
-    content = {"a": {"b": 1, "c": 2}}
-    assert with_field(content, "a.b", 3) == {"a": {"b": 3, "c": 2}}
-    assert content == {"a": {"b": 1, "c": 2}}
-    assert with_field({}, "a.b.c", 3) == {"a": {"b": {"c": 3}}}
-    with pytest.raises(UserError, match="not an object"):
-        with_field({"a": 1}, "a.b", 3)
 
 
 def test_assignment_value_is_json_or_text() -> None:
@@ -28,9 +19,6 @@ def test_assignment_value_is_json_or_text() -> None:
     assert parse_assignment("a=text") == ("a", "text")
     assert parse_varied("a.b=1e-4,3,off") == ("a.b", [1e-4, 3, "off"])
     assert parse_varied('a=[],["x","y"]') == ("a", [[], ["x", "y"]])
-    for invalid in ("a", "=1", "a..b=1"):
-        with pytest.raises(UserError, match="expected NAME=VALUE"):
-            parse_assignment(invalid)
 
 
 def test_run_with_assignments_has_their_values(write_run: Callable[..., Path]) -> None:
@@ -51,12 +39,10 @@ def test_run_with_assignments_has_their_values(write_run: Callable[..., Path]) -
             "clap.bench.widows=3",
             "clap.bench.widows: no such field; did you mean 'clap.bench.windows'",
         ),
-        ("clap.bench.windows=many", 'clap.bench.windows: .*found "many"'),
-        ("clap.bench=3", "clap.bench: "),
         ('clap.bench={"widows": 3}', "clap.bench.widows: "),
-        ("optimizer.params.rl=1", "optimizer.params.rl: "),
         ("clap.seed.x=1", "clap.seed.x: clap.seed is 0, not an object"),
         ("clap.bench.windows", ".*expected NAME=VALUE"),
+        ("clap..windows=1", ".*expected NAME=VALUE"),
     ],
 )
 def test_wrong_assignment_is_named_instead_of_the_file(

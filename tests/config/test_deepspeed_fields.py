@@ -1,16 +1,13 @@
 """Mistakes inside DeepSpeed's sections are found when a run's JSON is read."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from clap_ds.config.arguments import with_field
-from clap_ds.config.batch_sizes import NAMES
-from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, make_deepspeed_model
 from clap_ds.config.reference import deepspeed_reference
 from clap_ds.config.settings import load_run
 from clap_ds.utils.errors import UserError
@@ -27,8 +24,6 @@ TYPOS = {
     # another section has it
     "bf16.loss_scale": "'fp16.loss_scale'",
     "checkpoint.writer.buffer_size": "'checkpoint.writer.io_buffer_size'",
-    "optimizer.params.beta": "'optimizer.params.betas'",
-    "timers.troughput": "'timers.throughput'",
     "zero_optimization.offload_optimizer.devic": "'zero_optimization.offload_optimizer.device'",
 }
 # field, wrong value, word in the message
@@ -36,20 +31,15 @@ VALUES: list[tuple[str, Any, str]] = [
     # wrong types
     ("bf16.enabled", "auto", "Hugging Face"),
     ("bf16.enabled", 1, "boolean"),
-    ("comms_logger.prof_ops", [3], "string"),
-    ("gradient_clipping", [1.0], "number"),
     ("scheduler.params.warmup_num_steps", 1e3, "integer"),
     ("zero_optimization", False, "object"),
     # out of bounds
-    ("flops_profiler.module_depth", 9, "less than or equal to 8"),
     ("gradient_clipping", float("nan"), "finite"),
-    ("gradient_predivide_factor", 0, "greater"),
     ("optimizer.params.betas", [0.9], "2 items"),
     ("optimizer.params.lr", 1e308, "less"),
     ("scheduler.params.total_num_steps", 10**20, "at most"),
     # none of the values
     ("checkpoint.tag_validation", "warm", "'WARN'"),
-    ("log_level", "inof", "did you mean 'info'"),
     ("optimizer.type", "sgd", "did you mean 'SGD'"),
     ("optimizer.type", "LBFGS", "no supported optimizer"),
     # missing fields
@@ -57,24 +47,13 @@ VALUES: list[tuple[str, Any, str]] = [
     ("scheduler", {"params": {}}, "scheduler.type: missing"),
     # not supported here
     ("optimizer.params.max_grad_norm", 1.0, "gradient_clipping"),
-    ("data_types.buffer_dtype", "fp16", "front end"),
     ("data_types.grad_accum_dtype", "fp32", "expected null"),
     ("elasticity", {"enabled": True}, "not supported: DeepSpeed has removed it"),
-    ("bf16.bf16_optimizer_states", True, "expected false"),
     ("zero_optimization.offload_optimizer", {"device": "cpu"}, 'expected "none"'),
-    ("zero_optimization.offload_param", {"device": "cpu"}, "needs ZeRO"),
     # contradictions
     ("zero_optimization.stage3_max_live_parameters", 0, "its other name"),
     ("torch_autocast.enabled", True, "expected false, as bf16.enabled is true"),
 ]
-JSON_VALUES = {
-    "boolean": True,
-    "number": 2.5,
-    "string": "x",
-    "null": None,
-    "array": [[]],
-    "object": {"x": 1},
-}
 
 
 @pytest.mark.parametrize(
@@ -98,11 +77,9 @@ def test_section_with_mistake_is_refused_with_field_and_expectation(
     [
         {"checkpoint": {"tag_validation": "Warn", "writer": {"io_buffer_size": 64e6}}},
         {"communication_data_type": "FP32", "gradient_clipping": 1, "steps_per_print": None},
-        {"data_types": {"keep_in_fp32_modules": ["norm"], "grad_accum_dtype": None}},
         {"optimizer": {"type": "AdAmW", "params": {"lr": 0, "betas": [0, 0.9]}}},
         {"scheduler": {"type": "StepLR", "params": {"step_size": 1e3}}},
         {"scheduler": ONE_CYCLE},
-        {"scheduler": {}},
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}},
     ],
 )
@@ -110,74 +87,6 @@ def test_section_with_documented_values_is_accepted(
     changes: dict[str, Any], write_run: WriteRun
 ) -> None:
     load_run(write_run(**changes))
-
-
-def find_leaves(path: str, fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted names and schemas of the fields of all sections."""
-    for name, field in fields.items():
-        for option in field.get("anyOf", [field]):
-            if "properties" in option:
-                yield from find_leaves(f"{path}{name}.", option["properties"])
-        if "properties" not in field:
-            yield path + name, field
-
-
-def list_types(field: dict[str, Any]) -> set[str]:
-    """Return the JSON types that a field takes; every whole number is a number."""
-    types = {option.get("type", "object") for option in field.get("anyOf", [field])}
-    return types | {"number"} if "integer" in types else types
-
-
-def is_rejected(model: Any, field: str, value: Any) -> bool:
-    """Return whether a field of the value is rejected, and only it."""
-    try:
-        model.model_validate(with_field({}, field, value))
-    except ValidationError as error:
-        fields = [".".join(map(str, details["loc"])) for details in error.errors()]
-        return all(name.startswith(field) for name in fields)
-    return False
-
-
-def test_deepspeed_field_rejects_typo_and_other_types_and_takes_default() -> None:
-    model = make_deepspeed_model(None, None)
-    # `BatchSizes` checks the other fields.
-    sections = {name: field for name, field in FIELDS.items() if name not in NAMES}
-    leaves = [*find_leaves("", sections)]
-    assert len(leaves) > 150
-    for name, field in leaves:
-        for json_type in JSON_VALUES.keys() - list_types(field):
-            assert is_rejected(model, name, JSON_VALUES[json_type]), (name, json_type)
-        assert is_rejected(model, name[:-1], field.get("default")), name
-        if "default" in field:
-            model.model_validate(with_field({}, name, field["default"]))
-
-
-@pytest.mark.parametrize(
-    ("section", "kind"), [(section, kind) for section in PARAMS for kind in PARAMS[section]]
-)
-def test_param_rejects_typo_and_other_types_and_takes_default(section: str, kind: str) -> None:
-    fields = PARAMS[section][kind]
-    examples = {"number": 0.5, "integer": 5, "array": [3]}
-    required = {
-        name: examples[field.get("type", "number")]
-        for name, field in fields.items()
-        if field.get("required")
-    }
-    kinds: dict[str, Any] = {"optimizer": None, "scheduler": None, section: kind}
-    model: Any = make_deepspeed_model(**kinds)
-
-    def validate(name: str, value: Any) -> None:
-        params = {**required, name: value}
-        model.model_validate({section: {"type": kind, "params": params}})
-
-    for name, field in fields.items():
-        for json_type in JSON_VALUES.keys() - list_types(field):
-            with pytest.raises(ValidationError, match=name):
-                validate(name, JSON_VALUES[json_type])
-        with pytest.raises(ValidationError, match=f"{name}_"):
-            validate(f"{name}_", None)
-        if "default" in field:
-            validate(name, field["default"])
 
 
 def test_deepspeed_reference_page_is_current() -> None:

@@ -23,8 +23,6 @@ def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     preset = tmp_path / "own.json"
-    preset.write_text(json.dumps(SIZES))
-    assert load_preset(str(preset)) == MICRO.model_copy(update={"name": "own"})
     preset.write_text(json.dumps(with_sizes("text", num_layers=3)))
     run = load_run(write_run(clap={"model": {"preset": str(preset)}}))
     sizes = run.clap.preset()
@@ -35,10 +33,11 @@ def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(
     record.write_text(json.dumps(run.resolved()))
     resumed = load_run(record)
     assert resumed.clap == run.clap
-    # NAME-HASH-checkpoints
-    hashes = [each_run.checkpoint_folder.name.split("-")[1] for each_run in (run, resumed)]
-    other_hash = load_run(write_run()).checkpoint_folder.name.split("-")[1]
-    assert hashes[0] == hashes[1] != other_hash
+    # Folders are named RUN-HASH-checkpoints.
+    same, different = (
+        other.checkpoint_folder.name.split("-")[1] for other in (resumed, load_run(write_run()))
+    )
+    assert run.checkpoint_folder.name.split("-")[1] == same != different
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,8 @@ def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(
             r"own.json: audio\.embed_dm: no such field; did you mean 'audio.embed_dim'\?",
         ),
         (with_sizes("text", num_heads=3), "text: hidden_size 32 doesn't divide into num_heads 3"),
-        (with_sizes("audio", num_heads=[3]), "num_heads has 1"),
         (with_sizes("audio", image_size=100), "image_size 100 is not a multiple"),
+        (with_sizes("audio", num_heads=[3]), "num_heads has 1"),
         ({"model_type": "bert"}, "config.json has model_type 'bert', expected 'clap'"),
         (
             {"model_type": "clap", "text_config": {"hidden_act": "relu"}},

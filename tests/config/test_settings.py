@@ -19,22 +19,12 @@ WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, "bench.windws: no such field; did you mean 'clap.bench.windows'?"),
     ({"model": {"drop_path": 1.5}}, "model.drop_path: expected less than 1, found 1.5"),
-    ({"model": {"preset": "htsat_tiny"}}, "model.preset: no preset 'htsat_tiny'"),
-    (
-        {"data": {"source": "shard"}},
-        "data.source: expected 'synthetic' or 'webdataset', found \"shard\"",
-    ),
     ({"data": {"source": "webdatset"}}, "data.source: … did you mean 'webdataset'?"),
-    ({"compile": "tower"}, "compile: expected … found \"tower\"; did you mean 'towers'?"),
     (
         {"data": {"source": "webdataset", "stage_to": "tmp"}},
         'data.stage_to: expected a path … found "tmp"',
     ),
     ({"data": {"source": "webdataset", "shards": "a.tar"}}, "data.tokenizer: field required"),
-    (
-        {"data": {"source": "synthetic", "placment": "host"}},
-        "data.placment: no such field; did you mean 'clap.data.placement'",
-    ),
     (
         {"data": {"source": "synthetic", "resampled": True}},
         "data.resampled: no such field; only another kind of clap.data",
@@ -44,26 +34,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"loss": "siglip"},
         "loss.kind: expected 'softmax'… found \"siglip\"; did you mean 'sigmoid'",
     ),
-    (
-        {"train": {"lr_scale": {"txt": 0.5}}},
-        "train.lr_scale.txt… expected 'audio' or 'text', found \"txt\"",
-    ),
     # names of other trainers
     ({"train": {"learning_rate": 1}}, "…did you mean 'optimizer.params.lr'?"),
-    ({"train": {"wd": 1}}, "…did you mean 'optimizer.params.weight_decay'?"),
-    ({"train": {"warmup_steps": 1}}, "…did you mean 'scheduler.params.warmup_num_steps'?"),
-    ({"train": {"batch_size": 1}}, "…did you mean 'train_micro_batch_size_per_gpu'?"),
-    ({"train": {"accum_freq": 1}}, "…did you mean 'gradient_accumulation_steps'?"),
-    ({"train": {"precision": 1}}, "…did you mean 'bf16.enabled'?"),
     ({"train": {"num_epochs": 1}}, "…did you mean 'clap.train.epochs'?"),
     # fields that contradict each other
     (
-        {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
+        {"data": {"source": "synthetic", "caption_lengths": 99}},
         "data.caption_lengths: … context_length = 16, found ['99']",
-    ),
-    (
-        {"data": {"source": "synthetic", "caption_lengths": 1}},
-        "data.caption_lengths: … found ['1']",
     ),
     (
         {"data": {"source": "synthetic", "placement": "device", "num_workers": 2}},
@@ -86,7 +63,6 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
         {"steps_per_print": 10**30},
         "steps_per_print: expected at most 9,007,199,254,740,992, found 10",
     ),
-    ({"gradient_acumulation_steps": 1}, "did you mean 'gradient_accumulation_steps'?"),
     (
         {"zero_optimization": {"stage": 3}},
         "zero_optimization.stage: expected 0 (plain data parallel), found 3",
@@ -94,10 +70,6 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}},
         'torch_autocast.dtype: expected "bfloat16"',
-    ),
-    (
-        {"scheduler": {"type": "WarmupCosinLR"}},
-        "scheduler.type: … did you mean 'WarmupCosineLR'?",
     ),
     ({"wandb": {"enabled": True}}, "wandb.enabled: wandb is not installed"),
 ]
@@ -127,7 +99,6 @@ def test_run_with_several_mistakes_lists_all(write_run: WriteRun) -> None:
     ("text", "message"),
     [
         ('{"a": 1,\n  "b": }', r"run\.json:2:8: not valid JSON"),
-        ('{"a": 1, "a": 2}', r"field 'a' appears twice"),
         ('{"clap": 3}', r"clap: expected an object, found 3"),
         ('{"train_batch_size": 4}', r"gradient_clipping: missing; DeepSpeed's default is 1\.0"),
     ],
@@ -171,10 +142,13 @@ def test_reference_page_is_current_and_describes_every_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "joint_dim"), [("HTSAT-tiny-Roberta-base", 768), ("CLAP-HTSAT-tiny-Roberta-base", 512)]
+    ("name", "preset"),
+    [
+        ("CLAP-HTSAT-tiny-Roberta-base", "clap_htsat_tiny_roberta_base"),
+        # open_clip's name of the same model as without `CLAP-`
+        ("CLAP-HTSAT-base-Roberta-base", "htsat_base_roberta_base"),
+    ],
 )
-def test_published_model_name_is_its_preset(name: str, joint_dim: int, write_run: WriteRun) -> None:
-    preset = name.lower().replace("-", "_")
+def test_published_model_name_is_its_preset(name: str, preset: str, write_run: WriteRun) -> None:
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
-    assert clap.model.preset == clap.preset().name == load_preset(name).name == preset
-    assert clap.preset().joint_dim == joint_dim
+    assert clap.model.preset == load_preset(name).name == preset

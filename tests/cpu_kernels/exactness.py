@@ -28,12 +28,6 @@ def results(
     return [tensor.detach().float() for tensor in (*outputs, *gradients)]
 
 
-def assert_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Assert bitwise equality in fp32."""
-    for tensor, exact in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor.float(), exact.float())
-
-
 def assert_within_roundings(
     function: Callable[..., Any],
     reference: Callable[..., Any],

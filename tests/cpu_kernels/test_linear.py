@@ -1,6 +1,5 @@
 """Test the native linear layers against torch's."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.cpu_kernels.linear import native_linears, native_mlp
-from tests.cpu_kernels.exactness import assert_within_roundings, numbers, results
+from tests.cpu_kernels.exactness import assert_within_roundings, numbers
 from tests.kernels import each_implementation
 
 pytestmark = each_implementation
@@ -75,7 +74,7 @@ def test_linear_and_mlp_are_exact_to_roundings(
 
 
 def test_gelu_and_its_slope_of_every_bf16_number() -> None:
-    """With identity weights, every bf16 number up to 100, and some far larger ones."""
+    """With identity weights, every bf16 number up to 100."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= 100)]
     x = x[: len(x) // 32 * 32].view(-1, 32).requires_grad_()
@@ -88,38 +87,3 @@ def test_gelu_and_its_slope_of_every_bf16_number() -> None:
     (exact_slope,) = torch.autograd.grad(exact.sum(), double)
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=3e-5)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=2**-8, atol=3e-5)
-    far = torch.tensor([[value] + [0.0] * 31 for value in (3e38, -3e38, -1000.0)]).bfloat16()
-    assert torch.equal(native_mlp(far, one, zero, one, zero)[0][:, 0], far[:, 0].clamp(min=0))
-
-
-@pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
-def test_frozen_inputs_leave_other_gradients_unchanged(kind: str) -> None:
-    """Hooks receive gradients, and a second backward pass accumulates."""
-    tensors = [numbers(40, 64, seed=0)]
-    for seed in (1, 3):
-        tensors += [numbers(64, 64, seed=seed, scale=0.1), numbers(64, seed=seed + 1)]
-    native, reference = (
-        (native_mlp, torch_mlp) if kind == "mlp" else (native_linears, torch_linears)
-    )
-    if kind == "linear":
-        tensors = tensors[:3]
-    upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)
-    _, *expected = results(reference, [tensor.float() for tensor in tensors], upstream)
-    combinations = itertools.product((False, True), repeat=len(tensors))
-    for is_trained in [*combinations][1:]:
-        leaves = [
-            tensor.clone().requires_grad_(needed)
-            for tensor, needed in zip(tensors, is_trained, strict=True)
-        ]
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        hooked: list[Tensor] = []
-        for leaf in trained:
-            leaf.register_post_accumulate_grad_hook(hooked.append)
-        output = native(*leaves)[0]
-        output.backward(upstream, retain_graph=True)
-        assert sorted(map(id, hooked)) == sorted(map(id, trained))
-        output.backward(upstream)
-        for leaf, exact in zip(leaves, expected, strict=True):
-            assert (leaf.grad is not None) == leaf.requires_grad
-            if leaf.grad is not None:
-                assert (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()

@@ -19,72 +19,39 @@ from deepspeed.utils.timer import ThroughputTimer
 
 from clap_ds.data.batch import Batch
 from clap_ds.engine import deepspeed_compat
-from clap_ds.engine.deepspeed_compat import FP16_Optimizer, without_process_group
+from clap_ds.engine.deepspeed_compat import FP16_Optimizer
 from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of, micro_batches, settings
 
-NAMES = [
-    (deepspeed.utils.groups, "_WORLD_GROUP"),
-    (deepspeed.comm.comm, "cdb"),
-    (deepspeed.ops, "__compatible_ops__"),
-    (DeepSpeedEngine, "clip_fp32_gradients"),
-    (FP16_Optimizer, "refresh_fp32_params"),
-    (FP16_Optimizer, "step_fused_adam"),
-    (FP16_UnfusedOptimizer, "refresh_fp32_params"),
-    (ThroughputTimer, "_is_report_boundary"),
-]
-TIMER_ATTRIBUTES = "start_step start_time started step_elapsed_time steps_per_output"
-# Attributes that constructors set.
-ATTRIBUTES = {
-    DeepSpeedEngine: "enable_backward_allreduce monitor tput_timer",
-    FP16_Optimizer: "_global_grad_norm fp16_groups fp16_groups_flat loss_scale_config optimizer",
-    FP16_UnfusedOptimizer: "_global_grad_norm fp16_groups optimizer",
-    ThroughputTimer: f"{TIMER_ATTRIBUTES} global_step_count total_elapsed_time",
-}
-MASTERS = {
-    FP16_Optimizer: deepspeed_compat.FLAT_MASTERS,
-    FP16_UnfusedOptimizer: deepspeed_compat.MASTERS,
+# Class attributes, and attributes that constructors set.
+NAMES = {
+    DeepSpeedEngine: "clip_fp32_gradients enable_backward_allreduce monitor tput_timer",
+    FP16_Optimizer: "refresh_fp32_params step_fused_adam fp16_groups fp16_groups_flat"
+    f" {deepspeed_compat.FLAT_MASTERS} _global_grad_norm loss_scale_config optimizer",
+    FP16_UnfusedOptimizer: "refresh_fp32_params fp16_groups"
+    f" {deepspeed_compat.MASTERS} _global_grad_norm optimizer",
+    ThroughputTimer: "_is_report_boundary start_step start_time started step_elapsed_time"
+    " steps_per_output global_step_count total_elapsed_time",
 }
 
 
-@pytest.mark.parametrize(("owner", "name"), NAMES, ids=str)
-def test_internal_name_exists_in_deepspeed(owner: Any, name: str) -> None:
-    assert hasattr(owner, name), f"DeepSpeed {deepspeed.__version__} has no {owner.__name__}.{name}"
-
-
-@pytest.mark.parametrize("owner", ATTRIBUTES)
-def test_internal_attributes_are_set_by_deepspeed(owner: type) -> None:
+@pytest.mark.parametrize("owner", NAMES)
+def test_deepspeed_has_the_internal_names(owner: type) -> None:
     source = inspect.getsource(owner)
-    missing = [name for name in ATTRIBUTES[owner].split() if f"self.{name} = " not in source]
-    assert not missing, f"{owner.__name__} of DeepSpeed {deepspeed.__version__} sets no {missing}"
+    missing = []
+    for name in NAMES[owner].split():
+        if not hasattr(owner, name) and f"self.{name} = " not in source:
+            missing.append(name)
+    assert not missing, f"{owner.__name__} of DeepSpeed {deepspeed.__version__} has no {missing}"
 
 
-@pytest.mark.parametrize("wrapper", MASTERS)
-def test_16_bit_wrapper_has_masters_and_saves_them_by_name(wrapper: Any) -> None:
+@pytest.mark.parametrize("wrapper", [FP16_Optimizer, FP16_UnfusedOptimizer])
+def test_16_bit_wrapper_saves_masters_and_optimizer_by_name(wrapper: type) -> None:
     source = inspect.getsource(wrapper)
-    assert f"self.{MASTERS[wrapper]} = " in source
-    assert f"state_dict['{MASTERS[wrapper]}'] = " in source
+    names = deepspeed_compat.FLAT_MASTERS, deepspeed_compat.MASTERS
+    assert any(f"state_dict['{name}'] = " in source for name in names)
     assert "state_dict[OPTIMIZER_STATE_DICT] = " in source
-
-
-def test_16_bit_wrapper_calls_the_replaced_update() -> None:
-    assert "self.step_fused_adam()" in inspect.getsource(FP16_Optimizer.step)
-
-
-def test_body_without_process_group_has_none_and_restores_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(deepspeed.utils.groups, "_WORLD_GROUP", "group")
-    monkeypatch.setattr(deepspeed.comm.comm, "cdb", "backend")
-    operations = {"deepspeed_shm_comm": True}
-    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", operations)
-    with without_process_group():
-        assert deepspeed.utils.groups._WORLD_GROUP is deepspeed.comm.comm.cdb is None
-        assert operations == {"deepspeed_shm_comm": False}
-    assert deepspeed.utils.groups._WORLD_GROUP == "group"
-    assert deepspeed.comm.comm.cdb == "backend"
-    assert operations == {"deepspeed_shm_comm": True}
 
 
 LOG_INTERVAL = 5  # steps per line of DeepSpeed's log
@@ -122,34 +89,26 @@ def _deepspeed_log() -> Iterator[io.StringIO]:
     logger.removeHandler(handler)
 
 
-def _train(accumulation: str) -> tuple[str, int, dict[int, float]]:
-    """Train with evaluations in between, on a device that takes 0.15 s per micro-step. Every ninth
-    step waits for it.
+def _train() -> tuple[str, int, dict[int, float]]:
+    """Train with evaluations in between, on a device that takes 0.15 s per micro-step.
 
     Returns DeepSpeed's log, the global batch, and the seconds of training from the third step on,
     by step.
     """
     device = LaggingDevice()
-    run = settings(
-        steps_per_print=LOG_INTERVAL,
-        log_level="info",
-        gradient_accumulation_steps=2,
-        train={"accumulation": accumulation},
-    )
+    run = settings(steps_per_print=LOG_INTERVAL, log_level="info", gradient_accumulation_steps=2)
     engine = engine_of(run, ClapModel(run.clap.preset()))
     (batch,) = micro_batches(run, 0, 1, 1)
     compute_loss = engine.loss
 
     def batches() -> Iterator[Batch]:
         while True:
-            # Every fourth step waits longer for its data.
-            device.now_s += 0.005 if engine.steps % 4 else 0.05
+            # Every fourth step waits for its data.
+            device.now_s += 0.0 if engine.steps % 4 else 0.05
             yield batch
 
     def launch(*features: Any) -> Any:
         device.launch(0.06, 0.15)
-        if engine.steps % 9 == 0:
-            device.synchronize()
         return compute_loss(*features)
 
     engine.loss = launch
@@ -177,15 +136,12 @@ def _train(accumulation: str) -> tuple[str, int, dict[int, float]]:
     return log.getvalue(), engine.deepspeed.train_batch_size(), training_s
 
 
-@pytest.mark.parametrize("accumulation", ["plain", "gradcache"])
-def test_throughput_lines_with_lagging_device_add_up_to_training_time(
-    one_rank: RankPool, accumulation: str
-) -> None:
-    ((log, batch_size, training_s),) = one_rank.run(_train, accumulation)
+def test_throughput_lines_with_lagging_device_add_up_to_training_time(one_rank: RankPool) -> None:
+    ((log, batch_size, training_s),) = one_rank.run(_train)
     lines = [
         (int(step), float(average), float(current)) for step, average, current in LINE.findall(log)
     ]
-    assert [step for step, *_ in lines] == [*range(LOG_INTERVAL, STEPS + 1, LOG_INTERVAL)]
+    assert len(lines) == STEPS // LOG_INTERVAL
     sum_of_currents_s = 0.0
     previous_step = 2
     for step, average, current in lines:

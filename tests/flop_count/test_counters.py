@@ -72,34 +72,15 @@ def test_recorded_profile_and_docs_state_the_profilers_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "millions", "untrained"),
+    ("preset", "millions"),
     [
-        # Untrained: 1.0835 for the frozen STFT and mel matrices, and slightly over 1.2 or 2.4 for
-        # the AudioSet head.
-        (TINY, (32.51, 125.23, 157.74), 3.79),
-        (BASE, (74.52, 125.66, 200.18), 4.60),
-        (LAION, (31.98, 125.30, 157.28), 3.79),
+        # Trained are all but 1.0835 M of frozen STFT and mel matrices, and the AudioSet head.
+        (TINY, (32.51, 125.23, 157.74, 153.95)),
+        (BASE, (74.52, 125.66, 200.18, 195.58)),
+        (LAION, (31.98, 125.30, 157.28, 153.49)),
     ],
 )
-def test_parameters_equal_open_clips_counts(
-    preset: str, millions: tuple[float, ...], untrained: float
-) -> None:
+def test_parameters_equal_open_clips_counts(preset: str, millions: tuple[float, ...]) -> None:
     counts = counters.parameter_counts(counters.build(load_preset(preset)))
-    assert tuple(round(counts[name] / 1e6, 2) for name in ("audio", "text", "total")) == millions
-    logit_scale = 1
-    assert counts["audio"] + counts["text"] + logit_scale == counts["total"]
-    difference = (counts["total"] - counts["trainable"]) / 1e6
-    assert difference == pytest.approx(untrained, abs=0.01)
-
-
-def test_replaced_attributes_are_restored() -> None:
-    class Base:
-        inherited = 1
-
-    class Target(Base):
-        label = classmethod(lambda cls: cls.__name__)
-
-    with counters.replaced_attributes(Target, label=staticmethod(str), inherited=2):
-        assert (Target.label(), Target.inherited) == ("", 2)
-    assert (Target.label(), Target.inherited) == ("Target", 1)
-    assert "inherited" not in vars(Target)
+    names = ("audio", "text", "total", "trainable")
+    assert [counts[name] / 1e6 for name in names] == pytest.approx(millions, abs=0.006)

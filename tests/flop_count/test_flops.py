@@ -42,10 +42,8 @@ def test_report_has_both_counts_in_both_conventions(
     profiled = executed["forward"] - executed["fft"]
     training = executed["forward"] + analytic.backward_flops(MICRO, LENGTHS)
     for label, *counts in (
-        ("closed form", published["forward"], executed["forward"]),
         ("DeepSpeed's profiler alone, 2 × MACs", published["forward"], profiled),
         ("with the backward pass", 3 * published["forward"], training),
-        ("of the stages: block linears", published["block_linears"], executed["block_linears"]),
     ):
         cells = r" +\| +".join([re.escape(label), *(f"{count / 1e9:.4f}" for count in counts)])
         assert re.search(cells, printed), label
@@ -61,33 +59,25 @@ def test_impossible_caption_length_is_rejected(write_run: WriteRun, tokens: str)
         flops.main(["--config", str(write_run()), "--context_length", tokens])
 
 
-@pytest.mark.parametrize("front_end", [True, False])
-@pytest.mark.parametrize("trained", [("audio", "text"), ("audio",), ("text",)])
-def test_benchmark_counts_executed_flops(
-    tmp_path: Path, trained: tuple[str, ...], front_end: bool
-) -> None:
-    """With frozen towers, recomputation and GradCache's second forward pass."""
+def test_benchmark_counts_executed_flops(tmp_path: Path) -> None:
+    """With a frozen text tower, recomputation, shards of mel features and GradCache."""
     model = ClapModel(MICRO)
-    freeze(model, {"audio", "text"} - set(trained))
-    shape = (MICRO.audio.num_samples,) if front_end else MICRO.audio.feature_shape
-    ids = torch.ones(2, 16, dtype=torch.long)
-    forward = analytic.forward_flops(MICRO, LENGTHS, "model", front_end=front_end)
-    training = forward + analytic.backward_flops(MICRO, LENGTHS, trained=trained)
+    freeze(model, {"text"})
+    forward = analytic.forward_flops(MICRO, LENGTHS, "model", front_end=False)
+    backward = analytic.backward_flops(MICRO, LENGTHS, trained=("audio",))
     # A frozen tower isn't checkpointed.
-    checkpointed = {"audio"} & set(trained)
-    recomputed = analytic.recomputed_flops(MICRO, LENGTHS, checkpointed, drop_path=0.2)
-    checkpointing = ModelSettings(preset="micro", activation_checkpointing=["audio"], drop_path=0.2)
-    for settings, uses_gradcache, repeated in (
-        (checkpointing, True, forward + recomputed),
-        (ModelSettings(), False, 0),
-    ):
-        engine: Any = SimpleNamespace(model=model, uses_gradcache=uses_gradcache)
-        batches: Any = iter([Batch(torch.zeros(2, *shape), ids, ids)])
-        measured = measure_flops(engine, batches, settings, {}, tmp_path)
-        assert measured["model_gflops"] == forward / 1e9
-        assert measured["training_gflops"] == training / 1e9
-        assert measured["published_gflops"] == published_flops(MICRO, front_end=front_end) / 1e9
-        assert measured["recomputed_gflops"] == pytest.approx(repeated / 1e9)
+    recomputed = analytic.recomputed_flops(MICRO, LENGTHS, {"audio"}, drop_path=0.2)
+    towers: Any = ["audio", "text"]
+    settings = ModelSettings(preset="micro", activation_checkpointing=towers, drop_path=0.2)
+    ids = torch.ones(2, 16, dtype=torch.long)
+    batches: Any = iter([Batch(torch.zeros(2, *MICRO.audio.feature_shape), ids, ids)])
+    engine: Any = SimpleNamespace(model=model, uses_gradcache=True)
+    measured = measure_flops(engine, batches, settings, {}, tmp_path)
+    assert measured["model_gflops"] == forward / 1e9
+    assert measured["training_gflops"] == (forward + backward) / 1e9
+    assert measured["published_gflops"] == published_flops(MICRO, front_end=False) / 1e9
+    # GradCache runs each micro-batch forward twice.
+    assert measured["recomputed_gflops"] == pytest.approx((forward + recomputed) / 1e9)
 
 
 def test_closed_form_runs_without_torch(tmp_path: Path) -> None:

@@ -20,20 +20,13 @@ from tests.launch.conftest import FakeSlurm
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("2", 120),
-        ("1:30", 90),
-        ("00:15:00", 900),
-        ("1-0", 86400),
-        ("1-12:30", 131400),
-        ("2-00:00:01", 172801),
-    ],
+    [("2", 120), ("1:30", 90), ("00:15:00", 900), ("1-12:30", 131400)],
 )
 def test_time_of_slurm_in_seconds(text: str, seconds: int) -> None:
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "0", "1:2:3:4", "-5", "1-", "infinite"])
+@pytest.mark.parametrize("text", ["", "soon", "0", "1:2:3:4"])
 def test_malformed_time_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="expected a"):
         parse_seconds(text)
@@ -45,17 +38,6 @@ def test_partition_has_the_most_gpus_of_its_nodes(slurm: FakeSlurm) -> None:
     assert list_partitions(None) == [Partition(4, 7, "1-00:00:00")]
     assert list_partitions("b") == [Partition(0, 3, None)]
     assert len(list_partitions("b,a")) == 2
-
-
-def test_accounting_has_jobs_that_the_queue_forgot(slurm: FakeSlurm) -> None:
-    slurm.write("queue", "7|RUNNING|None|mine\n8_1|PENDING|Resources|another's|name\n")
-    queued = {"7": ("RUNNING", "None", "mine"), "8_1": ("PENDING", "Resources", "another's")}
-    assert find_jobs(["7", "9"], ["mine"]) == queued
-    slurm.write("accounting", "9|CANCELLED by 1000|None|old\n")
-    forgotten = ("CANCELLED", "None", "old")
-    assert find_jobs(["7"], ["old"])["9"] == forgotten
-    assert find_jobs(["7", "9"])["9"] == forgotten
-    assert find_jobs(["7"], ["mine"]) == queued
 
 
 def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
@@ -70,8 +52,7 @@ def test_failing_command_is_tried_three_times(slurm: FakeSlurm) -> None:
 
 
 def test_controller_that_is_down_is_named(slurm: FakeSlurm) -> None:
-    problem = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
-    slurm.write_program("sinfo", f"echo '{problem}' >&2; exit 1")
+    slurm.write_program("sinfo", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UserError, match="scontrol ping"):
         list_partitions(None)
 
@@ -92,24 +73,19 @@ def test_error_without_slurm_names_the_login_node(
         list_partitions(None)
 
 
-RUNNING = "JobId=42 JobState=RUNNING Requeue=1 Restarts=1 BatchFlag=1"
-
-
 @pytest.fixture
 def job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A fake SLURM with this process's job, in its second start."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    slurm.write("job", RUNNING)
+    slurm.write("job", "JobId=42 JobState=RUNNING Requeue=1 Restarts=1 BatchFlag=1")
     slurm.write("queue", "n[8-9]\n")
     slurm.write("partitions", "n1 idle\nn3 down*\n")
     return slurm
 
 
-@pytest.mark.parametrize("field", ["Restarts=2", "JobState=CANCELLED"])
-def test_start_that_slurm_has_ended_requeues_nothing(job: FakeSlurm, field: str) -> None:
-    name = field.partition("=")[0]
-    fields = [field if word.startswith(name) else word for word in RUNNING.split()]
-    job.write("job", " ".join(fields))
+@pytest.mark.parametrize("answer", ["JobState=RUNNING Restarts=2", "JobState=CANCELLED Restarts=1"])
+def test_start_that_slurm_has_ended_requeues_nothing(job: FakeSlurm, answer: str) -> None:
+    job.write("job", f"JobId=42 {answer} BatchFlag=1")
     assert "has ended start 1" in str(requeue(1, []))
     assert job.lines("asked") == []
 
@@ -128,25 +104,3 @@ def test_requeue_comes_before_changes_of_the_job(
 ) -> None:
     assert requeue(1, excluded, changes) is None
     assert job.lines("asked") == ["requeue 42", *updates]
-
-
-def test_requeue_of_an_arrays_task_leaves_other_tasks_alone(
-    job: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert requeue(1, []) is None
-    assert job.lines("asked") == ["requeue 42_3"]
-
-
-@pytest.mark.parametrize(
-    ("failing", "error"),
-    [("update", None), ("requeue", "scontrol requeue 42: requeue disabled")],
-)
-def test_error_of_requeueing_is_returned_and_that_of_changes_is_not(
-    job: FakeSlurm, failing: str, error: str | None
-) -> None:
-    job.write_program(
-        "scontrol", f'[ "$1" != {failing} ] || {{ echo {failing} disabled >&2; exit 1; }}; cat job'
-    )
-    assert requeue(1, ["n1"]) == error

@@ -15,8 +15,6 @@ from clap_ds.launch.sweep import main
 from tests.conftest import ROOT, micro_run
 from tests.launch.conftest import FakeSlurm
 
-LEARNING_RATES = "optimizer.params.lr=1e-4,3e-4"
-
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +70,17 @@ def _parse_table(output: str) -> list[list[str]]:
 
 @pytest.mark.usefixtures("unchecked")
 def test_sweep_has_a_job_for_each_value_and_repeat(tmp_path: Path, slurm: FakeSlurm) -> None:
-    folder = _start(tmp_path, "--nodes", "2", "--repeats", "2", "--vary", LEARNING_RATES)
-    jobs = {job.name: job for job in Jobs.read(folder).jobs}
-    names = ["n002-lr_0.0001-r1", "n002-lr_0.0001-r2", "n002-lr_0.0003-r1", "n002-lr_0.0003-r2"]
-    assert [*jobs] == names
-    assert _read_run(folder, names[2])["optimizer"]["params"]["lr"] == 3e-4
-    assert [job.slurm_id for job in jobs.values()] == ["101", "102", "103", "104"]
+    slurm.write("partitions", "gpu*|gpu:4|12:00:00|9\n")
+    training = ["--train", "--vary", "clap.train.max_samples=64,128"]
+    folder = _start(tmp_path, "--nodes", "2", "--repeats", "2", *training)
+    names = [f"n002-max_samples_{value}-r{repeat}" for value in (64, 128) for repeat in (1, 2)]
+    assert [job.name for job in Jobs.read(folder).jobs] == names
+    assert _read_run(folder, names[2])["clap"]["train"]["max_samples"] == 128
     assert slurm.lines("calls") == [f"--parsable {folder}/{name}.sbatch" for name in names]
+    # Training runs for a day or the partition's limit.
+    script = (folder / f"{names[0]}.sbatch").read_text()
+    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= {*script.splitlines()}
+    assert "-- clap_ds/train.py" in script
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,6 @@ def test_sweep_has_a_job_for_each_value_and_repeat(tmp_path: Path, slurm: FakeSl
         ("--vary clap.bench.windws=2,3", "error: n001-windws_2: clap.bench.windws: no such field"),
         ("--vary optimizer.params.lr=", "expected NAME=A,B"),
         ("--vary train_batch_size=16,18", "n001-train_batch_size_18: train_batch_size: expected"),
-        ("--global_batch 48 --nodes 1 2", "n002: train_batch_size: expected"),
         ("--nodes 2 2", "duplicate"),
     ],
 )
@@ -105,15 +106,6 @@ def test_nothing_is_queued_unless_every_job_can_run(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_training_runs_for_a_day_or_the_partitions_limit(tmp_path: Path, slurm: FakeSlurm) -> None:
-    slurm.write("partitions", "gpu*|gpu:4|12:00:00|9\n")
-    folder = _start(tmp_path, "--train", "--vary", "clap.train.max_samples=64,128")
-    script = (folder / "n001-max_samples_64.sbatch").read_text()
-    assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= {*script.splitlines()}
-    assert "-- clap_ds/train.py" in script
-
-
-@pytest.mark.usefixtures("unchecked")
 def test_array_is_one_submission_and_resumes_missing_tasks(
     tmp_path: Path, slurm: FakeSlurm, call: Call
 ) -> None:
@@ -124,13 +116,12 @@ def test_array_is_one_submission_and_resumes_missing_tasks(
     assert {"#SBATCH --array=0-2", f"#SBATCH --output={folder}/%A_%a.out"} <= {*lines}
     assert f"folders=({' '.join(f'{folder}/{name}' for name in names)})" in lines
     slurm.write("queue", "101_0|RUNNING|None\n101_1|FAILED|None\n101_2|PENDING|Resources\n")
-    assert _parse_table(call("status", folder)) == [
-        [names[0], "1", "101_0", "running"],
-        [names[1], "1", "101_1", "failed"],
-        [names[2], "1", "101_2", "pending"],
+    rows = _parse_table(call("status", folder))
+    assert [row[2:] for row in rows] == [
+        ["101_0", "running"],
+        ["101_1", "failed"],
+        ["101_2", "pending"],
     ]
-    errors = call("resume", folder, "--partition", "gpu", "--time", "2-0", code=2)
-    assert "partition gpu allows at most" in errors
     call("resume", folder, "--time", "9", "-q", "big", "--dependency=afterany:7")
     options = "--array=1 --time=9 --qos=big --dependency=afterany:7"
     assert slurm.lines("calls")[1:] == [f"--parsable {options} {folder}/array.sbatch"]
@@ -148,7 +139,6 @@ def test_array_is_one_submission_and_resumes_missing_tasks(
         ("9|RUNNING|None|clap-sweep-n001\n102|PENDING|None|{1}\n", "", "- not_submitted", "102 pending", 1),
         # Submitted by hand.
         ("8|PENDING|None|{1}\n102|FAILED|None|{1}\n", "", "- not_submitted", "8 pending", 1),
-        ("102|FAILED|None|{1}\n8|FAILED|None|{1}\n", "", "- not_submitted", "102 failed", 2),
     ],
 )  # fmt: skip
 def test_job_without_a_record_is_found_by_its_name(
@@ -163,26 +153,6 @@ def test_job_without_a_record_is_found_by_its_name(
     rows = _parse_table(call("status", folder))
     assert [" ".join(row[2:]) for row in rows] == [first, second]
     assert f"resubmitting {num_resubmitted} of 2 jobs" in call("resume", folder)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_tasks_of_an_array_without_a_record_are_found_by_name(
-    tmp_path: Path, slurm: FakeSlurm, call: Call
-) -> None:
-    folder = _start(tmp_path, "--array", "--vary", LEARNING_RATES)
-    _edit_record(folder, r'"101_\d"', "null")
-    (name,) = _read_slurm_names(folder)
-    slurm.write("queue", f"9_0|RUNNING|None|{name}\n9_1|PENDING|Priority|{name}\n")
-    assert [row[2] for row in _parse_table(call("status", folder))] == ["9_0", "9_1"]
-
-
-@pytest.mark.usefixtures("unchecked", "slurm")
-def test_jobs_of_folders_with_the_same_name_have_different_names(tmp_path: Path) -> None:
-    names: set[str] = set()
-    for parent in (tmp_path / "one", tmp_path / "two"):
-        parent.mkdir()
-        names.update(_read_slurm_names(_start(parent, "--nodes", "1", "2")))
-    assert len(names) == 4
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -201,25 +171,23 @@ def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("recorded", "state"), [("completed", "completed"), ("running", "failed")])
 def test_job_of_a_killed_supervisor_has_the_state_of_its_run(
-    tmp_path: Path, slurm: FakeSlurm, call: Call, recorded: str, state: str
+    tmp_path: Path, slurm: FakeSlurm, call: Call
 ) -> None:
     folder = _start(tmp_path)
     slurm.write("queue", "101|FAILED|NonZeroExitCode\n")
     attempt = folder / "n001" / "attempts" / "0"
     attempt.mkdir(parents=True)
     (attempt / "run_directory").write_text(str(tmp_path))
-    (tmp_path / "summary.json").write_text(json.dumps({"state": recorded}))
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "completed"}))
     (folder / "n001" / "attempts.json").write_text(json.dumps({"state": "running"}))
-    assert _parse_table(call("status", folder)) == [["n001", "1", "101", state]]
+    assert _parse_table(call("status", folder)) == [["n001", "1", "101", "completed"]]
 
 
 # Of each job: state in its record, in SLURM, and as shown.
 JOBS = [
     ("completed", "", "completed"),
     ("out_of_memory", "", "out_of_memory"),
-    ("timeout", "", "timeout"),
     ("running", "", "failed"),  # SLURM no longer knows it
     ("running", "RUNNING|None", "running"),
     ("", "CANCELLED|None", "terminated"),
@@ -246,14 +214,14 @@ def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
     assert [row[3] for row in _parse_table(call("status", folder))] == [state for *_, state in JOBS]
     *_, requeued, held, counts = call("status", folder).splitlines()
     assert requeued.endswith("lost n7")
-    assert held.endswith("scontrol release 109")
+    assert held.endswith("scontrol release 108")
     assert "1 failed" in counts
     num_calls = len(slurm.lines("calls"))
     output = call("resume", folder, "--time", "00:45:00", "--exclude", "n[1-2]")
-    assert "resubmitting 3 of 9 jobs: n003, n004, n006" in output
-    assert "n009 is held; to release it: scontrol release 109" in output
+    assert "resubmitting 2 of 8 jobs: n003, n005" in output
+    assert "n008 is held; to release it: scontrol release 108" in output
     calls = slurm.lines("calls")[num_calls:]
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert calls[0] == f"--parsable --time=00:45:00 --exclude=n[1-2] {folder}/n003.sbatch"
 
 
@@ -263,11 +231,10 @@ def test_missing_folder_is_rejected_with_the_nearest_name(tmp_path: Path, call: 
 
 
 @pytest.mark.usefixtures("unchecked", "slurm")
-@pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("folder", ".."), ("nodes", "1")])
+@pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("nodes", "1")])
 def test_record_is_not_trusted(tmp_path: Path, call: Call, name: str, value: str) -> None:
     folder = _start(tmp_path)
-    outcome = {"state": "failed", "error": "\x1b[2J"}
-    (folder / "n001" / "attempts.json").write_text(json.dumps(outcome))
+    (folder / "n001" / "attempts.json").write_text('{"state": "failed", "error": "\\u001b[2J"}')
     assert "\x1b" not in call("status", folder)
     record = json.loads((folder / "submission.json").read_text())
     record["jobs"][0][name] = value
@@ -282,9 +249,9 @@ def test_strong_scaling_keeps_the_global_batch_by_accumulation(
     micro_batch = micro_run()["train_micro_batch_size_per_gpu"]
     global_batch = micro_batch * 32  # 8 micro-batches on each of 4 GPUs
     options = ["--global_batch", str(global_batch), "--dry_run"]
-    folder = _start(tmp_path, "--nodes", "1", "2", "4", *options)
+    folder = _start(tmp_path, "--nodes", "1", "4", *options)
     assert slurm.lines("calls") == []
-    for nodes, steps in ((1, 8), (2, 4), (4, 2)):
+    for nodes, steps in ((1, 8), (4, 2)):
         run = _read_run(folder, f"n{nodes:03d}")
         assert run["train_micro_batch_size_per_gpu"] == micro_batch
         assert run["gradient_accumulation_steps"] == steps
@@ -299,14 +266,11 @@ def test_line_of_the_manual_runs_both_published_models_on_1_to_128_nodes(
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "sweep"
     assert main([*line.split(), "--folder", str(folder), "--dry_run"]) == 0
-    minutes = {1: 15, 2: 15, 4: 15, 8: 15, 16: 25, 32: 25, 64: 30, 128: 30}
-    assert len(Jobs.read(folder).jobs) == 2 * len(minutes)
-    for model, micro_batch in (("tiny", 616), ("base", 416)):
-        for nodes, limit in minutes.items():
-            name = f"n{nodes:03d}-htsat_{model}"
-            run = _read_run(folder, name)
-            assert run["train_micro_batch_size_per_gpu"] == micro_batch
-            assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": name}
-            options = f"time=00:{limit}:00 nodes={nodes} cpus-per-task=72 gres=gpu:4 signal=USR1@60"
-            script = (folder / f"{name}.sbatch").read_text()
-            assert {f"#SBATCH --{option}" for option in options.split()} <= {*script.splitlines()}
+    names = [f"n{2**power:03d}-htsat_{model}" for model in ("tiny", "base") for power in range(8)]
+    assert sorted(job.name for job in Jobs.read(folder).jobs) == sorted(names)
+    run = _read_run(folder, "n016-htsat_base")
+    assert run["train_micro_batch_size_per_gpu"] == 416
+    assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "n016-htsat_base"}
+    options = "time=00:25:00 nodes=16 cpus-per-task=72 gres=gpu:4 signal=USR1@60"
+    script = (folder / "n016-htsat_base.sbatch").read_text()
+    assert {f"#SBATCH --{option}" for option in options.split()} <= {*script.splitlines()}

@@ -60,12 +60,7 @@ def _scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
 LOSSES = [(10, 1), (20, 2), (30, 3), (40, 34), (50, 35), (60, 36), (70, 37)]
 
 
-def test_scalars_of_resumed_run_continue_those_before(one_rank: RankPool, tmp_path: Path) -> None:
-    one_rank.run(_start_twice, str(tmp_path), {})
-    assert _scalars_in(tmp_path / "tensorboard") == {"train/loss": LOSSES}
-
-
-def test_scalars_with_a_section_include_deepspeeds_at_its_path(
+def test_scalars_of_resumed_run_continue_those_before_with_deepspeeds(
     one_rank: RankPool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"
@@ -99,22 +94,22 @@ def test_scalars_on_failing_disk_print_one_warning(one_rank: RankPool, tmp_path:
     assert "Read-only file system" in stderr
 
 
-def _write_histograms(folder: str) -> dict[str, tuple[int, float, float]]:
-    """Take three steps of SGD at rate 0.1. Return size, minimum and maximum of each parameter and
-    gradient at the second."""
+def _write_histograms(folder: str) -> dict[str, tuple[float, float]]:
+    """Take two steps of SGD at rate 0.1. Return minimum and maximum of each parameter and gradient
+    at the second."""
     run = settings()
     engine = engine_of(run, ClapModel(run.clap.preset()))
-    batches = iter(micro_batches(run, 0, 1, 3))
-    tensors = {}
+    batches = iter(micro_batches(run, 0, 1, 2))
+    limits = {}
     with Scalars(engine, Path(folder), 2):
         engine.step(batches)
         weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
         engine.step(batches)
         for name, parameter in engine.model.named_parameters():
-            tensors[f"parameters/{name}"] = weights[name]
-            tensors[f"gradients/{name}"] = (weights[name] - parameter.detach()) / 0.1
-        engine.step(batches)
-    return {tag: (len(t.flatten()), t.min().item(), t.max().item()) for tag, t in tensors.items()}
+            gradient = (weights[name] - parameter.detach()) / 0.1
+            for tag, tensor in (("parameters", weights[name]), ("gradients", gradient)):
+                limits[f"{tag}/{name}"] = (tensor.min().item(), tensor.max().item())
+    return limits
 
 
 def test_histograms_are_of_parameters_and_gradients(one_rank: RankPool, tmp_path: Path) -> None:
@@ -122,9 +117,8 @@ def test_histograms_are_of_parameters_and_gradients(one_rank: RankPool, tmp_path
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
     events.Reload()
     assert {*events.Tags()["histograms"]} == {*expected}
-    for tag, (count, minimum, maximum) in expected.items():
+    for tag, limits in expected.items():
         (event,) = events.Histograms(tag)
         histogram = event.histogram_value
-        assert (event.step, histogram.num, sum(histogram.bucket)) == (6, count, count), tag
-        assert histogram.min == pytest.approx(minimum, rel=1e-3, abs=1e-5)
-        assert histogram.max == pytest.approx(maximum, rel=1e-3, abs=1e-5)
+        assert event.step == 6
+        assert (histogram.min, histogram.max) == pytest.approx(limits, rel=1e-3, abs=1e-5), tag

@@ -1,8 +1,9 @@
-"""Throughput over windows of steps, on several ranks."""
+"""Throughput over windows of steps, on several ranks, and intervals against hand calculations."""
 
 import numpy as np
 import pytest
 
+from clap_ds.metrics.intervals import median_interval, rates, student_t
 from clap_ds.metrics.throughput import MOST_WINDOWS, Throughput, Window
 
 
@@ -22,20 +23,14 @@ def test_throughput_counts_windows_by_their_length_on_the_slowest_rank() -> None
     throughput.add(make_window([0.5, 1.0], [0.1, 0.0]), batch_size=40)
     summary = throughput.summary()
     assert summary["samples_per_s"] == pytest.approx(100 / 5)
-    rates = summary["samples_per_s_per_gpu"]
-    assert (rates["mean"], rates["min"], rates["max"]) == pytest.approx((10, 7.5, 20))
+    per_gpu = summary["samples_per_s_per_gpu"]
+    assert (per_gpu["mean"], per_gpu["min"], per_gpu["max"]) == pytest.approx((10, 7.5, 20))
     assert summary["data_wait_percent"] == pytest.approx(100 * 2.1 / 5)
-
-
-def test_window_rates_are_of_all_ranks_and_of_the_first_without_data_wait() -> None:
-    window = make_window([4.0, 5.0], [1.0, 2.0], num_steps=2)
-    assert window.samples_per_s(20) == pytest.approx(2 * 20 / 5)
-    assert window.first_rank_rates(10) == pytest.approx([2 * 10 / 3] * 2)
 
 
 @pytest.mark.parametrize(
     ("num_windows", "num_merged"),
-    [(MOST_WINDOWS, 256), (MOST_WINDOWS + 1, 129), (600, 200)],
+    [(MOST_WINDOWS, 256), (MOST_WINDOWS + 1, 129)],
 )
 def test_throughput_of_many_windows_is_merged_with_neighbors(
     num_windows: int, num_merged: int
@@ -47,3 +42,28 @@ def test_throughput_of_many_windows_is_merged_with_neighbors(
     assert len(summary["samples_per_s_per_gpu"]["windows"]) == num_merged
     assert summary["samples_per_s"] == pytest.approx(15)
     assert summary["data_wait_percent"] == pytest.approx(25)
+
+
+def test_median_interval_is_a_pair_of_order_statistics() -> None:
+    """The number of 20 values below the median is 5 or less in 2.07% of samples."""
+    interval = median_interval([float(value) for value in range(20, 0, -1)])
+    assert (interval["low"], interval["median"], interval["high"]) == (6, 10.5, 15)
+    assert interval["coverage"] == pytest.approx(1 - 2 * 0.020695, abs=1e-5)
+
+
+def test_rates_have_the_windows_range() -> None:
+    assert rates([20.0, 24.0, 20.0], [2.0, 2.0, 4.0]) == {
+        "mean": 64 / 8,
+        "min": 5,
+        "max": 12,
+        "windows": [10, 12, 5],
+        "window_s": [2, 2, 4],
+    }
+
+
+@pytest.mark.parametrize(
+    ("coverage", "degrees", "quantile"),
+    [(0.95, 1, 12.706), (0.95, 7, 2.365), (0.99, 3, 5.841), (0.99, 1000, 2.581)],
+)
+def test_student_t_agrees_with_tables(coverage: float, degrees: int, quantile: float) -> None:
+    assert student_t(coverage, degrees) == pytest.approx(quantile, abs=6e-4)

@@ -7,39 +7,29 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 
 import transformers  # isort: skip
-from transformers.models.clap.modeling_clap import ClapAudioModelWithProjection  # isort: skip
 
-SIZES = {
+MICRO_TEXT = {
     "vocab_size": 512,
     "max_position_embeddings": 66,
     "hidden_size": 32,
     "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
 }
-MICRO_TEXT = {**SIZES, "num_attention_heads": 2, "intermediate_size": 64}
-STAGES = {
+MICRO_AUDIO = {
     "patch_embeds_hidden_size": 16,
     "depths": [2, 1],
     "num_attention_heads": [2, 4],
     "hidden_size": 32,
+    "num_mel_bins": 16,
+    "spec_size": 64,
+    "num_classes": 7,
 }
-MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
-DEPTHS = [2, 2, 2, 2]
-BASE_AUDIO = {
-    "patch_embeds_hidden_size": 128,
-    "depths": DEPTHS,
-    "hidden_size": 1024,
-    "projection_dim": 1024,
-}
-FEWER = {"vocab_size": 1000, "num_hidden_layers": 2}
-"""Reduced sizes of the benchmark's RoBERTa (50,265 tokens, 12 equal layers). HTSAT's third stage
-also has only 2 blocks. LAION's model has its full size."""
-MEAN_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 class HfClap(nn.Module):
@@ -64,51 +54,6 @@ class HfClap(nn.Module):
 
     def named(self) -> dict[str, Tensor]:
         return self.clap.state_dict(keep_vars=True)
-
-
-class HfTowers(nn.Module):
-    """A model of the benchmark from HF's towers, with pooling and heads that
-    `transformers.ClapModel` doesn't support."""
-
-    def __init__(self, *, audio: dict, text_hidden: int) -> None:
-        super().__init__()
-        config = transformers.ClapAudioConfig(**audio)
-        config.projection_hidden_act = "gelu"
-        self.audio = ClapAudioModelWithProjection(config)
-        self.roberta = transformers.RobertaModel(
-            transformers.RobertaConfig(**MEAN_TEXT), add_pooling_layer=False
-        )
-        self.head1 = nn.Linear(768, text_hidden, bias=False)
-        self.head2 = nn.Linear(text_hidden, audio["projection_dim"], bias=False)
-        self.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-        self.eval()
-
-    def encode_audio(self, features: Tensor) -> Tensor:
-        return F.normalize(self.audio(input_features=features).audio_embeds, dim=-1)
-
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.roberta(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        lengths = attention_mask.sum(dim=1).tolist()
-        means = [row[:length].mean(0) for row, length in zip(hidden, lengths, strict=True)]
-        return F.normalize(self.head2(F.gelu(self.head1(torch.stack(means)))), dim=-1)
-
-    def named(self) -> dict[str, Tensor]:
-        """Return weights with `transformers.ClapModel`'s names, for the loader under test."""
-        return {
-            **self.audio.state_dict(keep_vars=True),
-            **self.roberta.state_dict(prefix="text_model.", keep_vars=True),
-            "text_projection.linear1.weight": self.head1.weight,
-            "text_projection.linear2.weight": self.head2.weight,
-            "logit_scale_a": self.scale,
-            "logit_scale_t": self.scale.detach(),
-        }
-
-
-REFERENCES = {
-    "clap_htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
-    "htsat_base_roberta_base": lambda: HfTowers(audio=BASE_AUDIO, text_hidden=896),
-    "micro": lambda: HfClap(audio=MICRO_AUDIO, text=MICRO_TEXT, joint_dim=32),
-}
 
 
 def randomise(tensors: dict[str, Tensor], seed: int) -> None:

@@ -1,18 +1,13 @@
 """Dropout by hashed masks: the right fraction and scale, independent elements and calls, one mask
 forward and backward."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from clap_ds.model.dropout import Dropout, hash_dropout
+from clap_ds.model.dropout import hash_dropout
 
 ROWS = 2048
 COLUMNS = 768
-BACKEND = "aot_eager_decomp_partition"
 
 
 def test_elements_and_calls_are_independent() -> None:
@@ -30,11 +25,8 @@ def test_elements_and_calls_are_independent() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradient_is_scaled_mask_of_the_values(compiled: bool, p: float) -> None:
-    function: Callable[[Tensor, float], Tensor] = hash_dropout
-    if compiled:
-        function = torch.compile(hash_dropout, backend=BACKEND)
+def test_gradient_is_scaled_mask_of_the_values(p: float) -> None:
+    function = torch.compile(hash_dropout, backend="aot_eager")
     values = torch.randn(ROWS, COLUMNS, requires_grad=True)
     torch.manual_seed(3)
     dropped = function(values, p)
@@ -44,35 +36,4 @@ def test_gradient_is_scaled_mask_of_the_values(compiled: bool, p: float) -> None
     fraction = float((gradient == 0).double().mean())
     assert abs(fraction - p) < 5 * (p * (1 - p) / values.numel()) ** 0.5
     torch.manual_seed(3)
-    assert torch.equal(dropped, function(values, p))
-
-
-def test_eager_module_has_random_numbers_of_torch() -> None:
-    values = torch.randn(64, 64)
-    outputs = []
-    for module in (Dropout(0.3), torch.nn.Dropout(0.3)):
-        torch.manual_seed(1)
-        outputs.append(module(values))
-    assert torch.equal(*outputs)
-    assert torch.equal(Dropout(0.3).eval()(values), values)
-
-
-def test_compiled_layers_store_no_mask() -> None:
-    """Check two layers, between which torch.compile would store a mask that both passes compute by
-    equal operations."""
-    weights = [torch.randn(COLUMNS, COLUMNS, requires_grad=True) for _ in range(2)]
-    stored: list[torch.dtype] = []
-
-    def layers(values: Tensor) -> Tensor:
-        for weight in weights:
-            values = F.layer_norm(hash_dropout(F.linear(values, weight), 0.3) + values, (COLUMNS,))
-        return values
-
-    def note(tensor: Tensor) -> Tensor:
-        stored.append(tensor.dtype)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        torch.compile(layers, backend=BACKEND)(torch.randn(8, COLUMNS))
-    assert stored.count(torch.int32) == 2, "seeds"
-    assert torch.bool not in stored
+    assert torch.equal(dropped, hash_dropout(values, p))

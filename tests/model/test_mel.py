@@ -6,10 +6,9 @@ from torch import Tensor
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.mel import ALIGNED, LogMel
-from clap_ds.planning.inductor import fused_kernels
 
 
-@pytest.mark.parametrize("preset", ["micro", "demo", "clap_htsat_tiny_roberta_base_fused"])
+@pytest.mark.parametrize("preset", ["micro", "clap_htsat_tiny_roberta_base_fused"])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float64])
 def test_operations_of_gpus_compute_the_same(
     monkeypatch: pytest.MonkeyPatch, preset: str, dtype: torch.dtype
@@ -27,15 +26,3 @@ def test_operations_of_gpus_compute_the_same(
     torch.testing.assert_close(mel(waveforms), expected, rtol=0, atol=1e-9)
     mel.num_used -= 2 * ALIGNED
     assert (mel(waveforms) - expected).abs().max() > 1, "frequencies with filters are left out"
-
-
-def test_gpus_store_no_copy_of_the_batch() -> None:
-    """Frames, powers and decibels are stored once, and all they read is int16 samples, used
-    frequencies and mel powers."""
-    mel = LogMel(load_preset("htsat_tiny_roberta_base").audio)
-    batch = 8
-    frames = 4 * batch * 1001
-    samples = 2 * batch * 480_000
-    least = (samples + frames * 1024) + frames * (3 * 304) + frames * (2 * 64)
-    kernels = fused_kernels(mel, torch.empty(batch, 480_000, dtype=torch.int16))
-    assert sum(num_bytes for _, num_bytes in kernels) == pytest.approx(least, rel=0.01)

@@ -3,7 +3,6 @@
 `results/open_clip/training_1.md` compares losses with open_clip's own loop."""
 
 import json
-import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -41,7 +40,6 @@ def open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", fake_open_clip.CONFIGS)
 def test_model_embeds_batches_and_loads_checkpoints_of_open_clip(name: str, tmp_path: Path) -> None:
     config = load_preset(f"open_clip:{name}")
-    assert (config.open_clip, config.joint_dim) == (name, 8)
     assert (config.audio.clip_shape, config.text.max_tokens) == ((16000,), 16)
     model = new_model(config, learns_bias=True, activation_checkpointing=["audio"], drop_path=0.1)
     assert model.audio.is_checkpointed
@@ -54,29 +52,22 @@ def test_model_embeds_batches_and_loads_checkpoints_of_open_clip(name: str, tmp_
     tokenizer = load_tokenizer(config.text.hub_name, vocab_size=0)
     ids, mask = tokenize(["a dog", "rain on a roof", "hum"], tokenizer, 5)
     assert ids.tolist() == [[98, 1, 3, 99, 0], [98, 4, 2, 1, 4], [98, 3, 99, 0, 0]]
-    assert mask.sum(dim=1).tolist() == [4, 5, 3]
-    audio, text, scale, bias = model(waveforms, ids, mask)
-    for features in (audio, text):
-        torch.testing.assert_close(features.norm(dim=1), torch.ones(3))
+    audio, _, scale, bias = model(waveforms, ids, mask)
+    torch.testing.assert_close(audio.norm(dim=1), torch.ones(3))
     assert (scale.item(), bias.item()) == (pytest.approx(10), -10)
     with pytest.raises(ValueError, match="takes waveforms"):
         model.encode_audio(torch.zeros(3, 101, 64))
     state = model.state_dict()
-    scalars = {key: tensor.squeeze() for key, tensor in state.items() if "logit" in key}
-    checkpoint = {f"module.{key}": tensor for key, tensor in (state | scalars).items()}
+    checkpoint = {f"module.{key}": tensor.squeeze() for key, tensor in state.items()}
     torch.save({"epoch": 1, "state_dict": checkpoint}, tmp_path / "epoch_1.pt")
     loaded = new_model(config, learns_bias=True)
     load_weights(tmp_path / "epoch_1.pt", config).load_into(loaded)
     assert all(torch.equal(state[key], tensor) for key, tensor in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("fake-htsta", "did you mean 'fake-htsat'"), ("ViT", "no audio–text model 'ViT'")],
-)
-def test_unknown_name_is_rejected(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_preset(f"open_clip:{name}")
+def test_unknown_name_is_rejected() -> None:
+    with pytest.raises(ValueError, match="did you mean 'fake-htsat'"):
+        load_preset("open_clip:fake-htsta")
 
 
 def test_unsupported_settings_are_rejected(write_run: Callable[..., Path]) -> None:
@@ -86,32 +77,21 @@ def test_unsupported_settings_are_rejected(write_run: Callable[..., Path]) -> No
         load_run(path)
 
 
-def test_old_version_is_rejected_with_the_one_in_docs_and_extra(
+def test_old_version_is_rejected_with_the_one_in_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No package index has the version, so it is installed by its address."""
-    released = tmp_path / "released"
-    (released / "open_clip_torch-3.3.0.dist-info").mkdir(parents=True)
-    (released / "open_clip_torch-3.3.0.dist-info" / "METADATA").write_text(
-        "Name: open_clip_torch\nVersion: 3.3.0\n"
-    )
-    (released / "open_clip").mkdir()
-    (released / "open_clip" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(released))
+    (tmp_path / "released" / "open_clip").mkdir(parents=True)
+    (tmp_path / "released" / "open_clip" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "released"))
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    message = rf"needs .*{VERSION} or later, found 3\.3\.0: .*git\+https"
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=rf"needs .*{VERSION} or later") as error:
         load_preset("open_clip:CLAP-HTSAT-tiny")
     assert f"pip install '{REQUIREMENT}'" in str(error.value)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["open_clip"] == [REQUIREMENT]
-    for page in ("quick_start.md", "migration.md"):
-        text = (ROOT / "docs" / page).read_text()
-        assert REQUIREMENT.partition(" @ ")[2] in text, page
-        assert VERSION in text, page
 
 
-NAFLEX = fake_open_clip.CONFIGS["fake-naflex"]
 EVIL = """
 import pathlib, transformers
 pathlib.Path(__file__).with_name("ran").touch()
@@ -119,9 +99,8 @@ class Evil(transformers.PreTrainedTokenizerFast): ...
 """
 
 
-@pytest.mark.parametrize("options", ["", ", trust_remote_code=True"])
-def test_code_of_tokenizer_is_not_run_even_after_yes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+def test_code_of_tokenizer_is_not_run_even_if_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
@@ -130,37 +109,20 @@ def test_code_of_tokenizer_is_not_run_even_after_yes(
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map})
     )
-    loads = (
-        f"lambda name: __import__('transformers').AutoTokenizer.from_pretrained(name[10:]{options})"
-    )
+    load = "AutoTokenizer.from_pretrained(name[10:], trust_remote_code=True)"
     package = tmp_path / "site" / "open_clip" / "__init__.py"
-    package.write_text(f"get_tokenizer = {loads}")
+    package.write_text(f"get_tokenizer = lambda name: __import__('transformers').{load}")
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    monkeypatch.setattr("builtins.input", lambda prompt: "y")
     with pytest.raises(ValueError, match="code, which is never run"):
         load_tokenizer(f"open_clip:local-dir:{folder}", vocab_size=9)
     assert not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"audio_cfg": 3},
-        {"audio_cfg": NAFLEX | {"mel_bins": -1}},
-        {"text_cfg": []},
-        {"audio_cfg": NAFLEX | {"hop_size": 0}},
-    ],
-)
-def test_impossible_sizes_are_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
-    sizes = {"embed_dim": 8, "audio_cfg": NAFLEX, "text_cfg": {}} | changes
+@pytest.mark.parametrize("audio", [3, {"hop_size": 0}, {"model_type": "naflexvit", "mel_bins": -1}])
+def test_impossible_sizes_are_rejected(tmp_path: Path, audio: Any) -> None:
+    sizes = {"embed_dim": 8, "audio_cfg": audio, "text_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes}))
     with pytest.raises(ValueError, match="open_clip:local-dir"):
-        load_preset(f"open_clip:local-dir:{tmp_path}")
-
-
-def test_pipe_as_configuration_is_rejected(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "open_clip_config.json")
-    with pytest.raises(ValueError, match="regular file"):
         load_preset(f"open_clip:local-dir:{tmp_path}")
 
 
@@ -172,26 +134,20 @@ def test_missing_open_clip_is_rejected_with_install_command(
         load_tokenizer("open_clip:CLAP-HTSAT-tiny", vocab_size=9)
 
 
-def _setup(site: str, accumulation: str) -> tuple[RunSettings, ClapEngine]:
+def _setup(site: str) -> tuple[RunSettings, ClapEngine]:
     sys.path.insert(0, site)
-    model = {"preset": "open_clip:fake-htsat"}
-    run = settings(model=model, train={"accumulation": accumulation})
+    run = settings(model={"preset": "open_clip:fake-htsat"})
     return run, engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
 
 
 def _train_and_resume(site: str, folder: Path) -> None:
-    run, engine = _setup(site, "plain")
-    _, resumed = _setup(site, "plain")
+    run, engine = _setup(site)
+    _, resumed = _setup(site)
     batches = micro_batches(run, 0, 1, 3)
     with Checkpointer(folder) as checkpoints:
         engine.step(iter(batches[:1]))
         (saved,) = checkpoints.save(engine, TrainState(1, 3))
-        assert saved.path, saved.problem
         checkpoints.load(saved.path, resumed)
-    inputs = batches[0].model_inputs()
-    embeddings = load_weights(saved.path).build().eval()(*inputs)
-    assert all(map(torch.equal, embeddings, resumed.model.eval()(*inputs)))
-    resumed.model.train()
     losses = [float(engine.step(iter([batch]))) for batch in batches[1:]]
     assert losses == [float(resumed.step(iter([batch]))) for batch in batches[1:]]
     assert losses[0] != losses[1]
@@ -201,17 +157,13 @@ def test_model_trains_and_resumes(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(_train_and_resume, str(tmp_path / "site"), tmp_path / "checkpoints")
 
 
-def _count_flops(site: str, folder: Path, accumulation: str) -> dict[str, float]:
-    run, engine = _setup(site, accumulation)
+def _count_flops(site: str, folder: Path) -> dict[str, float]:
+    run, engine = _setup(site)
     batches = iter(micro_batches(run, 0, 1, 1))
     return measure_flops(engine, batches, ModelSettings(), {}, folder)  # type: ignore[arg-type]
 
 
 def test_flops_are_counted(one_rank: RankPool, tmp_path: Path) -> None:
-    forward = pytest.approx(2 * 16 * 8 / 1e9)
-    (flops,) = one_rank.run(_count_flops, str(tmp_path / "site"), tmp_path, "plain")
+    (flops,) = one_rank.run(_count_flops, str(tmp_path / "site"), tmp_path)
     assert flops["published_gflops"] is None
-    assert flops["model_gflops"] == forward
-    assert flops["training_gflops"] == 3 * flops["model_gflops"]
-    (flops,) = one_rank.run(_count_flops, str(tmp_path / "site"), tmp_path, "gradcache")
-    assert flops["recomputed_gflops"] == flops["model_gflops"] == forward
+    assert flops["model_gflops"] == pytest.approx(2 * 16 * 8 / 1e9)

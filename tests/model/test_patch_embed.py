@@ -1,8 +1,6 @@
 """Compare feature fusion with transformers', which only computes rows of longer clips: forward,
 gradients, statistics."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +8,9 @@ from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.patch_embed import SaveForBackward
-from clap_ds.planning.inductor import fused_kernels
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import to_names, transformers_names
-from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, HfClap, clips, randomise
+from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, HfClap, randomise
 
 MICRO = load_preset("micro")
 FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion": True})})
@@ -98,10 +94,6 @@ def test_short_files_embed_like_in_model_without_fusion(reference: HfClap) -> No
     short = features(torch.zeros(3, dtype=torch.bool))
     expected = plain.encode_audio(short[:, 0])
     torch.testing.assert_close(fused.encode_audio(short), expected, rtol=0, atol=1e-6)
-    waveforms = clips(2, FUSED.audio.num_samples, seed=0)
-    assert torch.equal(fused.encode_audio(waveforms), fused.encode_audio(fused.mel(waveforms)))
-    # HTK's filters, not Slaney's.
-    assert not torch.allclose(fused.mel(waveforms), plain.mel(waveforms), atol=1)
     longer = features()
     difference = fused.encode_audio(longer) - plain.encode_audio(longer[:, 0])
     assert torch.equal(difference.abs().amax(dim=1) > 1e-3, IS_LONGER)
@@ -109,50 +101,16 @@ def test_short_files_embed_like_in_model_without_fusion(reference: HfClap) -> No
         fused.encode_audio(longer[:, :3])
 
 
-@pytest.mark.parametrize("num_longer", [0, 1])
-def test_every_weight_learns_from_short_clips(reference: HfClap, num_longer: int) -> None:
+def test_every_weight_learns_from_short_clips(reference: HfClap) -> None:
     """Torch's batch norm rejects such a batch: one clip's mean over places is a single value."""
     model = converted(reference).train()
-    embed = model.audio.patch_embed
-    over_means = embed.fusion_model.global_att[2].running_var
-    over_places = embed.fusion_model.local_att[1].running_var
-    old_over_means, old_over_places = over_means.clone(), over_places.clone()
-    output = model.encode_audio(features(torch.arange(3) < num_longer))
-    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    (output * probe).sum().backward()
-    assert output.isfinite().all()
+    fusion = model.audio.patch_embed.fusion_model
+    over_means = fusion.global_att[2].running_var
+    initial = over_means.clone()
+    output = model.encode_audio(features(torch.zeros(3, dtype=torch.bool)))
+    (output * torch.arange(32)).sum().backward()
     for name, parameter in model.audio.named_parameters():
-        assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-    assert embed.mel_conv2d.weight.grad.abs().max() > 1e-4
+    assert model.audio.patch_embed.mel_conv2d.weight.grad.abs().max() > 1e-4
     # A single value has no variance.
-    assert torch.equal(over_means, old_over_means)
-    assert not torch.equal(over_places, old_over_places)
-
-
-def test_saved_tokens_change_no_gradient_and_no_fp32_copy_is_stored() -> None:
-    """Compile two layer norms with a residual connection, as they begin the tower."""
-    rows = 65_536
-    width = 96
-    weight = torch.randn(width, width, dtype=torch.bfloat16, requires_grad=True)
-    scale, bias = (torch.randn(width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-
-    def layers(values: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
-        tokens = store(F.layer_norm(F.linear(values, weight), (width,), scale, bias))
-        return tokens + F.linear(F.layer_norm(tokens, (width,), scale, bias), weight)
-
-    compiled = torch.compile(layers, backend="aot_eager_decomp_partition")
-    values = torch.randn(64, width, dtype=torch.bfloat16)
-    gradients = []
-    for store in (torch.clone, SaveForBackward.apply):
-        loss = compiled(values, store).float().square().sum()
-        gradients.append(torch.autograd.grad(loss, (weight, scale, bias)))
-    for plain, stored in zip(*gradients, strict=True):
-        assert torch.equal(plain, stored)
-    tokens = torch.empty(rows, width, dtype=torch.bfloat16)
-    kernels = fused_kernels(layers, tokens, SaveForBackward.apply)
-    num_bytes = sum(num_bytes for is_backward, num_bytes in kernels if is_backward)
-    backward = num_bytes / tokens.nbytes
-    # Two norms each read their input and gradients (3 and 2 in all) and write a gradient. Older
-    # schedulers fuse less.
-    assert backward < 9 or torch.__version__ < "2.13"
+    assert torch.equal(over_means, initial)

@@ -15,20 +15,20 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton", reason="Triton is installed with torch on Linux")
 
 
-from clap_ds.model.mlp_triton import triton_mlp
 from clap_ds.model.swin import Mlp
 from tests.model import kernel_cases
 from tests.model.kernel_cases import (
     TOLERANCE,
+    Case,
     Comparison,
-    draw_mlp,
-    eager_mlp,
+    compare_mlp,
+    compare_windows,
     kernel_comparisons,
     largest_error,
 )
 from tests.model.kernel_resources import compile_all
 
-MANY_TOKENS = Comparison("MLP of many blocks", triton_mlp, eager_mlp, draw_mlp(40960, 96))
+LARGE = [compare_mlp(40960, 96), compare_windows(Case(64, 4, 24, 4))]
 
 
 @pytest.mark.end_to_end
@@ -37,13 +37,10 @@ def test_kernels_under_interpreter_equal_eager_forms() -> None:
     command = [sys.executable, kernel_cases.__file__]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
-    assert len(lines) > 2 * len(kernel_comparisons())
-    assert [line for line in lines if not line.startswith("ok")] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("comparison", [*kernel_comparisons(), MANY_TOKENS], ids=lambda it: it.name)
+@pytest.mark.parametrize("comparison", [*kernel_comparisons(), *LARGE], ids=lambda it: it.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_on_gpu_equal_eager_forms(dtype: torch.dtype, comparison: Comparison) -> None:
     _, compute, exact, inputs = comparison
@@ -51,19 +48,13 @@ def test_kernels_on_gpu_equal_eager_forms(dtype: torch.dtype, comparison: Compar
 
 
 def test_traced_mlp_is_one_operation_each_way_with_every_product() -> None:
-    mlp = Mlp(96, 4).bfloat16()
     totals = {}
     for kernel in ("torch", "triton"):
+        mlp = Mlp(96, 4).bfloat16()
         mlp.kernel = kernel
         with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
             tokens = torch.randn(2, 8, 8, 96, dtype=torch.bfloat16, requires_grad=True)
-            output = mlp(tokens)
-            output.sum().backward()
-            assert output.shape == tokens.shape
-            for parameter in mlp.parameters():
-                assert parameter.grad is not None
-                assert parameter.grad.shape == parameter.shape
-        mlp.zero_grad(set_to_none=True)
+            mlp(tokens).sum().backward()
         totals[kernel] = counter.get_total_flops()
     operations = {str(name) for name in counter.get_flop_counts()["Global"]}
     assert operations == {"clap_ds.mlp", "clap_ds.mlp_backward", "aten.mm"}

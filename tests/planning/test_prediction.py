@@ -32,12 +32,9 @@ def quadratic(size: int) -> float:
     ("peak_gib", "start", "limit_gib", "expected"),
     [
         (linear, 616, 80, 768),
-        (linear, 8, 80, 768),
-        (linear, 771, 80, 768),
         (linear, 2000, 80, 768),
         (linear, 616, 3, 8),
         (linear, 616, 2.5, None),
-        (with_constant, 256, 60, 600),
         (with_constant, 8, 60, 600),
         (quadratic, 64, 80, 744),
     ],

@@ -1,13 +1,9 @@
 """Test classes of dispatched operations, efficiencies, and times against hand calculations."""
 
-import gzip
 import json
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -50,45 +46,24 @@ def normalize(width: int) -> Tensor:
     return F.layer_norm(leaf(9, width), (width,), leaf(width), leaf(width))
 
 
-def embed() -> Tensor:
-    return F.embedding(torch.zeros(7, dtype=torch.long), leaf(50, 96))
-
-
 @pytest.mark.parametrize(
     ("work", "classes"),
     [
         (lambda: F.linear(leaf(5000, 768), leaf(3072, 768)), {"wide product"}),
-        (
-            lambda: F.linear(leaf(5000, 96), leaf(288, 96)),
-            {"thin product", "thin weight gradient"},
-        ),
-        (lambda: torch.bmm(leaf(8, 64, 24), leaf(8, 24, 64)), {"other product"}),
+        (lambda: F.linear(leaf(5000, 96), leaf(288, 96)), {"thin product", "thin weight gradient"}),
         (lambda: normalize(96), {"narrow norm", "narrow norm backward"}),
         (lambda: normalize(192), {"medium norm", "medium norm backward"}),
         (lambda: normalize(768), {"norm", "norm backward"}),
         (lambda: attend(64), {"flash attention", "flash attention backward"}),
         (lambda: attend(24, leaf(1, 3, 64, 64)), {"attention", "attention backward"}),
-        (embed, {"strided copy", "scatter"}),
-        (lambda: F.gelu(leaf(50, 96)), {"element-wise"}),
     ],
-)
+)  # fmt: skip
 def test_dispatched_operations_have_their_class(
     work: Callable[[], Tensor], classes: set[str]
 ) -> None:
-    # Only the measured classes of attention and of the embedding's surroundings are checked.
     with cuda_semantics(), FakeTensorMode(), TraceRecorder() as recorder:
         work().sum().backward()
-    launched = [op for op in recorder.operations if op.bytes_moved]
-    # The sum and its gradient.
-    dispatched = [op_class(op) for op in launched if op.name not in ("aten.sum", "aten.ones_like")]
-    assert classes <= {*dispatched}
-    surroundings = {"element-wise", "strided copy", "reduction"}
-    assert {*dispatched} - classes <= surroundings
-
-
-def test_triton_kernels_have_their_class() -> None:
-    gelu = Operation("clap_ds.bias_gelu_backward", "text", True, 0, 1)
-    assert op_class(gelu) == "triton gelu backward"
+    assert classes <= {op_class(op) for op in recorder.operations if op.bytes_moved}
 
 
 def test_efficiencies_equal_the_h200s_measured_ones() -> None:
@@ -117,34 +92,9 @@ def test_a_gpus_own_measurement_replaces_the_estimate(
     assert class_efficiencies(GPUS["h200"]) == h200
 
 
-def test_minimum_kernel_time_equals_short_kernels_in_a_row_on_an_h200() -> None:
-    """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a
-    compiled step."""
-    assert CHECKOUT
-    with tarfile.open(CHECKOUT / "results" / "h200" / "step.tar.xz") as archive:
-        trace = archive.extractfile("step/trace.json.gz")
-        assert trace is not None
-        events = json.loads(gzip.decompress(trace.read()))["traceEvents"]
-    kernels = sorted(
-        (event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"
-    )
-    intervals_us = [
-        next_us - start_us
-        for (start_us, duration_us), (next_us, _) in pairwise(kernels)
-        if duration_us < 3
-    ]
-    assert len(intervals_us) > 900
-    assert min(intervals_us) < 1e6 * KERNEL_S < median(intervals_us)
-
-
-def test_efficiency_never_exceeds_the_data_sheet() -> None:
-    expected = {"source": "", "low": pytest.approx(0.56), "middle": 0.8, "high": 1.0}
-    assert efficiency_range(0.8, 0.3, "") == expected
-
-
 @pytest.mark.parametrize(
     ("name", "flops", "num_bytes", "seconds"),
-    [("aten.add", 400, 20, 4), ("aten.add", 400, 100, 10), ("clap_ds.mlp", 400, 0, 20)],
+    [("aten.add", 400, 20, 4), ("clap_ds.mlp", 400, 0, 20), ("aten.add", 400, 100, 10)],
 )
 def test_operation_takes_the_longer_of_compute_and_memory(
     name: str, flops: int, num_bytes: int, seconds: float

@@ -132,21 +132,15 @@ def test_summary_has_throughput_of_the_slowest_rank(summary: dict[str, Any]) -> 
 
 
 def test_summary_has_what_the_engine_and_devices_report(summary: dict[str, Any]) -> None:
-    assert (summary["micro_batch_per_gpu"], summary["global_batch"]) == (4, BATCH_SIZE)
     assert (summary["skipped_steps"], summary["deepspeed_samples_per_s"]) == (3, 41.0)
     assert summary["breakdown_s"]["forward"] == 0.5
     assert summary["memory_peak_bytes"] == 2 * GIB
     # After the warm-up, of 480 samples.
     joules = 3 * 13 * 100 + 3 * 19.5 * 150
     assert summary["joules_per_sample"] == pytest.approx(joules / 480)
-
-
-def test_summary_has_utilization_and_warnings(summary: dict[str, Any]) -> None:
     # 3 GFLOPs per sample, and a peak of 2 TFLOPS.
     assert summary["mfu_model_percent"] == pytest.approx(100 * 80 / 19.5 * 3e9 / 2e12)
-    stragglers, utilization = summary["warnings"]
-    assert stragglers.startswith("stragglers cost")
-    assert utilization.startswith("MFU of")
+    assert [warning[:10] for warning in summary["warnings"]] == ["stragglers", "MFU of 123"]
 
 
 def test_loader_gets_rates_without_data_wait(summary: dict[str, Any]) -> None:
@@ -155,17 +149,13 @@ def test_loader_gets_rates_without_data_wait(summary: dict[str, Any]) -> None:
     assert summary["loader_rates"] == pytest.approx(expected)
 
 
-def test_lines_are_warm_up_windows_and_breakdown(lines: list[dict[str, Any]]) -> None:
-    steps = [(line["step"], line["phase"], line["window"]) for line in lines[:32]]
-    warm_up = [(1, "warmup", None), (2, "warmup", None)]
-    assert steps == warm_up + [(step, "timed", (step + 7) // 10) for step in range(3, 33)]
-    breakdown = [(line["step"], line["phases_s"]) for line in lines[32:]]
-    assert breakdown == [(33, PHASES), (34, PHASES)]
-
-
 def test_lines_have_rank_0s_times_the_slowest_ranks_and_the_mean_loss(
     lines: list[dict[str, Any]],
 ) -> None:
+    assert [(line["step"], line["phase"]) for line in lines[32:]] == [
+        (33, "breakdown"),
+        (34, "breakdown"),
+    ]
     for line in lines[:32]:
         is_warm_up = line["window"] is None
         assert line["window_s"] == pytest.approx(1.5 if is_warm_up else 19.5)
@@ -187,26 +177,3 @@ def test_scalars_of_windows_are_written_at_their_last_sample(summary: dict[str, 
             ("bench/memory_bytes", GIB, samples),
         ]
     assert summary["events"] == expected
-
-
-@pytest.mark.parametrize(
-    ("published_percent", "model_percent", "named"),
-    [
-        (99.9, 89.9, []),
-        # The H200's.
-        (112.7, 25.6, ["112.7%"]),
-        (400.0, 95.0, ["400.0%", "95.0%"]),
-        (None, 90.1, ["90.1%"]),
-        (None, None, []),
-    ],
-)
-def test_mfu_above_the_possible_has_a_warning(
-    published_percent: float | None, model_percent: float | None, named: list[str]
-) -> None:
-    percentages: Any = {
-        "mfu_published_percent": published_percent,
-        "mfu_model_percent": model_percent,
-    }
-    warnings = report.warn_about_mfu(percentages)
-    assert len(warnings) == len(named)
-    assert all(percent in warning for percent, warning in zip(named, warnings, strict=True))

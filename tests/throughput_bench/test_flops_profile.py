@@ -36,22 +36,13 @@ def _profile(root: str, packed: bool) -> tuple[dict[str, Any], str, float]:
     run = settings("fp32", 2, clap={"data": DATA, "text_packing": packed})
     folder = Path(root, f"run{rank}")
     folder.mkdir()
-    num_compiled_calls = 0
-
-    def counting_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        def call(*arguments: Any) -> Any:
-            nonlocal num_compiled_calls
-            num_compiled_calls += 1
-            return graph(*arguments)
-
-        return call
 
     def kernels(kernel: str) -> None:
         for block in engine.model.audio.blocks():
             block.attention.kernel = kernel
 
     engine: Any = engine_of(run, model_of(run))
-    engine.model.mel.compile(backend=counting_backend)
+    engine.model.mel.compile(backend="eager")
     with (
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         pytest.MonkeyPatch.context() as patch,
@@ -63,14 +54,9 @@ def _profile(root: str, packed: bool) -> tuple[dict[str, Any], str, float]:
             patch.setattr(flops_profile, "build_published_model", build)
         engine.step(loader)
         kernels("triton")
-        num_before = num_compiled_calls
         flops = measure_flops(engine, loader, run.clap.model, {"enabled": True}, folder)
-        assert num_compiled_calls == num_before
         assert engine.model.training
         assert {block.attention.kernel for block in engine.model.audio.blocks()} == {"triton"}
-        kernels("matmul")
-        engine.step(loader)
-        assert num_compiled_calls > num_before, "compiled code runs again afterwards"
         lengths = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(4)])
         mean_length = torch.stack(gather_tensor(lengths)).double().mean()
     return flops, stdout.getvalue(), float(mean_length)
@@ -98,19 +84,3 @@ def test_profile_of_packed_captions_has_their_mean_length_and_the_padded_figures
     assert f"profiled {padded}, closed form {padded}; published" in stdout
     # The profiled model is another one.
     assert flops["deepspeed_published_gflops"] < 0.99 * flops["published_gflops"]
-
-
-def _count(accumulation: str) -> dict[str, Any]:
-    run = settings("fp32", 2, clap={"train": {"accumulation": accumulation}})
-    engine = engine_of(run, model_of(run))
-    with setup_dataloader(run, Ranks(0, 1, 0, 1), engine) as loader:
-        return measure_flops(engine, loader, run.clap.model, {}, Path())
-
-
-def test_flops_with_gradcache_recompute_the_forward_pass(one_rank: RankPool) -> None:
-    (plain,) = one_rank.run(_count, "plain")
-    (gradcache,) = one_rank.run(_count, "gradcache")
-    assert plain["recomputed_gflops"] == 0
-    assert gradcache["recomputed_gflops"] == gradcache["model_gflops"]
-    assert gradcache["model_gflops"] == plain["model_gflops"] > 0
-    assert gradcache["training_gflops"] == plain["training_gflops"]

@@ -1,6 +1,5 @@
 """Test state dicts of other projects, and that malicious files are read without running code."""
 
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,33 +16,15 @@ from transformers.audio_utils import mel_filter_bank, window_function
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.formats import renamed_checkpoint
-from clap_ds.weights.key_mapping import laion_names, to_names, transformers_names
-from tests.model.reference_clap import REFERENCES, randomise
-from tests.weights.test_formats import MICRO, assert_same, without_classifier
-
-TO_LAION = """audio_model.audio_encoder audio_branch, attention.self attn, attention.output.dense attn.proj,
-intermediate.dense mlp.fc1, output.dense mlp.fc2, layernorm_before norm1, layernorm_after norm2, batch_norm bn0"""
-LAION_ONLY = {
-    "audio_branch.tscam_conv.weight": (7, 32, 2, 3),
-    "audio_branch.tscam_conv.bias": (7,),
-    "audio_branch.head.weight": (7, 7),
-    "audio_branch.head.bias": (7,),
-    "audio_branch.layers.0.blocks.1.attn_mask": (4, 64, 64),
-    "audio_transform.sequential.0.weight": (32, 32),
-    "text_transform.sequential.0.weight": (32, 32),
-    "text_branch.embeddings.position_ids": (1, 66),
-}
-"""Shapes of tensors that LAION's training saves and others don't."""
+from clap_ds.weights.key_mapping import laion_names, to_names
+from tests.weights.test_formats import MICRO, assert_same, random_model
 
 
-def saved_front_end(
-    window: str = "hann", size: int = 1024, rate: int = 48000, fmin: float = 50
-) -> dict[str, Tensor]:
+def saved_front_end(window: str = "hann", size: int = 1024, fmin: float = 50) -> dict[str, Tensor]:
     """Compute what LAION-CLAP saves of torchlibrosa, in float64 as there."""
     waves_NK = np.fft.rfft(np.diag(window_function(size, window)), axis=0)
     filters = mel_filter_bank(
-        size // 2 + 1, 16, fmin, 14000, rate, norm="slaney", mel_scale="slaney"
+        size // 2 + 1, 16, fmin, 14000, 48000, norm="slaney", mel_scale="slaney"
     )
     arrays = {
         "spectrogram_extractor.stft.conv_real.weight": waves_NK.real[:, None],
@@ -53,28 +34,6 @@ def saved_front_end(
     return {
         f"audio_branch.{name}": torch.from_numpy(array).float() for name, array in arrays.items()
     }
-
-
-def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Build a LAION-CLAP state dict from a transformers one, renamed by hand, with LAION's
-    additional parts."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in source.items():
-        if name.startswith("audio_model"):
-            # One tensor for all three.
-            if ".self.key." in name or ".self.value." in name:
-                continue
-            if ".self.query." in name:
-                names = [name.replace("query", part) for part in ("query", "key", "value")]
-                tensor = torch.cat([source[part] for part in names])
-                name = name.replace("self.query", "self.qkv")
-            for pair in TO_LAION.split(","):
-                name = name.replace(*pair.split())
-        name = name.replace("text_model", "text_branch")
-        state[name.replace("linear1", "0").replace("linear2", "2")] = tensor
-    for name, shape in LAION_ONLY.items():
-        state[name] = torch.randn(shape)
-    return state | saved_front_end()
 
 
 def published(state: dict[str, Any]) -> dict[str, Any]:
@@ -99,44 +58,35 @@ def save_legacy(content: Any, path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"cnumpy._core.", b"cnumpy.core."))
 
 
+@pytest.fixture
+def laion() -> dict[str, Tensor]:
+    """Return the state of `random_model` with LAION's names, and tensors that only LAION has.
+    `test_names_shapes_and_dtypes_equal_open_clips` compares the names."""
+    return {
+        **to_names(random_model().state_dict(), laion_names),
+        **saved_front_end(),
+        "audio_branch.layers.0.blocks.1.attn_mask": torch.ones(4, 64, 64),
+        "audio_transform.sequential.0.weight": torch.ones(32, 32),
+        "text_branch.embeddings.position_ids": torch.ones(1, 66),
+    }
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("save", [torch.save, partial(torch.save, pickle_protocol=4), save_legacy])
-def test_laions_files_load(tmp_path: Path, save: Callable[..., None]) -> None:
-    reference = REFERENCES["micro"]()
-    randomise(reference.named(), 8)
-    state = {name: tensor.detach().clone() for name, tensor in reference.named().items()}
-    expected = renamed_checkpoint(MICRO, state, transformers_names, "the reference").build()
-    laion_tensors = laion_state(state)
-    for content in (laion_tensors, published(laion_tensors)):
+def test_laions_files_load(
+    tmp_path: Path, laion: dict[str, Tensor], save: Callable[..., None]
+) -> None:
+    for content in (laion, published(laion)):
         save(content, tmp_path / "clap.pt")
         checkpoint = load_weights(tmp_path / "clap.pt")
-        model = checkpoint.build()
         assert checkpoint.config == MICRO
-        assert_same(without_classifier(model), without_classifier(expected))
-        classifier = laion_tensors["audio_branch.tscam_conv.weight"]
-        assert torch.equal(model.audio.tscam_conv.weight, classifier)
-
-
-@pytest.fixture(scope="module")
-def laion() -> dict[str, Tensor]:
-    """Return a state dict with LAION's names and without the constants and transforms that LAION's
-    training saves."""
-    torch.manual_seed(2)
-    return to_names(ClapModel(MICRO).state_dict(), laion_names) | saved_front_end()
+        assert_same(checkpoint.build().state_dict(), random_model().state_dict())
 
 
 def config_of(content: Any, tmp_path: Path) -> ClapConfig:
     """Save a file's content, load it and return the inferred sizes."""
     torch.save(content, tmp_path / "clap.pt")
     return load_weights(tmp_path / "clap.pt").config
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_front_end_in_any_precision_is_accepted(
-    tmp_path: Path, laion: dict[str, Tensor], dtype: torch.dtype
-) -> None:
-    content = {name: tensor.to(dtype) for name, tensor in laion.items()}
-    assert config_of(content, tmp_path) == MICRO
 
 
 @pytest.mark.parametrize(
@@ -146,65 +96,41 @@ def test_front_end_in_any_precision_is_accepted(
         ({"size": 1536}, r"conv_real.*\(769, 1, 1536\).*\(513, 1, 1024\).*stft_window"),
         ({"window": "hamming"}, "conv_real"),
         ({"fmin": 0}, "melW"),
-        ({"rate": 32000}, "melW"),
     ],
 )
 def test_different_front_end_is_rejected_except_of_an_audio_tower(
     tmp_path: Path, laion: dict[str, Tensor], changes: dict[str, Any], reason: str
 ) -> None:
     tensors = laion | saved_front_end(**changes)
-    content = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    torch.save(content, tmp_path / "clap.pt")
-    for config in (MICRO, None):
-        with pytest.raises(ValueError, match=rf"clap\.pt .*front end.*{reason}"):
-            load_weights(tmp_path / "clap.pt", config)
+    with pytest.raises(ValueError, match=rf"clap\.pt .*front end.*{reason}"):
+        config_of(tensors, tmp_path)
     tower = {name: tensor for name, tensor in tensors.items() if name.startswith("audio_branch.")}
     torch.save(tower, tmp_path / "htsat.ckpt")
     assert load_weights(tmp_path / "htsat.ckpt", MICRO).is_audio_tower
-
-
-def test_preset_with_the_files_front_end_loads_it(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    audio = MICRO.audio.model_copy(update={"stft_window": 1536})
-    config = MICRO.model_copy(update={"audio": audio})
-    torch.save(laion | saved_front_end(size=1536), tmp_path / "clap.pt")
-    assert load_weights(tmp_path / "clap.pt", config).config == config
-
-
-@pytest.mark.parametrize(
-    ("keys", "prefix"),
-    [
-        ([], "_orig_mod."),
-        (["model"], ""),
-        (["module"], "module._orig_mod."),
-        (["weights"], "module."),
-        (["checkpoint", "model"], "a.b."),
-    ],
-)
-def test_dicts_and_prefixes_around_tensors_are_ignored(
-    tmp_path: Path, laion: dict[str, Tensor], keys: list[str], prefix: str
-) -> None:
-    content: dict[str, Any] = {f"{prefix}{name}": tensor for name, tensor in laion.items()}
-    for key in reversed(keys):
-        optimizer = {"state": {number: {"step": torch.ones(1)} for number in range(2)}}
-        content = {"optimizer": optimizer, "loss": 0.5, "args": {"lr": 1e-4}, key: content}
-    assert config_of(content, tmp_path) == MICRO
-    state = load_weights(tmp_path / "clap.pt").state
-    assert torch.equal(state["audio.batch_norm.weight"], laion["audio_branch.bn0.weight"])
 
 
 def renamed(laion: dict[str, Tensor], old: str, new: str) -> dict[str, Any]:
     return {name.replace(old, new, 1): tensor for name, tensor in laion.items()}
 
 
-def test_tensors_of_averaging_losses_and_optimizers_are_ignored(
+def without(laion: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in laion.items() if part not in name}
+
+
+def test_dicts_prefixes_and_other_tensors_around_a_model_are_ignored(
     tmp_path: Path, laion: dict[str, Tensor]
 ) -> None:
+    optimizer = {"state": {0: {"step": torch.ones(1)}, 1: {"step": torch.ones(1)}}}
     for content in (
+        renamed(laion, "", "_orig_mod."),
         {"n_averaged": torch.ones(()), **renamed(laion, "", "module.")},
+        {"optimizer": optimizer, "args": {"lr": 1e-4}, "weights": renamed(laion, "", "module.")},
+        {"checkpoint": {"model": renamed(laion, "", "a.b."), "optimizer": optimizer}},
         {"state_dict": {**renamed(laion, "", "model."), "criterion.weight": torch.ones(1)}},
-        {"net": laion, "optimizer": {"exp_avg": torch.ones(1)}},
         # Towers that were compiled one by one.
         {"module": renamed(laion, "_branch.", "_branch._orig_mod."), "loss": torch.zeros(())},
+        without(laion, "logit_scale_t"),
+        {name: tensor.bfloat16() for name, tensor in laion.items()},
     ):
         assert config_of(content, tmp_path) == MICRO
 
@@ -217,26 +143,11 @@ def test_file_of_two_models_is_rejected_with_their_prefixes(
         config_of(both, tmp_path)
 
 
-def test_missing_text_scale_is_accepted(tmp_path: Path, laion: dict[str, Tensor]) -> None:
-    content = {name: tensor for name, tensor in laion.items() if name != "logit_scale_t"}
-    torch.save(content, tmp_path / "clap.pt")
-    model = load_weights(tmp_path / "clap.pt").build()
-    assert model.logit_scale.item() == laion["logit_scale_a"].item()
-
-
 PANN = {
     "audio_branch.bn0.weight": torch.ones(64),
     "audio_branch.conv_block1.conv1.weight": torch.ones(64, 1, 3, 3),
 }
 BERT = {"text_branch.embeddings.word_embeddings.weight": torch.ones(30522, 1)}
-MSCLAP = {
-    "audio_encoder.base.htsat.bn0.weight": torch.ones(64),
-    "caption_encoder.base.h.0.attn.c_attn.weight": torch.ones(2, 2),
-}
-
-
-def without(laion: dict[str, Tensor], part: str) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in laion.items() if part not in name}
 
 
 def test_unsupported_models_and_contents_are_named(
@@ -244,39 +155,27 @@ def test_unsupported_models_and_contents_are_named(
 ) -> None:
     norm = "layers.0.blocks.0.norm1"
     for content, reason in (
-        ({"model": MSCLAP, "epoch": 3}, "Microsoft's CLAP.*model, epoch"),
         ({"state_dict": PANN}, "PANN"),
         (laion | BERT, "BERT"),
-        (laion | {"text_branch.shared.weight": torch.ones(1)}, "BART"),
         ({"audio_model.audio_encoder.norm.weight": torch.ones(1)}, "ClapModel.*folder"),
         ({"first": laion, "second": laion, "epoch": 3}, "first, second, epoch"),
-        ({"epoch": 3, "model": {"depth": 2}}, "epoch, model"),
         ([laion], "list"),
-        ({}, "expected weights"),
         (without(laion, norm), r"fit micro\. missing: \S*norm1"),
     ):
         with pytest.raises(ValueError, match=rf"clap\.pt: .*{reason}"):
             config_of(content, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "clap_htsat_tiny_roberta_base",
-        "laion_htsat_base_roberta_base",
-        "clap_htsat_tiny_roberta_base_fused",
-        "demo",
-    ],
-)
+@pytest.mark.parametrize("name", ["clap_htsat_tiny_roberta_base_fused", "music"])
 def test_sizes_are_inferred_from_the_tensors(tmp_path: Path, name: str) -> None:
-    if name.startswith("laion"):
+    config = load_preset("clap_htsat_tiny_roberta_base_fused")
+    if name == "music":
         # music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512.
         tiny = load_preset("clap_htsat_tiny_roberta_base")
         base = load_preset("htsat_base_roberta_base")
         audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
-        config = tiny.model_copy(update={"name": name, "audio": audio})
-    else:
-        config = load_preset(name)
+        changes = {"name": "laion_htsat_base_roberta_base", "audio": audio}
+        config = tiny.model_copy(update=changes)
     with torch.device("meta"):
         tensors = to_names(ClapModel(config).state_dict(), laion_names)
     # Zeros take no space in a file.
@@ -284,11 +183,9 @@ def test_sizes_are_inferred_from_the_tensors(tmp_path: Path, name: str) -> None:
         key: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         for key, tensor in tensors.items()
     }
-    assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
     torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)
     checkpoint = load_weights(tmp_path / "clap.pt")
-    tokenizer = None if name == "demo" else "roberta-base"
-    assert (checkpoint.config, checkpoint.tokenizer) == (config, tokenizer)
+    assert (checkpoint.config, checkpoint.tokenizer) == (config, "roberta-base")
 
 
 class Reduced:
@@ -313,12 +210,10 @@ def test_no_code_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -
     opened = Reduced(open, str(marker), "w")
     rebuild = torch._utils._rebuild_tensor_v2
     for name, content in (
-        ("posix.system", Reduced(os.system, f"touch '{marker}'")),
         ("exec", {"state_dict": {"module.a": [Reduced(exec, make)]}}),
         ("getattr", Reduced(Reduced(getattr, marker, "touch"))),
         ("torch.serialization.load", Reduced(torch.load, str(inner), None, None)),
         ("open", Reduced(rebuild, opened, 0, (1,), (1,), False, OrderedDict())),
-        ("PosixPath", {"args": Path("code")}),
     ):
         torch.save(
             content,
