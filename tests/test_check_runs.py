@@ -55,16 +55,12 @@ SHARDS = {"source": "webdataset", "shards": "here.tar", "tokenizer": "roberta-ba
 @pytest.mark.parametrize(
     ("field", "value", "is_missing"),
     [
-        ("data.shards", "x-{0..3}.tar", True),
-        ("data.shards", {"here.tar": 1.0, "none/../x.tar": 2.0, "x.tar": 1.0}, True),
-        ("data.shards", ["*.tar", "file:///proc/none-*.tar"], True),
+        ("data.shards", {"here.tar": 1.0, "x-{0..3}.tar": 1.0}, True),
         ("data.shards", ["*.tar", "s3://bucket/x.tar"], False),
         # a folder
         ("data.shards", "folder.tar", True),
         ("data.shards", "", True),
         ("data.tokenizer", "./none", True),
-        ("data.tokenizer", "open_clip:none", False),
-        ("evaluation.retrieval", {"shards": "x.tar"}, True),
         ("evaluation.zero_shot", {"shards": "x.tar"}, True),
         ("train.pretrained", "none.pt", True),
         # on the Hub
@@ -101,14 +97,7 @@ def test_check_of_path_that_hosts_may_have_prints_a_note(
 def test_check_of_shards_without_webdataset_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = check_runs.importlib.util.find_spec
-    find_others = lambda name: None if name == "webdataset" else find_spec(name)  # noqa: E731
-    monkeypatch.setattr(check_runs.importlib.util, "find_spec", find_others)
-    synthetic = tmp_path / "synthetic.json"
-    synthetic.write_text(json.dumps(micro_run()))
-    check_runs.check([synthetic], train=False)
-    shards = tmp_path / "shards.json"
-    shards.write_text(json.dumps(micro_run(clap={"data": SHARDS})))
-    message = r"shards.json: webdataset not installed for .+: run `pip install 'clap-ds\[train\]'`"
-    with pytest.raises(UserError, match=message):
-        check_runs.check([shards], train=False)
+    (tmp_path / "run.json").write_text(json.dumps(micro_run(clap={"data": SHARDS})))
+    monkeypatch.setattr(check_runs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"webdataset, .* run `pip install 'clap-ds\[train\]'`"):
+        check_runs.check([tmp_path / "run.json"], train=False)

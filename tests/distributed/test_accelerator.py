@@ -17,7 +17,6 @@ from tests.conftest import ROOT
 @pytest.mark.parametrize(
     ("variables", "has_device_file", "is_usable", "expected"),
     [
-        ({}, False, False, "cpu"),
         ({}, True, True, "cuda"),
         ({"DS_ACCELERATOR": "cpu"}, True, True, "cpu"),
         ({"CUDA_VISIBLE_DEVICES": ""}, True, False, "cpu"),
@@ -58,7 +57,6 @@ def test_gpu_that_torch_cannot_use_is_an_error(
 @pytest.mark.parametrize(
     ("num_gpus", "visible", "local_rank", "expected"),
     [
-        (4, "0,1,2,3", 2, "cuda:2"),
         (1, "2", 2, "cuda:0"),  # `--gpus-per-task`
         (2, "0,1", 2, "2 visible GPUs"),
     ],

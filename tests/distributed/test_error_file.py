@@ -100,7 +100,6 @@ def _nccl_error(text: str) -> Exception:
     )
 
 
-CUBLAS = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"
 SLOW_DOWN = "An error occurred (SlowDown): reduce your request rate"
 
 
@@ -108,16 +107,13 @@ SLOW_DOWN = "An error occurred (SlowDown): reduce your request rate"
     ("make_error", "fault"),
     [
         (lambda: _in_worker(lambda: signal.raise_signal(signal.SIGKILL)), KILLED),
-        (lambda: _in_worker(lambda: os._exit(3)), PROGRAM),
         (lambda: _in_worker(lambda: _raise(_os_error(errno.EIO))), HOST),
-        (lambda: _in_worker(lambda: _raise(_os_error(errno.ENOENT))), PROGRAM),
-        (lambda: _os_error(errno.ESTALE), HOST),
+        (lambda: _os_error(errno.ENOENT), PROGRAM),
         (lambda: _wrapped(_os_error(errno.EIO)), HOST),
         (lambda: OSError(errno.EIO, SLOW_DOWN), PROGRAM),  # s3fs
         (lambda: ValueError("Input/output error, Bus error, NCCL error, CUDA error"), PROGRAM),
         (lambda: _cuda_error(719, "unspecified launch failure"), HOST),
         (lambda: _cuda_error(700, "an illegal memory access was encountered"), PROGRAM),
-        (lambda: RuntimeError(CUBLAS), HOST),
         (lambda: _nccl_error("unhandled system error"), LINK),
         (lambda: _nccl_error("invalid usage\nncclInvalidUsage: This usually reflects"), PROGRAM),
         (lambda: ModuleNotFoundError("No module named 'deepspeed'"), IMPORT),

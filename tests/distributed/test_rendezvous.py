@@ -60,15 +60,12 @@ def _start(
 @pytest.mark.end_to_end
 def test_rank_that_never_connects_is_named() -> None:
     port = free_port()
-    other_port = free_port()
     constants: dict[str, object] = {f"{RENDEZVOUS}.START_LIMIT_S": 8.0}
     ranks = [_start(rank, 3, port, constants=constants) for rank in (0, 2)]
-    without_rank_0 = _start(1, 2, other_port, constants=constants)
-    assert [rank.wait() for rank in (*ranks, without_rank_0)] == [1, 1, 1]
+    assert [rank.wait() for rank in ranks] == [1, 1]
     *reports, error = ranks[0].stderr.splitlines()
     assert "missing: rank 1" in reports[-1]
     assert "rank 1 didn't connect" in error
-    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{other_port}" in without_rank_0.stderr
 
 
 @pytest.mark.end_to_end

@@ -1,7 +1,6 @@
 """A run's length, the actions due after each step, and problems of its JSON, which are reported
 before torch is loaded."""
 
-import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -72,10 +71,8 @@ REACHED = {"target": TARGET, "time_to_target_s": 1.0}
 @pytest.mark.parametrize(
     ("state", "signal", "expected"),
     [
-        (TrainState(1, 10), 0, NOTHING),
         (TrainState(3, 30), 0, NOTHING._replace(log=True)),
         (TrainState(4, 40), 0, NOTHING._replace(log=True, evaluate=True)),
-        (TrainState(5, 50), 0, NOTHING._replace(log=True, save=True)),
         # Not saved after step 5.
         (TrainState(7, 70), 0, NOTHING._replace(log=True, save=True)),
         (TrainState(7, 70, saved_step=5), 0, NOTHING),
@@ -92,11 +89,6 @@ def test_due_actions_after_step(state: TrainState, signal: int, expected: StepAc
 TRAIN = {"max_samples": 9}
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
 TOP1_TARGET = TRAIN | {"target_metrics": {"zero_shot_top1": 0.9}}
-ONE_PAIR = "train_micro_batch_size_per_gpu: 1 on 1 rank"
-
-
-def with_url(url: str) -> dict[str, Any]:
-    return {"train": TRAIN, "checkpoint": {"remote_sync": url}}
 
 
 def with_ramp(*ramp: list[int]) -> dict[str, Any]:
@@ -112,10 +104,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({}, "clap.train: max_samples and epochs are missing"),
     ({"train": {"epochs": 1.0}}, "clap.train.epochs: synthetic"),
     (
-        {"train": TRAIN | {"target_metrics": {"top1": 0.9}}, "evaluation": ZERO_SHOT},
-        "available: zero_shot_top1",
-    ),
-    (
         {"train": TOP1_TARGET, "evaluation": ZERO_SHOT | {"every_steps": None}},
         "clap.evaluation.every_steps is missing",
     ),
@@ -124,25 +112,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "clap.checkpoint.best_metric: no evaluation computes",
     ),
     (
-        with_url("s3://key:hush@bucket/run"),
+        {"train": TRAIN, "checkpoint": {"remote_sync": "s3://key:hush@bucket/run"}},
         "remote_sync: the s3 URL of bucket contains credentials",
     ),
-    (with_url("gopher://host/run"), "gopher"),
-    (with_one_pair("plain", 4), ONE_PAIR),
-    (with_one_pair("gradcache", 1), ONE_PAIR),
+    (with_one_pair("plain", 4), "train_micro_batch_size_per_gpu: 1 on 1 rank"),
     (with_ramp([9, 6], [30, 12]), "the first 0"),
-    (with_ramp([0, 6], [0, 12]), "the first 0"),
     (with_ramp([0, 7], [30, 12]), "multiples of 3, the micro-batches of all ranks, found [7]"),
     (with_ramp([0, 3], [30, 6]), "global batch 12 as the last one, found 6"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), MISTAKES)
-def test_mistake_for_training_names_field(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str
-) -> None:
-    # Without s3fs, as on most login nodes.
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_mistake_for_training_names_field(changes: dict[str, Any], expected: str) -> None:
     run = settings(**changes)
     (problem,) = problems_for_training(run.clap, run.deepspeed, 1)
     assert expected in problem
@@ -150,18 +131,16 @@ def test_mistake_for_training_names_field(
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size"),
+    "changes",
     [
-        ({"train": TOP1_TARGET, "evaluation": ZERO_SHOT}, 1),
-        (with_one_pair("gradcache", 4), 1),
-        (with_one_pair("plain", 4), 2),
-        (with_one_pair("plain", 4), None),
-        (with_ramp([0, 6], [30, 12]), 1),
+        {"train": TOP1_TARGET, "evaluation": ZERO_SHOT},
+        with_one_pair("gradcache", 4),
+        with_ramp([0, 6], [30, 12]),
     ],
 )
-def test_correct_run_has_no_problems(changes: dict[str, Any], world_size: int | None) -> None:
+def test_correct_run_has_no_problems(changes: dict[str, Any]) -> None:
     run = settings(**changes)
-    assert problems_for_training(run.clap, run.deepspeed, world_size) == []
+    assert problems_for_training(run.clap, run.deepspeed, 1) == []
 
 
 def test_checks_load_neither_torch_nor_deepspeed() -> None:
