@@ -380,8 +380,7 @@ def advice_on_non_finite(
         # The save under way is of an earlier, good state.
         logger.log_saves(checkpointer.poll(None))
         checkpointer.close()
-        _, newest_step = checkpointer.newest_save()
-        step = newest_step + 1
+        step = checkpointer.newest_step() + 1
         bad_steps = f"{step}-{max(step, engine.steps)}"
         raise NonFiniteError(
             f"{error}. The bad state was not saved: the same command without --restart continues"

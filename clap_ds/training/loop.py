@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -111,7 +112,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
             return None
         end = state.reached(clap.train.target_metrics) or "done"
         title = f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:"
-        print(title, *next_commands(run), sep="\n  ", flush=True)
+        print(title, *next_commands(run, checkpointer.path), sep="\n  ", flush=True)
         return record
 
 
@@ -207,10 +208,10 @@ def stop_or_fail(
     raise stop
 
 
-def next_commands(run: RunSettings) -> list[str]:
+def next_commands(run: RunSettings, checkpoints: Path) -> list[str]:
     """Return commands that evaluate the trained model and export it, if transformers or open_clip
     has its sizes."""
-    folder = shlex.quote(str(run.checkpoint_folder))
+    folder = shlex.quote(str(checkpoints))
     evaluation = "--retrieval SHARDS"
     if list_metrics(run.clap.evaluation):
         evaluation = f"--config {shlex.quote(str(run.path))}"

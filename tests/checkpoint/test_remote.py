@@ -8,7 +8,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.checkpoint import checkpoint_files, remote
+from clap_ds.checkpoint import remote
+from clap_ds.checkpoint.checkpoint_files import CheckpointFolder
 from clap_ds.checkpoint.remote import BackgroundSync, RemoteFolder
 from clap_ds.config.schema import CheckpointSettings
 from tests.weights.fake_checkpoints import make_checkpoint
@@ -62,7 +63,7 @@ def test_downloaded_checkpoint_equals_uploaded(url: str, tmp_path: Path) -> None
     assert copy(url, *uploaded) == []
     downloaded = RemoteFolder(url).download_newest(new, {})
     assert downloaded == new / "step-00000002"
-    for name in checkpoint_files.verify(downloaded).files:
+    for name in CheckpointFolder.read(downloaded).manifest.files:
         assert (downloaded / name).read_bytes() == (uploaded[1] / name).read_bytes()
     assert [*new.iterdir()] == [downloaded]
 
@@ -150,9 +151,9 @@ def test_links_at_target_are_left_alone(tmp_path: Path) -> None:
     (target / first.name).symlink_to(first)
     (target / third.name).symlink_to(tmp_path)
     assert copy(str(target), second, third, keep_last=1) == []
-    assert checkpoint_files.verify(first).step == 1
+    CheckpointFolder.read(first).verify()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["local", "target"]
-    assert checkpoint_files.verify(target / f"{third.name}-2").step == 3
+    CheckpointFolder.read(target / f"{third.name}-2").verify()
 
 
 def test_links_beside_checkpoints_are_not_copied(

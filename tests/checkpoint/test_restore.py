@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.checkpoint.checkpoint_files import WEIGHTS
+from clap_ds.checkpoint.checkpoint_files import WEIGHTS, CheckpointFolder
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.manager import Checkpointer
 from clap_ds.checkpoint.restore import compare, fp32_state
@@ -229,9 +229,10 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_changed_tokenizer_needs_acceptance(tokenizers: dict[str, str], tmp_path: Path) -> None:
     # A setting of an earlier version isn't reported.
     settings = {"clap": {"train": {"shuffle_captions": True}}}
-    checkpoint = checkpoint_of(
+    path = checkpoint_of(
         ClapModel(MICRO), tmp_path, tokenizer=Path(tokenizers["one"]), settings=settings
     )
+    checkpoint = CheckpointFolder.read(path)
     config = reference.settings().resolved()
     to_accept, harmless = compare(checkpoint, MICRO, {}, config, tokenizers["copy"])
     assert to_accept == []

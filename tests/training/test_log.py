@@ -226,6 +226,6 @@ def test_next_commands_have_possible_export(
     write_run: Callable[..., Path], preset: str, expected: list[str]
 ) -> None:
     run = load_run(write_run(clap={"model": {"preset": preset}}))
-    evaluate, *exports = next_commands(run)
+    evaluate, *exports = next_commands(run, run.checkpoint_folder)
     assert evaluate.startswith("clap-ds evaluate ")
     assert [command.partition(" FOLDER")[2] for command in exports] == expected
