@@ -22,6 +22,7 @@ from clap_ds.run import (
 )
 from clap_ds.run_records.run_dir import RunDirectory
 
+CPU = torch.device("cpu")
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
 MEMORY_ERRORS: list[Exception] = [
     torch.OutOfMemoryError("20 MiB"),
@@ -58,7 +59,7 @@ def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> 
             torch.OutOfMemoryError("20 MiB\nmore"),
             "out_of_memory",
             error_file.OUT_OF_MEMORY,
-            "out of memory at 616 on H100, after a peak of 3.0 GB",
+            "out of memory at micro-batch 616 on H100, after a peak of 3.0 GB",
             "3.0 GB: 20 MiB\nreduce train_micro_batch_size_per_gpu",
         ),
         (RuntimeError(LOST), "failed", error_file.LOST_PEER, LOST, "another rank is gone"),
@@ -67,6 +68,7 @@ def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> 
     ],
 )
 def test_error_is_classified(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     state: str,
@@ -75,7 +77,10 @@ def test_error_is_classified(
     text: str,
 ) -> None:
     monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
-    outcome = classify_error(error, "616 on H100")
+    monkeypatch.setattr("clap_ds.run.environment.device_name", lambda device: "H100")
+    record = RunDirectory(tmp_path)
+    record.update_summary(micro_batch_per_gpu=616)
+    outcome = classify_error(error, record, CPU)
     assert (outcome.state, outcome.kind, outcome.message) == (state, kind, message)
     assert text in outcome.text
 
@@ -94,7 +99,7 @@ def _end(folder: Path, error: BaseException | None, rank: int = 0) -> Any:
     """End a run of two ranks, and return its summary's state and error."""
     error_file.set_error_dir(folder, rank, f"node{rank}")
     record = RunDirectory(folder)
-    with record_outcome(record, Ranks(rank, 2, rank, 2), lambda: "616 on H100"):
+    with record_outcome(record, Ranks(rank, 2, rank, 2), CPU):
         if error is not None:
             raise error
     # A later consequence doesn't replace the first end.
@@ -154,7 +159,7 @@ def test_user_error_is_recorded_and_raised(tmp_path: Path, left: list[int]) -> N
 def test_signal_stops_the_run_and_is_recorded_by_every_rank(
     tmp_path: Path, left: list[int]
 ) -> None:
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), CPU):
         signal.raise_signal(signal.SIGINT)
     assert left == [128 + signal.SIGINT]
     assert RunDirectory(tmp_path).summary()["state"] == "terminated"
@@ -165,7 +170,7 @@ def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are
 ) -> None:
     """Blocks that the exception leaves may wait for checkpoints."""
     monkeypatch.setattr("clap_ds.run.SWALLOWED_S", 0.1)
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), CPU):
         with contextlib.suppress(BaseException):
             try:
                 signal.raise_signal(signal.SIGTERM)
