@@ -54,7 +54,6 @@ def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> 
     ("error", "state", "kind", "message", "text"),
     [
         (StopSignal(signal.SIGUSR1), "timeout", error_file.STOPPED, "stopped by SIGUSR1", ""),
-        (ValueError("no shard"), "failed", error_file.ERROR, "no shard", "no shard"),
         (
             torch.OutOfMemoryError("20 MiB\nmore"),
             "out_of_memory",

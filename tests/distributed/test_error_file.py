@@ -52,22 +52,16 @@ def test_cause_replaces_an_error_file_and_a_consequence_does_not(
     assert "test_error_file.py" in error.stack
 
 
-class _InWorkers(IterableDataset[int]):
-    """Does something in a data worker."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self._action = action
-
+class _KillsItsWorker(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        self._action()
+        signal.raise_signal(signal.SIGKILL)
         return iter([])
 
 
-def _in_worker(action: Callable[[], object]) -> Exception:
-    """Return the error that a rank gets if its data worker does this."""
-    loader = Loader(
-        _InWorkers(action), num_workers=1, section="clap.data", multiprocessing_context="fork"
-    )
+def _worker_error() -> Exception:
+    """Return the error that a rank gets if its data worker is killed."""
+    data = _KillsItsWorker()
+    loader = Loader(data, num_workers=1, section="clap.data", multiprocessing_context="fork")
     with pytest.raises(Exception, match=r".") as raised:
         next(loader)
     loader.close()
@@ -76,10 +70,6 @@ def _in_worker(action: Callable[[], object]) -> Exception:
 
 def _os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number), "/data/1.tar")
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _wrapped(cause: Exception) -> Exception:
@@ -106,8 +96,9 @@ SLOW_DOWN = "An error occurred (SlowDown): reduce your request rate"
 @pytest.mark.parametrize(
     ("make_error", "fault"),
     [
-        (lambda: _in_worker(lambda: signal.raise_signal(signal.SIGKILL)), KILLED),
-        (lambda: _in_worker(lambda: _raise(_os_error(errno.EIO))), HOST),
+        (_worker_error, KILLED),
+        # As torch raises a data worker's error again.
+        (lambda: OSError(f"Caught OSError in DataLoader worker:\n{_os_error(errno.EIO)}"), HOST),
         (lambda: _os_error(errno.ENOENT), PROGRAM),
         (lambda: _wrapped(_os_error(errno.EIO)), HOST),
         (lambda: OSError(errno.EIO, SLOW_DOWN), PROGRAM),  # s3fs

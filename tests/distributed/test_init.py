@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -156,13 +155,12 @@ def test_signal_during_imports_ends_the_rank_without_a_core_file(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     options = ["--deepspeed_config", write_run(), "--job_folder", tmp_path]
-    max_core = resource.getrlimit(resource.RLIMIT_CORE)[1]
     environment = {
         **os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DS_ACCELERATOR": "cpu", "AT_IMPORT_OF": module,
         "SIGNAL": str(int(number)),
     }  # fmt: skip
     done = subprocess.run(
-        ["prlimit", f"--core={max_core}:", sys.executable, ROOT / "clap_ds" / "bench.py", *options],
+        [sys.executable, ROOT / "clap_ds" / "bench.py", *options],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

@@ -74,7 +74,6 @@ SQUEUE = {
     ("squeue_result", "changes", "is_over"),
     [
         ("started again", {}, True),
-        ("over", {}, True),
         ("forgotten", {}, True),
         ("controller down", {}, False),
         # another SLURM job in the same folder of a job

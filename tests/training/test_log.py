@@ -65,19 +65,10 @@ class SimulatedEngine:
         return (100 + 50 * self.rank) * self.clock_s
 
 
-class RecordedScalars:
-    """A stand-in for TensorBoard that keeps scalars."""
-
-    def __init__(self, *_: Any) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-        self.write = self.scalars.extend
-
-
 def log_six_steps(folder: str) -> dict[str, Any]:
     """Log six steps of 20 samples on two ranks, every two steps, with evaluations and saves."""
     rank = dist.get_rank()
     engine: Any = SimulatedEngine(rank)
-    scalars = RecordedScalars()
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, host=f"node{rank}")
     plan = TrainPlan(120, 20, 160)
     state = TrainState(train_s=1000.0)
@@ -95,7 +86,7 @@ def log_six_steps(folder: str) -> dict[str, Any]:
         patch.setattr(environment, "peak_memory_bytes", lambda _: (1 + rank) * GIB)
         patch.setattr(environment, "read_energy_joules", engine.energy_joules)
         patch.setattr(throughput, "read_energy_joules", engine.energy_joules)
-        patch.setattr(log, "Scalars", lambda *_: scalars)
+        patch.setattr(log, "Scalars", lambda *_: SimpleNamespace(write=len))
         logger = TrainLogger(record, Path(folder), engine, plan, state, ranks)
         for step in range(1, 7):
             logger.begin_step()
@@ -115,7 +106,6 @@ def log_six_steps(folder: str) -> dict[str, Any]:
     return {
         "summary": record.summary(),
         "rates": rates,
-        "scalars": scalars.scalars,
         "output": output.getvalue(),
         "errors": errors.getvalue(),
     }
@@ -190,14 +180,6 @@ def test_saves_are_reported_and_failures_in_a_row_state_lost_time(logged: dict[s
     third, _ = logged["errors"].splitlines()
     assert third.startswith("error: 3 checkpoints in a row")
     assert "3.0 hours" in third
-
-
-def test_scalars_are_by_samples(logged: dict[str, Any]) -> None:
-    scalars = {(tag, samples): value for tag, value, samples in logged["scalars"]}
-    assert scalars["train/loss", 60] == 8
-    assert scalars["train/data_wait_percent", 40] == pytest.approx(100 * 0.4 / 4.5)
-    assert scalars["train/samples_per_s", 40] == pytest.approx(40 / 4.5)
-    assert scalars["evaluation/top1", 40] == 0.5
 
 
 @pytest.mark.parametrize(

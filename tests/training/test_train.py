@@ -99,6 +99,7 @@ def test_interrupted_run_equals_uninterrupted(tmp_path: Path, sounds: Path) -> N
     events.Reload()
     rates = [(event.step, event.value) for event in events.Scalars("train/lr")]
     assert rates == [(samples, pytest.approx(lr)) for _, samples, _, lr in expected]
+    assert {"train/loss", "train/samples_per_s", "train/logit_scale"} <= {*events.Tags()["scalars"]}
 
 
 def test_killed_rank_costs_unsaved_steps_and_one_rank_finishes(

@@ -1,6 +1,5 @@
 """Files are replaced atomically, and untrusted ones are read within limits."""
 
-import json
 import os
 from pathlib import Path
 
@@ -24,14 +23,10 @@ def test_write_that_fails_leaves_the_old_file_alone(
         write_atomically("/dev/null-of-a-test", "")
 
 
-def test_results_are_printed_as_text_or_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show_results("| a |", {"a": 1}, tmp_path / "a.json")
-    assert capsys.readouterr().out == "| a |\n"
-    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+def test_results_are_printed_as_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    show_results("| a |", {"a": 1}, None)
     show_results("| a |", {"a": 1}, Path("-"))
-    assert json.loads(capsys.readouterr().out) == {"a": 1}
+    assert capsys.readouterr().out == '| a |\n{\n "a": 1\n}\n'
 
 
 def test_read_of_other_kinds_of_files_is_refused(tmp_path: Path) -> None:
