@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from clap_ds.checkpoint import checkpoint_files
@@ -71,12 +70,9 @@ def test_weights_with_sizes_are_rejected_for_another_model(
 
 
 def test_checkpoint_of_other_version_keeps_sizes(model: ClapModel, tmp_path: Path) -> None:
-    """Unknown fields in the manifest and in the run's settings are ignored, and the preset of that
-    name may differ now."""
-    renamed = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
-    renamed.load_state_dict(model.state_dict())
+    """Unknown fields in the manifest and in the run's settings are ignored."""
     clap = {"train": {"shuffle_captions": True}, "context_length": 12}
-    path = checkpoint_of(renamed, tmp_path, settings={"clap": clap})
+    path = checkpoint_of(model, tmp_path, settings={"clap": clap})
     content = json.loads((path / "manifest.json").read_text())
     del content["hash"]
     content["resumed_from"] = 7
@@ -84,7 +80,6 @@ def test_checkpoint_of_other_version_keeps_sizes(model: ClapModel, tmp_path: Pat
     (path / "manifest.json").write_text(json.dumps(content))
     weights = load_weights(tmp_path)
     assert_weights(weights, model)
-    assert (weights.config.audio, weights.config.joint_dim) == (MICRO.audio, MICRO.joint_dim)
     assert weights.context_length == 12
 
 
@@ -168,14 +163,6 @@ def test_transformers_folder_has_tokenizer_and_limit(
     assert (weights.tokenizer, weights.context_length) == (str(tmp_path / "hf"), expected)
 
 
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of the Hub that has `one/cached`."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "cache" / "models--one--cached").mkdir(parents=True)
-
-
-@pytest.mark.usefixtures("hub_cache")
 @pytest.mark.parametrize("name", ["/etc", "some/one", "open_clip:local-dir:/tmp"])
 def test_file_may_not_name_other_tokenizer_or_model(
     model: ClapModel, tmp_path: Path, name: str
