@@ -15,7 +15,7 @@ import torch.distributed as dist
 from clap_ds.distributed import rendezvous
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.rendezvous import KEY_FILE, SignedStore, UnreachableError, create_key
-from tests.processes import Command
+from tests.processes import Command, launcher_variables
 from tests.rank_pool import free_port
 from tests.training.training_commands import wait_until
 
@@ -41,19 +41,15 @@ def _start(
     constants: dict[str, object] | None = None,
     **variables: str,
 ) -> Command:
-    launcher = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    launcher = launcher_variables(rank, world_size, port)
+    # Each rank on a host of its own.
+    launcher |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", **launcher, **variables}
-    short_limits: dict[str, object] = {
+    short_limits = {
         f"{RENDEZVOUS}.REPORT_INTERVAL_S": 1.0,
         "clap_ds.distributed.init.RANK_0_SPEAKS_S": 0.0,
     }
-    constants = short_limits | (constants or {})
+    constants = {**short_limits, **(constants or {})}
     return Command(["-c", JOIN, *options], env=environment, constants=constants)
 
 
