@@ -2,12 +2,10 @@
 
 import json
 import math
-import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from clap_ds.run_records.environment import (
     MemoryLimit,
     cgroup_limits,
     describe_environment,
-    memory_limits,
     peak_memory,
     read_energy_joules,
     read_infiniband_rates,
@@ -101,10 +98,3 @@ def test_cgroup_limits_include_ancestors_and_exclude_file_caches(
         (group / usage_file).write_text(f"{use}\n")
         (group / "memory.stat").write_text(f"{cache}inactive_file 60\n{cache}active_file 40\n")
     assert [*cgroup_limits(tmp_path)] == [MemoryLimit("memory limit of cgroup /job_1", 400)]
-
-
-def test_address_space_limit_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, 10**15))
-    limit = memory_limits(CPU)[-1]
-    assert "ulimit -v" in limit.name
-    assert 10**15 - limit.free == pytest.approx(psutil.Process().memory_info().vms, rel=0.1)
