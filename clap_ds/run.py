@@ -38,7 +38,7 @@ from clap_ds.planning.least_memory import TooLittleMemoryError, advise_on_memory
 from clap_ds.run_records import cpu_binding, environment
 from clap_ds.run_records.environment import peak_memory_bytes
 from clap_ds.run_records.run_dir import RunDirectory, State, create_run_dir
-from clap_ds.utils.errors import UserError, printable
+from clap_ds.utils.errors import UserError, printable, warn
 from clap_ds.utils.files import write_atomically
 
 # CUDA, cuBLAS and NCCL allocate without torch and raise others than OutOfMemoryError.
@@ -81,7 +81,7 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
         num_workers = getattr(run.clap.data, "num_workers", 0)
         problem = cpu_binding.find_wrong_binding(places, num_workers)
         if problem:
-            print(f"warning: {problem}", file=sys.stderr, flush=True)
+            warn(problem)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from clap_ds.config.model import Count
 from clap_ds.config.schema import CheckpointSettings, to_higher_is_better
-from clap_ds.utils.errors import printable
+from clap_ds.utils.errors import warn
 from clap_ds.utils.files import (
     RefusedFileError,
     create_folder_atomically,
@@ -58,11 +57,6 @@ FILE_NAME = re.compile(
 )
 # `free_name` makes these.
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
-
-
-def warn(message: str) -> None:
-    """Print a warning to stderr."""
-    print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
 
 
 class DamagedError(ValueError):

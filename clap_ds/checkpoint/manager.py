@@ -31,7 +31,6 @@ from clap_ds.checkpoint.checkpoint_files import (
     Manifest,
     save_tensors,
     to_state_file,
-    warn,
     write_file,
 )
 from clap_ds.checkpoint.remote import BackgroundSync, find_or_download
@@ -52,7 +51,7 @@ from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.grad_cache import random_state
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
-from clap_ds.utils.errors import some
+from clap_ds.utils.errors import some, warn
 from clap_ds.utils.files import read_bytes
 from clap_ds.utils.redaction import redact_all
 from clap_ds.weights.formats import to_safetensors

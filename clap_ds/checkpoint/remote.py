@@ -12,30 +12,22 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from clap_ds.checkpoint import checkpoint_files as files
-from clap_ds.checkpoint.checkpoint_files import (
-    MANIFEST,
-    CheckpointFolder,
-    DamagedError,
-    Manifest,
-    warn,
-)
+from clap_ds.checkpoint.checkpoint_files import MANIFEST, CheckpointFolder, DamagedError, Manifest
 from clap_ds.checkpoint.train_state import HISTORY
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data.remote_files import RemoteFiles
+from clap_ds.utils.errors import warn, warn_once
 from clap_ds.utils.files import MOST_BYTES, RefusedFileError
 
 # Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the
 # run's id.
 PARTIAL = ".partial"
 MOST_HISTORY_BYTES = 2**30
-# The same problem may come back with every upload.
-_warn_once = cache(warn)
 
 
 def try_target(url: str) -> None:
@@ -121,7 +113,7 @@ class RemoteFolder:
             if markers == [marker]:
                 self._remote.remove(name, recursive=True)
             else:
-                _warn_once(
+                warn_once(
                     f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another"
                     " program's folder. It stays"
                 )
@@ -147,7 +139,7 @@ class RemoteFolder:
                     self._remote.upload(source.parent, name, name)
                     uploaded[path] = version
                 except RefusedFileError as error:
-                    _warn_once(f"{path} isn't copied to {self.url}: {error}")
+                    warn_once(f"{path} isn't copied to {self.url}: {error}")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Download the newest valid checkpoint into a local folder unless it is there.

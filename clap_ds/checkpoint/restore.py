@@ -19,7 +19,6 @@ from clap_ds.checkpoint.checkpoint_files import (
     TOKENIZER,
     CheckpointFolder,
     read_state_file,
-    warn,
 )
 from clap_ds.checkpoint.load_weights import check_same_model, differences, read_weights
 from clap_ds.checkpoint.train_state import TrainState
@@ -37,6 +36,7 @@ from clap_ds.engine.deepspeed_compat import (
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.grad_cache import restore_random_state
+from clap_ds.utils.errors import warn
 from clap_ds.utils.files import flatten, read_bytes
 from clap_ds.utils.redaction import redact_all
 from clap_ds.weights.formats import Checkpoint
