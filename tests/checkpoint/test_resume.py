@@ -142,6 +142,14 @@ def test_new_run_prints_runs_of_same_name(
     assert f"--set clap.checkpoint.folder={first} (none of" in capsys.readouterr().out
 
 
+def test_checkpoints_of_earlier_versions_without_contents_are_found(
+    open_run: OpenRun, tmp_path: Path
+) -> None:
+    run = open_run(marked_tars(tmp_path / "shards", 2, 2))
+    make_checkpoint(run.checkpoint_folder, 5, settings=run.resolved())
+    assert find_folder(run) == run.checkpoint_folder
+
+
 @pytest.mark.parametrize("file", ["", "weights.safetensors"])
 def test_initial_weights_are_identified_by_content(
     open_run: OpenRun, tmp_path: Path, file: str

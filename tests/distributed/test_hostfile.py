@@ -135,6 +135,7 @@ def test_hostfile_of_the_command_is_read_by_deepspeed(
         # A host's lines needn't follow each other.
         ("n2.site.org\nn1\nn2.site.org\n\n", [], "n2.site.org slots=2\nn1 slots=1\n"),
         ("n2\nn1\nn2\n", ["--slots", "4"], "n2 slots=4\nn1 slots=4\n"),
+        ("", [], ""),
         ("n1\n-oProxyCommand=x\n", [], ""),
     ],
 )

@@ -207,6 +207,7 @@ def _launcher_error(kind: str, end: str, fault: str, *hosts: str) -> RankError:
 
 
 SEGV = _launcher_error(KILLED, "Segmentation fault", KILLED, "n2")
+CANCELLED = _launcher_error(STOPPED, "Terminated", "", "n1")
 NO_PYTHON_ANYWHERE = _launcher_error(KILLED, "Exited with exit code 2", IMPORT, "n2", "n1")
 
 
@@ -218,6 +219,7 @@ NO_PYTHON_ANYWHERE = _launcher_error(KILLED, "Exited with exit code 2", IMPORT, 
         ({0: STOPPED}, SEGV, ["n2"], "Segmentation fault"),
         ({0: STOPPED}, None, [], "it broke"),
         ({}, NO_PYTHON_ANYWHERE, [], "Exited with exit code 2"),
+        ({0: STOPPED, 1: STOPPED}, CANCELLED, [], "it broke"),
         ({0: STOPPED, 1: ERROR, 3: STOPPED}, SEGV, [], "rank 1 on n1: it broke"),
     ],
 )

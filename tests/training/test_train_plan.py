@@ -105,7 +105,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"train": TRAIN, "checkpoint": {"remote_sync": "s3://key:hush@bucket/run"}},
         "remote_sync: the s3 URL of bucket contains credentials",
     ),
-    (with_one_pair("plain", 4), "train_micro_batch_size_per_gpu: 1 on 1 rank"),
+    (with_one_pair("gradcache", 1), "train_micro_batch_size_per_gpu: 1 on 1 rank"),
     (with_ramp([9, 6], [30, 12]), "the first 0"),
     (with_ramp([0, 7], [30, 12]), "multiples of 3, the micro-batches of all ranks, found [7]"),
     (with_ramp([0, 3], [30, 6]), "global batch 12 as the last one, found 6"),
