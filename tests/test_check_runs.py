@@ -37,12 +37,9 @@ def test_checked_files_are_refused_in_one_process_without_torch(tmp_path: Path) 
     assert {*versions} == {"python", *PACKAGES}
     imported = re.findall(r"^import time:.*\| +([^\s.]+)", done.stderr, re.MULTILINE)
     assert not {*imported} & {"torch", "deepspeed", "numpy", "transformers"}
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
-    # without "error:" or an indentation, and the folder
-    assert [re.sub("^.*/", "", line)[:36] for line in lines] == [
-        "no_samples.json: clap.train: max_sam",
-        "typo.json: clap.bench.windws: no suc",
-    ]
+    assert "no_samples.json: clap.train: max_samples" in done.stderr
+    assert "typo.json: clap.bench.windws: no such field" in done.stderr
+    assert "valid.json" not in done.stderr
 
 
 SHARDS = {"source": "webdataset", "shards": "here.tar", "tokenizer": "roberta-base"}

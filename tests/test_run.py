@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from clap_ds.distributed import error_file, init
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, OUT_OF_MEMORY, STOPPED
 from clap_ds.distributed.init import Ranks
 from clap_ds.run import (
     NonFiniteError,
     StopSignal,
     TooLittleMemoryError,
-    classify_error,
     is_connection_lost,
     is_out_of_memory,
     record_outcome,
@@ -50,40 +50,6 @@ def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> 
     assert is_connection_lost(error) == (error in CONNECTION_ERRORS)
 
 
-@pytest.mark.parametrize(
-    ("error", "state", "kind", "message", "text"),
-    [
-        (StopSignal(signal.SIGUSR1), "timeout", error_file.STOPPED, "stopped by SIGUSR1", ""),
-        (
-            torch.OutOfMemoryError("20 MiB\nmore"),
-            "out_of_memory",
-            error_file.OUT_OF_MEMORY,
-            "out of memory at micro-batch 616 on H100, after a peak of 3.0 GB",
-            "3.0 GB: 20 MiB\nreduce train_micro_batch_size_per_gpu",
-        ),
-        (RuntimeError(LOST), "failed", error_file.LOST_PEER, LOST, "another rank is gone"),
-        # With a traceback, if the exception has one.
-        (KeyError("x"), "failed", error_file.ERROR, "KeyError: 'x'", "NoneType"),
-    ],
-)
-def test_error_is_classified(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    state: str,
-    kind: str,
-    message: str,
-    text: str,
-) -> None:
-    monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
-    monkeypatch.setattr("clap_ds.run.environment.device_name", lambda device: "H100")
-    record = RunDirectory(tmp_path)
-    record.update_summary(micro_batch_per_gpu=616)
-    outcome = classify_error(error, record, CPU)
-    assert (outcome.state, outcome.kind, outcome.message) == (state, kind, message)
-    assert text in outcome.text
-
-
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes with which the process would have ended."""
@@ -108,29 +74,45 @@ def _end(folder: Path, error: BaseException | None, rank: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "state", "recorded", "printed"),
+    ("error", "code", "kind", "state", "recorded", "printed"),
     [
+        (StopSignal(signal.SIGUSR1), 138, STOPPED, "timeout", "stopped by SIGUSR1", "stopped by"),
         # Raised on all ranks, so no rank is named.
-        (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", "error: NaN at step 2"),
-        (ValueError("no shard"), 1, "failed", "rank 0: no shard", "error: rank 0: no shard"),
-        (KeyError("x"), 1, "failed", "rank 0: KeyError: 'x'", "Traceback"),
+        (NonFiniteError("NaN at step 2"), 1, ERROR, "failed", "NaN at step 2", "error: NaN"),
+        (ValueError("no shard"), 1, ERROR, "failed", "rank 0: no shard", "error: rank 0: no shard"),
+        (KeyError("x"), 1, ERROR, "failed", "rank 0: KeyError: 'x'", "Traceback"),
+        (RuntimeError(LOST), 1, LOST_PEER, "failed", f"rank 0: {LOST}", "another rank is gone"),
+        (
+            torch.OutOfMemoryError("20 MiB\nmore"),
+            1,
+            OUT_OF_MEMORY,
+            "out_of_memory",
+            "rank 0: out of memory at micro-batch 616 on H100, after a peak of 3.0 GB",
+            "3.0 GB: 20 MiB\nreduce train_micro_batch_size_per_gpu",
+        ),
     ],
 )
 def test_failed_run_is_recorded_printed_and_left(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     left: list[int],
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
+    kind: str,
     state: str,
     recorded: str,
     printed: str,
 ) -> None:
+    monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
+    monkeypatch.setattr("clap_ds.run.environment.device_name", lambda device: "H100")
+    RunDirectory(tmp_path).update_summary(micro_batch_per_gpu=616)
     handler = signal.getsignal(signal.SIGTERM)
     assert _end(tmp_path, error) == (state, recorded)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert left == [code]
-    assert [error.code for error in error_file.read_errors(tmp_path)] == [code]
+    (written,) = error_file.read_errors(tmp_path)
+    assert (written.kind, written.code) == (kind, code)
     assert printed in capsys.readouterr().err
 
 

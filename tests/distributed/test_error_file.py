@@ -16,7 +16,6 @@ from clap_ds.data.workers import Loader
 from clap_ds.distributed import error_file
 from clap_ds.distributed.error_file import (
     ALL_RANKS,
-    ERROR,
     HOST,
     IMPORT,
     KILLED,
@@ -37,7 +36,6 @@ def test_cause_replaces_an_error_file_and_a_consequence_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(error_file.this_rank, "folder", None)
-    write_error_file(ERROR, "no folder yet", 1)
     error_file.set_error_dir(tmp_path, 3, "n2")
     write_error_file(STOPPED, "stopped by SIGTERM", 143)
     write_error_file(LOST_PEER, "closed by peer", 1)
@@ -48,7 +46,7 @@ def test_cause_replaces_an_error_file_and_a_consequence_does_not(
         write_error_file(UNREACHABLE, f"two\nlines: {key_error}\n", 1, hosts=["n7"])
     (error,) = read_errors(tmp_path)
     assert (error.message, error.kind) == ("two; lines: 'caption'", UNREACHABLE)
-    assert (error.rank, error.host, error.ranks, error.hosts) == (3, "n2", [], ["n7"])
+    assert (error.rank, error.host, error.hosts) == (3, "n2", ["n7"])
     assert "test_error_file.py" in error.stack
 
 

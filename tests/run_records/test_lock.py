@@ -78,7 +78,6 @@ SQUEUE = {
         ("controller down", {}, False),
         # another SLURM job in the same folder of a job
         ("controller down", {"job": str(JOB)}, True),
-        ("running", {"job": str(JOB)}, False),
         ("over", {"slurm_cluster": "another", "slurm_job": "12", "job": str(JOB)}, False),
         # requeued
         ("running", {"slurm_job": "12"}, True),
