@@ -87,7 +87,7 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:
         # A debugger may hold a rank for hours.
-        watchdog.start(record.path)
+        watchdog.start(record.path, torch.cuda if device.type == "cuda" else None)
 
     with record_outcome(record, ranks, device):
         yield record

@@ -82,8 +82,9 @@ class Watchdog:
         self.activity = ""
         self.phase = ""
 
-    def start(self, run_directory: Path) -> None:
-        """Start watching, if the run directory is accessible."""
+    def start(self, run_directory: Path, cuda: Any = None) -> None:
+        """Start watching, if the run directory is accessible. `cuda`: `torch.cuda` if the run is on
+        a GPU."""
         self._path = run_directory / STACKS / f"rank{this_rank.rank}.txt"
         try:
             with hold_folder(self._path.parent) as folder:
@@ -93,9 +94,7 @@ class Watchdog:
         except OSError as error:
             warn(f"no hang detection for rank {this_rank.rank}: {error}")
             return
-        import torch
-
-        self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
+        self._cuda = cuda
         os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(DUMP))
         self._num_steps = 0
         self._longest_step_s = 0.0
