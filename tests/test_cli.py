@@ -1,7 +1,6 @@
 """`clap-ds`: its commands, their help, and messages about unknown commands and options."""
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -125,15 +124,6 @@ def test_options_with_dashes_equal_those_with_underscores() -> None:
     parser.add_argument("more", nargs="*")
     arguments = parser.parse_args(["--micro-batch=3", "--", "--micro-batch"])
     assert (arguments.micro_batch, arguments.more) == (3, ["--micro-batch"])
-
-
-@pytest.mark.parametrize("file", ["launch/submit.py", "clap_ds/bench.py"])
-def test_file_run_by_path_prints_help(file: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, file, "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: {file} ")
 
 
 def test_presets_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:

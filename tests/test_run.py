@@ -60,13 +60,12 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def _end(folder: Path, error: BaseException | None, rank: int = 0) -> Any:
+def _end(folder: Path, error: BaseException, rank: int = 0) -> Any:
     """End a run of two ranks, and return its summary's state and error."""
     error_file.set_error_dir(folder, rank, f"node{rank}")
     record = RunDirectory(folder)
     with record_outcome(record, Ranks(rank, 2, rank, 2), CPU):
-        if error is not None:
-            raise error
+        raise error
     # A later consequence doesn't replace the first end.
     record.finish("failed", "a later consequence")
     summary = record.summary()
@@ -124,26 +123,12 @@ def test_error_of_all_ranks_is_printed_by_rank_0_only(
     assert capsys.readouterr().err == ""
 
 
-def test_completed_run_is_recorded(tmp_path: Path, left: list[int]) -> None:
-    assert _end(tmp_path, None) == ("completed", None)
-    assert left == []
-
-
 def test_user_error_is_recorded_and_raised(tmp_path: Path, left: list[int]) -> None:
     with pytest.raises(TooLittleMemoryError):
         _end(tmp_path, TooLittleMemoryError("needs 9 GB"))
     summary = RunDirectory(tmp_path).summary()
     assert (summary["state"], summary["error"]) == ("out_of_memory", "needs 9 GB")
     assert left == []
-
-
-def test_signal_stops_the_run_and_is_recorded_by_every_rank(
-    tmp_path: Path, left: list[int]
-) -> None:
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), CPU):
-        signal.raise_signal(signal.SIGINT)
-    assert left == [128 + signal.SIGINT]
-    assert RunDirectory(tmp_path).summary()["state"] == "terminated"
 
 
 def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are_left(
@@ -163,3 +148,5 @@ def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are
             time.sleep(0.01)
     assert left_meanwhile == []
     assert left[0] == 128 + signal.SIGTERM
+    # By every rank.
+    assert RunDirectory(tmp_path).summary()["state"] == "terminated"

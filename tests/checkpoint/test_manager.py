@@ -198,13 +198,3 @@ def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
     assert local.find(url) == tmp_path / "local" / "step-00000002-2"
     with pytest.raises(ValueError, match="no checkpoint found"):
         local.find(f"{url}/step-00000003")
-
-
-def test_save_is_late_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock_s = [100.0]
-    monkeypatch.setattr(manager, "time", SimpleNamespace(time=lambda: clock_s[0]))
-    checkpointer = Checkpointer(tmp_path, CheckpointSettings(every_minutes=2.0))
-    clock_s[0] += 119
-    assert not checkpointer.is_late()
-    clock_s[0] += 1
-    assert checkpointer.is_late()

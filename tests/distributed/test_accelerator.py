@@ -52,28 +52,23 @@ def test_gpu_that_torch_cannot_use_is_an_error(
             choose_accelerator()
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "visible", "local_rank", "expected"),
-    [
-        (1, "2", 2, "cuda:0"),  # `--gpus-per-task`
-        (2, "0,1", 2, "2 visible GPUs"),
-    ],
-)
-def test_rank_takes_the_gpu_of_its_number_or_its_own(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str, local_rank: int, expected: str
+def test_rank_takes_its_only_gpu_and_needs_one_of_its_number(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(accelerator, "set_up_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
-    if expected.startswith("cuda"):
-        assert choose_device(7, local_rank) == torch.device(expected)
-        assert os.environ["LOCAL_RANK"] == expected[-1]  # read by DeepSpeed's engine
-    else:
-        with pytest.raises(UserError, match=expected):
-            choose_device(7, local_rank)
+    # `--gpus-per-task`
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(7, 2) == torch.device("cuda:0")
+    assert os.environ["LOCAL_RANK"] == "0"  # read by DeepSpeed's engine
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(7, 1) == torch.device("cuda:1")
+    with pytest.raises(UserError, match="2 visible GPUs"):
+        choose_device(7, 2)
 
 
 @pytest.mark.end_to_end

@@ -54,13 +54,6 @@ def test_lock_of_ended_process_on_this_host_is_replaced(
     assert "stale lock of host tux7" in capfd.readouterr().err
 
 
-def test_lock_of_an_earlier_attempt_of_the_job_is_replaced(tmp_path: Path) -> None:
-    write_holder(tmp_path, job=str(JOB))
-    lock = FolderLock(tmp_path, JOB)
-    lock.acquire()
-    lock.check()
-
-
 SQUEUE = {
     "running": "echo 'RUNNING 1'",
     "started again": "echo 'RUNNING 2'",
