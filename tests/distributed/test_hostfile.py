@@ -86,7 +86,6 @@ STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
         ("GPUS_PER_NODE=a100:2,h100:4", [6, 6]),
         ("GPUS_PER_TASK=4 TASKS_PER_NODE=1(x2) NTASKS=2", [4, 4]),
         ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", [4, 2]),
-        ("GPUS_PER_NODE=0 TASKS_PER_NODE=1(x2) NTASKS=2", [1, 1]),
         # With --exclusive, SLURM allocates all GPUs and counts a task per core, which nobody
         # requested.
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", [4, 4]),
@@ -95,7 +94,6 @@ STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
         ("GPUS_ON_NODE=4,", "SLURM_GPUS_ON_NODE.*'4,'"),
         # --gpus=6 may give 4 to this host and 2 to the other. salloc tells only the total.
         ("GPUS=6 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", "SLURM_GPUS=6"),
-        ("TASKS_PER_NODE=0(x2) NTASKS=6", r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
         ("TASKS_PER_NODE=4(x3) NTASKS=12", r"TASKS_PER_NODE=4\(x3\) counts 3 .*NODELIST=n\[1-2\]"),
         ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", "heterogeneous"),
         # srun -N2 -n3 in a job of four hosts, and with fewer GPUs than the job.

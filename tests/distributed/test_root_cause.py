@@ -4,14 +4,11 @@ collectives that torch records."""
 import json
 import os
 import pickle
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from clap_ds.distributed.error_file import (
     ALL_RANKS,
@@ -31,9 +28,7 @@ from clap_ds.distributed.error_file import (
 from clap_ds.distributed.root_cause import (
     find_root_cause,
     read_dumped_progress,
-    read_own_progress,
 )
-from tests.rank_pool import RankPool
 
 HOSTS = ["n1", "n1", "n2", "n2"]  # of each rank
 STARTED_AT = 1_000_000.0
@@ -254,28 +249,6 @@ def test_error_of_all_ranks_names_none(
         files.write_error(rank, kind, fault=fault)
     cause = files.cause(HOSTS)
     assert ("rank " in cause.message, cause.hosts) == (is_named, hosts)
-
-
-def _count_while_rank_1_is_late() -> tuple[int, int]:
-    """Return the default group's counts while only rank 0 has started a collective."""
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    work = dist.all_reduce(torch.ones(1), async_op=True) if dist.get_rank() == 0 else None
-    time.sleep(0.5)
-    counts = read_own_progress()["gloo 0"]
-    store.set(f"counted {dist.get_rank()}", "")
-    store.get(f"counted {1 - dist.get_rank()}")
-    if work is None:
-        dist.all_reduce(torch.ones(1))
-    else:
-        work.wait()
-    return counts
-
-
-def test_rank_that_waits_has_started_more_than_it_completed(two_ranks: RankPool) -> None:
-    waiting, late = two_ranks.run(_count_while_rank_1_is_late)
-    completed = late[0]
-    assert (waiting, late) == ((completed + 1, completed), (completed, completed))
 
 
 class _Harmful:

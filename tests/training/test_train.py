@@ -49,9 +49,6 @@ def test_training_leaves_records_for_analysis_and_users(tmp_path: Path) -> None:
     assert (summary["state"], summary["step"], summary["samples"]) == ("completed", 10, 160)
     saves = [(save["step"], save["saved"]) for save in summary["checkpoints"]]
     assert saves == [(4, True), (8, True), (10, True)]
-    # DeepSpeed's schedule: 0 before its first step, then linear over 4 steps.
-    rates = [line["lr"] for line in commands.lines(config)[:4]]
-    assert rates == pytest.approx([0, 0, 2.5e-4, 5e-4])
     assert (record / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (read_record(record).rate or 0) > 0
     assert not any((record / "stacks").iterdir()), "no rank hung"
