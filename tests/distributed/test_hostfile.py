@@ -94,6 +94,7 @@ STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
         ("GPUS_ON_NODE=4,", "SLURM_GPUS_ON_NODE.*'4,'"),
         # --gpus=6 may give 4 to this host and 2 to the other. salloc tells only the total.
         ("GPUS=6 GPUS_ON_NODE=4 TASKS_PER_NODE=1(x2)", "SLURM_GPUS=6"),
+        ("TASKS_PER_NODE=0(x2) NTASKS=6", r"SLURM_TASKS_PER_NODE.*'0\(x2\)'"),
         ("TASKS_PER_NODE=4(x3) NTASKS=12", r"TASKS_PER_NODE=4\(x3\) counts 3 .*NODELIST=n\[1-2\]"),
         ("JOB_NODELIST_HET_GROUP_0=n1 JOB_NODELIST_HET_GROUP_1=n2", "heterogeneous"),
         # srun -N2 -n3 in a job of four hosts, and with fewer GPUs than the job.

@@ -2,10 +2,12 @@
 
 import json
 import math
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from clap_ds.run_records.environment import (
     MemoryLimit,
     cgroup_limits,
     describe_environment,
+    memory_limits,
     peak_memory,
+    peak_memory_bytes,
     read_energy_joules,
     read_infiniband_rates,
     summarize_energy,
@@ -98,3 +102,16 @@ def test_cgroup_limits_include_ancestors_and_exclude_file_caches(
         (group / usage_file).write_text(f"{use}\n")
         (group / "memory.stat").write_text(f"{cache}inactive_file 60\n{cache}active_file 40\n")
     assert [*cgroup_limits(tmp_path)] == [MemoryLimit("memory limit of cgroup /job_1", 400)]
+
+
+def test_peak_memory_on_cpu_is_the_kernels() -> None:
+    status = Path("/proc/self/status").read_text()
+    highest_kib = int(status.partition("VmHWM:")[2].split()[0])
+    assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)
+
+
+def test_address_space_limit_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, 10**15))
+    limit = memory_limits(CPU)[-1]
+    assert "ulimit -v" in limit.name
+    assert 10**15 - limit.free == pytest.approx(psutil.Process().memory_info().vms, rel=0.1)
