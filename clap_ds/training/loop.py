@@ -110,7 +110,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if not ranks.is_main_process or state.step == step_at_start:
             return None
-        end = state.reached(clap.train.target_metrics) or "done"
+        end = plan.describe_target(state) or "done"
         title = f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:"
         print(title, *next_commands(run, checkpointer.path), sep="\n  ", flush=True)
         return record

@@ -3,6 +3,7 @@ before torch is loaded."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,12 @@ REACHED = {"target": TARGET, "time_to_target_s": 1.0}
 def test_due_actions_after_step(state: TrainState, signal: int, expected: StepActions) -> None:
     assert PLAN.due(state, signal) == expected
     assert PLAN.due(state, signal, is_late=True) == expected._replace(log=True, save=True)
+
+
+def test_target_is_described_only_if_it_is_the_plans() -> None:
+    state = TrainState(4, extra=REACHED)
+    assert PLAN.describe_target(state) == "target reached at step 4, after 1 s: top1 0.5"
+    assert replace(PLAN, target_metrics={"top1": 0.4}).describe_target(state) is None
 
 
 TRAIN = {"max_samples": 9}
