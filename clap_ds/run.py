@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from clap_ds.planning.least_memory import TooLittleMemoryError, advise_on_memory
 from clap_ds.run_records import cpu_binding, environment
 from clap_ds.run_records.environment import peak_memory_bytes
 from clap_ds.run_records.run_dir import RunDirectory, State, create_run_dir
-from clap_ds.utils.errors import UserError, printable
+from clap_ds.utils.errors import UserError, printable, warn
 from clap_ds.utils.files import write_atomically
 
 # CUDA, cuBLAS and NCCL allocate without torch and raise others than OutOfMemoryError.
@@ -81,18 +81,15 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
         num_workers = getattr(run.clap.data, "num_workers", 0)
         problem = cpu_binding.find_wrong_binding(places, num_workers)
         if problem:
-            print(f"warning: {problem}", file=sys.stderr, flush=True)
+            warn(problem)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:
         # A debugger may hold a rank for hours.
-        watchdog.start(record.path)
+        watchdog.start(record.path, torch.cuda if device.type == "cuda" else None)
 
-    def largest_allocation() -> str:
-        return f"micro-batch {run.micro_batch} on {environment.device_name(device)}"
-
-    with record_outcome(record, ranks, largest_allocation):
+    with record_outcome(record, ranks, device):
         yield record
         if run.deepspeed.get("comms_logger", {}).get("enabled"):
             log_summary()
@@ -180,18 +177,19 @@ class Outcome(NamedTuple):
     text: str
 
 
-def classify_error(error: BaseException, largest_allocation: str) -> Outcome:
-    """Return how a run ends after an exception. `largest_allocation` is what was too large if
-    memory is exhausted."""
+def classify_error(error: BaseException, record: RunDirectory, device: torch.device) -> Outcome:
+    """Return how a run on a device ends after an exception."""
     text = str(error)
     first_line = text.partition("\n")[0]
     if isinstance(error, StopSignal):
         message = f"stopped by {text}"
         return Outcome(error.state, error_file.STOPPED, message, message)
     if is_out_of_memory(error):
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        # `find_micro_batch` may have changed the configuration's.
+        micro_batch = record.summary().get("micro_batch_per_gpu")
+        place = f"micro-batch {micro_batch} on {environment.device_name(device)}"
         peak_gb = peak_memory_bytes(device) / 1e9
-        message = f"out of memory at {largest_allocation}, after a peak of {peak_gb:.1f} GB"
+        message = f"out of memory at {place}, after a peak of {peak_gb:.1f} GB"
         advice = f"{message}: {first_line}\n{advise_on_memory(device.type)}"
         return Outcome("out_of_memory", error_file.OUT_OF_MEMORY, message, advice)
     if is_connection_lost(error):
@@ -212,15 +210,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def record_outcome(
-    record: RunDirectory, ranks: Ranks, largest_allocation: Callable[[], str]
-) -> Iterator[None]:
-    """Record how the body ends, and end this process unless it completes or raises UserError.
-
-    Args:
-        largest_allocation: returns what was too large if memory is exhausted, such as "micro-batch
-            616 on NVIDIA H100".
-    """
+def record_outcome(record: RunDirectory, ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Record how the body ends, and end this process unless it completes or raises UserError."""
     with _raise_on_signals(record):
         try:
             yield
@@ -235,7 +226,7 @@ def record_outcome(
         except (StopSignal, Exception) as error:
             # Launchers send signals as soon as another rank has ended.
             _ignore_signals()
-            outcome = classify_error(error, largest_allocation())
+            outcome = classify_error(error, record, device)
             code = _report_failure(error, outcome, record, ranks)
             if isinstance(error, NonFiniteError):
                 # If another rank left, a launcher would end rank 0 before it has printed.

@@ -125,19 +125,24 @@ def ranks(
     constants: Constants = None,
 ) -> list[Command]:
     """Start a command on every rank, like a launcher, but don't end the others when one ends."""
-    port = str(free_port())
+    port = free_port()
     commands = []
     for rank in range(world_size):
-        launcher = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        commands.append(Command(arguments, env={**env, **launcher}, cwd=cwd, constants=constants))
+        variables = {**env, **launcher_variables(rank, world_size, port)}
+        commands.append(Command(arguments, env=variables, cwd=cwd, constants=constants))
     return commands
+
+
+def launcher_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that launchers set for a rank on a single host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def run(

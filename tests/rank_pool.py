@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from clap_ds.distributed.hostfile import free_port
-from tests.processes import TIMEOUT_S, warm_context
+from tests.processes import TIMEOUT_S, launcher_variables, warm_context
 
 __all__ = ["RankPool", "free_port", "in_group_of"]
 
@@ -63,15 +63,7 @@ def _serve(
     """Run the functions that arrive, and send each result or traceback. A rank's main function."""
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    launcher = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in launcher.items()})
+    os.environ.update(launcher_variables(rank, world_size, port))
     if grouped:
         from clap_ds.distributed import init
 

@@ -1,7 +1,6 @@
 """`clap-ds`: its commands, their help, and messages about unknown commands and options."""
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds import cli, presets, shards
+from clap_ds import cli, shards
 from clap_ds.config.arguments import CommandParser, make_parser
 from clap_ds.config.model_names import list_presets
 from clap_ds.utils.paths import CONFIGS
@@ -17,7 +16,6 @@ from clap_ds.utils.paths import CONFIGS
 ROOT = Path(__file__).resolve().parents[1]
 SUBCOMMANDS = [f"shards {name}" for name in shards.MODULES] + ["sweep status", "sweep resume"]
 COMMANDS = [*cli.MODULES, *SUBCOMMANDS]
-METAVAR = r"(-- )?[A-Z][A-Z_.,=…-]*"
 
 
 @pytest.fixture(autouse=True)
@@ -38,37 +36,19 @@ def find_parser(command: str) -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_help_has_description_and_example(command: str) -> None:
+def test_command_help_has_example_and_describes_every_option(command: str) -> None:
     parser = find_parser(command)
     assert parser.prog == f"clap-ds {command}"
     assert (parser.description or "").endswith(".")
     example = rf"^    .*\b({command.split()[0]}\b|{command}\.py)"
     assert re.search(example, parser.epilog or "", re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_help_describes_every_option_with_its_default(command: str) -> None:
-    parser = find_parser(command)
     formatter = parser._get_formatter()
     for action in parser._actions:
-        if action.help == argparse.SUPPRESS:
-            continue
         assert action.help, action.dest
-        # switches
-        if action.nargs == 0:
-            continue
-        if not action.choices:
-            assert re.fullmatch(METAVAR, str(action.metavar)), f"{action.dest}: {action.metavar}"
-        if action.option_strings and action.default not in (None, [], argparse.SUPPRESS):
+        has_value = action.help != argparse.SUPPRESS and action.nargs != 0
+        has_default = action.default not in (None, [], argparse.SUPPRESS)
+        if has_value and has_default and action.option_strings:
             assert "(default: " in formatter._expand_help(action), action.dest
-
-
-@pytest.mark.parametrize(
-    "command", ["bench", "train", "plan", "flops", "evaluate", "submit", "sweep"]
-)
-def test_command_takes_configuration_by_the_same_options(command: str) -> None:
-    options = find_parser(command)._option_string_actions
-    assert options["--config"] is options["--deepspeed_config"]
 
 
 def test_pages_name_existing_commands_and_options() -> None:
@@ -125,7 +105,6 @@ def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None
         ("scalin x", "did you mean 'scaling'"),
         ("flops --contxt_length 5", "did you mean '--context_length'"),
         ("shards size", "choose from"),
-        ("shards prepare . x --kind mel --preset micro", "a folder"),
     ],
 )
 def test_wrong_command_is_refused_with_a_hint(
@@ -142,36 +121,13 @@ def test_wrong_command_is_refused_with_a_hint(
 def test_options_with_dashes_equal_those_with_underscores() -> None:
     parser = make_parser("Do something.")
     parser.add_argument("--micro_batch", type=int)
-    parser.add_argument("--find_micro_batch", action="store_true")
     parser.add_argument("more", nargs="*")
-    argv = ["--micro-batch=3", "--find-micro-batch", "--", "a-b", "--micro-batch"]
-    arguments = parser.parse_args(argv)
-    assert arguments.micro_batch == 3
-    assert arguments.find_micro_batch
-    assert arguments.more == ["a-b", "--micro-batch"]
-
-
-@pytest.mark.parametrize("program", ["/somewhere/bin/clap-ds", ROOT / "clap_ds" / "__main__.py"])
-def test_help_names_the_command_as_called(
-    program: str | Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(program), "submit"])
-    assert make_parser("Do.").prog == "clap-ds submit"
-
-
-@pytest.mark.parametrize("file", ["launch/submit.py", "analysis/scaling.py", "clap_ds/bench.py"])
-def test_file_run_by_path_prints_help(file: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, file, "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: {file} ")
+    arguments = parser.parse_args(["--micro-batch=3", "--", "--micro-batch"])
+    assert (arguments.micro_batch, arguments.more) == (3, ["--micro-batch"])
 
 
 def test_presets_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     output = capsys.readouterr().out
-    assert presets.PRESETS.keys() == {*list_presets()}
-    assert presets.CONFIGURATIONS.keys() == {path.stem for path in CONFIGS.glob("*.json")}
-    for name in (*presets.PRESETS, *presets.CONFIGURATIONS):
+    for name in (*list_presets(), *(path.stem for path in CONFIGS.glob("*.json"))):
         assert name in output

@@ -2,7 +2,6 @@
 it."""
 
 import json
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from list_deepspeed_fields import list_fields, record_parser
 from pydantic import ValidationError
 
-from clap_ds.config.deepspeed_fields import FIELDS, PARAMS, REFUSED, TABLE, make_deepspeed_model
+from clap_ds.config.deepspeed_fields import FIELDS, REFUSED, TABLE, make_deepspeed_model
 
 BATCH = {
     "train_batch_size": 4,
@@ -52,41 +51,18 @@ def test_deepspeed_parses_every_default_of_the_table() -> None:
     assert parsed.zero_config.reduce_bucket_size == field["default"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PARAMS["optimizer"] if kind[0].isupper()])
-def test_torch_optimizer_rejects_arguments_below_the_bounds(kind: str) -> None:
-    optimizer = getattr(torch.optim, kind)
-    parameters = [torch.nn.Parameter(torch.ones(1))]
-    for name, schema in PARAMS["optimizer"][kind].items():
-        if "minimum" in schema:
-            with pytest.raises(ValueError, match="-1"):
-                optimizer(parameters, **{name: -1})
-
-
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
         ("Adadelta", {"rho": 2}),
         ("Adafactor", {"eps": [-1, 0.1]}),
-        ("ConstantLR", {"factor": 2}),
-        ("CosineAnnealingLR", {"T_max": 9, "last_epoch": 5}),
-        ("LinearLR", {"start_factor": 0}),
-        ("OneCycleLR", {"max_lr": 1, "total_steps": 9, "pct_start": 1.5}),
-        ("ReduceLROnPlateau", {"factor": 1.5}),
     ],
 )
 def test_argument_that_torch_rejects_is_rejected_by_the_table(
     kind: str, params: dict[str, Any]
 ) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(1))]
-    if kind in PARAMS["optimizer"]:
-        section = "optimizer"
-        build = partial(getattr(torch.optim, kind), parameters)
-    else:
-        section = "scheduler"
-        build = partial(getattr(torch.optim.lr_scheduler, kind), torch.optim.SGD(parameters))
-    with pytest.raises((ValueError, KeyError)):
-        build(**params)
-    kinds = {"optimizer": None, "scheduler": None, section: kind}
-    model: Any = make_deepspeed_model(**kinds)
+    with pytest.raises(ValueError, match=r"Invalid|should"):
+        getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(1))], **params)
+    model: Any = make_deepspeed_model(kind, None)
     with pytest.raises(ValidationError):
-        model.model_validate({section: {"type": kind, "params": params}})
+        model.model_validate({"optimizer": {"type": kind, "params": params}})

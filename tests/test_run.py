@@ -1,7 +1,6 @@
 """What is recorded and printed for each exception that ends a run."""
 
 import contextlib
-import json
 import signal
 import time
 from pathlib import Path
@@ -11,19 +10,19 @@ import pytest
 import torch
 
 from clap_ds.distributed import error_file, init
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, OUT_OF_MEMORY, STOPPED
 from clap_ds.distributed.init import Ranks
 from clap_ds.run import (
     NonFiniteError,
     StopSignal,
     TooLittleMemoryError,
-    classify_error,
     is_connection_lost,
     is_out_of_memory,
     record_outcome,
 )
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.utils.errors import CollectiveUserError
 
+CPU = torch.device("cpu")
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
 MEMORY_ERRORS: list[Exception] = [
     torch.OutOfMemoryError("20 MiB"),
@@ -33,11 +32,9 @@ MEMORY_ERRORS: list[Exception] = [
 CONNECTION_ERRORS: list[Exception] = [
     torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"),
     RuntimeError(LOST),
-    RuntimeError("[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe"),
     RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation"),
     RuntimeError("NCCL error\nncclRemoteError: A call failed, possibly due to a remote process"),
     RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"),
-    RuntimeError("NCCL communicator was aborted on rank 1"),
 ]
 OTHER_ERRORS: list[Exception] = [
     # Of a data server.
@@ -53,44 +50,6 @@ def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> 
     assert is_connection_lost(error) == (error in CONNECTION_ERRORS)
 
 
-@pytest.mark.parametrize(
-    ("error", "state", "kind", "message", "text"),
-    [
-        (
-            StopSignal(signal.SIGUSR1),
-            "timeout",
-            error_file.STOPPED,
-            "stopped by SIGUSR1",
-            "stopped by SIGUSR1",
-        ),
-        (NonFiniteError("NaN at step 2"), "failed", error_file.ERROR, "NaN at step 2", "NaN"),
-        (ValueError("no shard"), "failed", error_file.ERROR, "no shard", "no shard"),
-        (
-            torch.OutOfMemoryError("20 MiB\nmore"),
-            "out_of_memory",
-            error_file.OUT_OF_MEMORY,
-            "out of memory at 616 on H100, after a peak of 3.0 GB",
-            "3.0 GB: 20 MiB\nreduce train_micro_batch_size_per_gpu",
-        ),
-        (RuntimeError(LOST), "failed", error_file.LOST_PEER, LOST, "another rank is gone"),
-        # With a traceback, if the exception has one.
-        (KeyError("x"), "failed", error_file.ERROR, "KeyError: 'x'", "NoneType"),
-    ],
-)
-def test_error_is_classified(
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    state: str,
-    kind: str,
-    message: str,
-    text: str,
-) -> None:
-    monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
-    outcome = classify_error(error, "616 on H100")
-    assert (outcome.state, outcome.kind, outcome.message) == (state, kind, message)
-    assert text in outcome.text
-
-
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes with which the process would have ended."""
@@ -101,49 +60,58 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def _end(folder: Path, error: BaseException | None, rank: int = 0) -> Any:
+def _end(folder: Path, error: BaseException, rank: int = 0) -> Any:
     """End a run of two ranks, and return its summary's state and error."""
     error_file.set_error_dir(folder, rank, f"node{rank}")
     record = RunDirectory(folder)
-    with record_outcome(record, Ranks(rank, 2, rank, 2), lambda: "616 on H100"):
-        if error is not None:
-            raise error
+    with record_outcome(record, Ranks(rank, 2, rank, 2), CPU):
+        raise error
     # A later consequence doesn't replace the first end.
     record.finish("failed", "a later consequence")
     summary = record.summary()
     return summary.get("state"), summary.get("error")
 
 
-def _error_files(folder: Path) -> list[tuple[str, int]]:
-    errors = [json.loads(path.read_text()) for path in folder.glob("errors/*.json")]
-    return [(error["kind"], error["code"]) for error in errors]
-
-
 @pytest.mark.parametrize(
-    ("error", "code", "state", "recorded", "printed"),
+    ("error", "code", "kind", "state", "recorded", "printed"),
     [
+        (StopSignal(signal.SIGUSR1), 138, STOPPED, "timeout", "stopped by SIGUSR1", "stopped by"),
         # Raised on all ranks, so no rank is named.
-        (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", "stopped by SIGTERM"),
-        (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", "error: NaN at step 2"),
-        (ValueError("no shard"), 1, "failed", "rank 0: no shard", "error: rank 0: no shard"),
-        (KeyError("x"), 1, "failed", "rank 0: KeyError: 'x'", "Traceback"),
+        (NonFiniteError("NaN at step 2"), 1, ERROR, "failed", "NaN at step 2", "error: NaN"),
+        (ValueError("no shard"), 1, ERROR, "failed", "rank 0: no shard", "error: rank 0: no shard"),
+        (KeyError("x"), 1, ERROR, "failed", "rank 0: KeyError: 'x'", "Traceback"),
+        (RuntimeError(LOST), 1, LOST_PEER, "failed", f"rank 0: {LOST}", "another rank is gone"),
+        (
+            torch.OutOfMemoryError("20 MiB\nmore"),
+            1,
+            OUT_OF_MEMORY,
+            "out_of_memory",
+            "rank 0: out of memory at micro-batch 616 on H100, after a peak of 3.0 GB",
+            "3.0 GB: 20 MiB\nreduce train_micro_batch_size_per_gpu",
+        ),
     ],
 )
 def test_failed_run_is_recorded_printed_and_left(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     left: list[int],
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
+    kind: str,
     state: str,
     recorded: str,
     printed: str,
 ) -> None:
+    monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
+    monkeypatch.setattr("clap_ds.run.environment.device_name", lambda device: "H100")
+    RunDirectory(tmp_path).update_summary(micro_batch_per_gpu=616)
     handler = signal.getsignal(signal.SIGTERM)
     assert _end(tmp_path, error) == (state, recorded)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert left == [code]
-    assert [file_code for _, file_code in _error_files(tmp_path)] == [code]
+    (written,) = error_file.read_errors(tmp_path)
+    assert (written.kind, written.code) == (kind, code)
     assert printed in capsys.readouterr().err
 
 
@@ -155,36 +123,12 @@ def test_error_of_all_ranks_is_printed_by_rank_0_only(
     assert capsys.readouterr().err == ""
 
 
-def test_completed_run_is_recorded(tmp_path: Path, left: list[int]) -> None:
-    assert _end(tmp_path, None) == ("completed", None)
-    assert left == []
-    assert _error_files(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("error", "state"),
-    [
-        (CollectiveUserError("no such field"), "failed"),
-        (TooLittleMemoryError("needs 9 GB"), "out_of_memory"),
-    ],
-)
-def test_user_error_is_recorded_and_raised(
-    tmp_path: Path, left: list[int], error: Exception, state: str
-) -> None:
-    with pytest.raises(type(error)):
-        _end(tmp_path, error)
+def test_user_error_is_recorded_and_raised(tmp_path: Path, left: list[int]) -> None:
+    with pytest.raises(TooLittleMemoryError):
+        _end(tmp_path, TooLittleMemoryError("needs 9 GB"))
     summary = RunDirectory(tmp_path).summary()
-    assert (summary["state"], summary["error"]) == (state, str(error))
+    assert (summary["state"], summary["error"]) == ("out_of_memory", "needs 9 GB")
     assert left == []
-
-
-def test_signal_stops_the_run_and_is_recorded_by_every_rank(
-    tmp_path: Path, left: list[int]
-) -> None:
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
-        signal.raise_signal(signal.SIGINT)
-    assert left == [128 + signal.SIGINT]
-    assert RunDirectory(tmp_path).summary()["state"] == "terminated"
 
 
 def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are_left(
@@ -192,7 +136,7 @@ def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are
 ) -> None:
     """Blocks that the exception leaves may wait for checkpoints."""
     monkeypatch.setattr("clap_ds.run.SWALLOWED_S", 0.1)
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), CPU):
         with contextlib.suppress(BaseException):
             try:
                 signal.raise_signal(signal.SIGTERM)
@@ -204,3 +148,5 @@ def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are
             time.sleep(0.01)
     assert left_meanwhile == []
     assert left[0] == 128 + signal.SIGTERM
+    # By every rank.
+    assert RunDirectory(tmp_path).summary()["state"] == "terminated"

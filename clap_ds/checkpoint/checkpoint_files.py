@@ -15,13 +15,12 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import safetensors
 import safetensors.torch
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from clap_ds.config.model import Count
 from clap_ds.config.schema import CheckpointSettings, to_higher_is_better
-from clap_ds.utils.errors import printable
+from clap_ds.utils.errors import warn
 from clap_ds.utils.files import (
     RefusedFileError,
     create_folder_atomically,
@@ -58,11 +57,6 @@ FILE_NAME = re.compile(
 )
 # `free_name` makes these.
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
-
-
-def warn(message: str) -> None:
-    """Print a warning to stderr."""
-    print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
 
 
 class DamagedError(ValueError):
@@ -142,6 +136,32 @@ class Manifest:
         return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
 
 
+class CheckpointFolder(NamedTuple):
+    """A checkpoint on disk, and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the manifest in a folder. Raises DamagedError."""
+        return cls(path, Manifest.read(path))
+
+    def verify(self) -> None:
+        """Compare every file with the manifest. Raises DamagedError for a missing or changed
+        file."""
+        for name, record in self.manifest.files.items():
+            try:
+                with open_regular(self.path / name) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    # A different size saves reading gigabytes.
+                    if size != record.bytes or _hash_file(file) != record.hash:
+                        problem = f"{name} has changed since it was written"
+                        raise DamagedError(f"{self.path}: {problem}")
+            except OSError as error:
+                raise DamagedError(f"{self.path}: {name}: {error.strerror}") from error
+
+
 def _hash_json(content: dict[str, Any]) -> str:
     # Parsed JSON may have another order.
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -164,21 +184,6 @@ def sync_file(path: Path) -> FileRecord:
         # A crash of the host must not leave a renamed folder with empty files.
         os.fsync(file.fileno())
         return FileRecord(os.fstat(file.fileno()).st_size, _hash_file(file))
-
-
-def verify(folder: Path) -> Manifest:
-    """Compare every file with the manifest. Raises DamagedError for a missing or changed file."""
-    manifest = Manifest.read(folder)
-    for name, record in manifest.files.items():
-        try:
-            with open_regular(folder / name) as file:
-                size = os.fstat(file.fileno()).st_size
-                # A different size saves reading gigabytes.
-                if size != record.bytes or _hash_file(file) != record.hash:
-                    raise DamagedError(f"{folder}: {name} has changed since it was written")
-        except OSError as error:
-            raise DamagedError(f"{folder}: {name}: {error.strerror}") from error
-    return manifest
 
 
 def free_name(step: int, taken: Collection[str]) -> str:
@@ -261,7 +266,7 @@ def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, M
 
 def latest_valid(
     folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False
-) -> Path | None:
+) -> CheckpointFolder | None:
     """Return a folder's newest undamaged checkpoint, or None.
 
     Damaged ones are skipped with a warning, and the reasons added to `damaged` by name. With
@@ -275,13 +280,14 @@ def latest_valid(
         newest = manifests[candidates[0]]
         candidates = best_first(manifests, newest.best_metric or "")
     for name in candidates:
+        checkpoint = CheckpointFolder(folder / name, manifests[name])
         try:
-            verify(folder / name)
+            checkpoint.verify()
         except DamagedError as error:
             damaged[name] = str(error)
         else:
             warn_of_damaged(damaged)
-            return folder / name
+            return checkpoint
     return None
 
 
@@ -290,21 +296,20 @@ def warn_of_damaged(damaged: dict[str, str]) -> None:
         warn(f"skipped: {reason}")
 
 
-def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """Return `path` if it is a checkpoint, else the folder's newest or best valid one. Raises
+def find_checkpoint(path: Path, *, best: bool = False) -> CheckpointFolder:
+    """Return the checkpoint at `path`, or else the folder's newest or best valid one. Raises
     DamagedError if damaged or none."""
     if (path / MANIFEST).exists() and not best:
-        verify(path)
-        return path
+        checkpoint = CheckpointFolder.read(path)
+        checkpoint.verify()
+        return checkpoint
     damaged: dict[str, str] = {}
-    checkpoint = latest_valid(path, damaged, best=best)
-    if checkpoint is None:
-        evaluated = " with its run's best_metric metric" if best else ""
-        reasons = "; ".join(damaged.values())
-        if not reasons:
-            reasons = f"expected {MANIFEST}, or folders step-… with one"
-        raise DamagedError(f"{path}: no good checkpoint found{evaluated}: {reasons}")
-    return checkpoint
+    newest = latest_valid(path, damaged, best=best)
+    if newest is not None:
+        return newest
+    evaluated = " with its run's best_metric metric" if best else ""
+    reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
+    raise DamagedError(f"{path}: no good checkpoint found{evaluated}: {reasons}")
 
 
 def to_delete(manifests: dict[str, Manifest], settings: CheckpointSettings) -> list[str]:

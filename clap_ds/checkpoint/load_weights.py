@@ -12,6 +12,7 @@ from clap_ds.checkpoint.checkpoint_files import (
     RAW,
     TOKENIZER,
     WEIGHTS,
+    CheckpointFolder,
     Manifest,
     find_checkpoint,
 )
@@ -81,11 +82,8 @@ def _read(
     if (path / OPEN_CLIP_WEIGHTS).exists():
         return path, _read_open_clip_folder(path, config)
     if path.is_dir():
-        path = find_checkpoint(path, best=best)
-        # Without a moving average, the only weights are raw.
-        has_raw = (path / RAW).exists()
-        name = RAW if raw and has_raw else WEIGHTS
-        return path, _read_file(path / name, config)
+        checkpoint = find_checkpoint(path, best=best)
+        return checkpoint.path, read_weights(checkpoint, raw=raw)
     if path.exists():
         raise ValueError(f"{path}: expected a folder or a file ({', '.join(_FILES)})")
     # A Hub id is ORGANIZATION/NAME.
@@ -96,14 +94,27 @@ def _read(
     )
 
 
-def _read_file(path: Path, config: ClapConfig | None) -> Checkpoint:
+def read_weights(checkpoint: CheckpointFolder, *, raw: bool = False) -> Checkpoint:
+    """Read a checkpoint's weights: their moving average if it has one, unless `raw`."""
+    # Without a moving average, the only weights are raw.
+    name = RAW if raw and RAW in checkpoint.manifest.files else WEIGHTS
+    return _read_file(checkpoint.path / name, None, checkpoint.manifest)
+
+
+def _read_file(
+    path: Path, config: ClapConfig | None, manifest: Manifest | None = None
+) -> Checkpoint:
+    """Read a file of weights. `manifest`: its checkpoint's, if that has been read."""
     if path.suffix != ".safetensors":
         return from_state_dict(path, read_pickled(path), config)
     state, metadata = read_safetensors(path)
     # Other programs' files.
     if METADATA_KEY not in metadata:
         return from_state_dict(path, state, config)
-    return _add_manifest(path, from_safetensors(path, state, metadata))
+    weights = from_safetensors(path, state, metadata)
+    if manifest is None and (path.parent / MANIFEST).exists():
+        manifest = Manifest.read(path.parent)
+    return weights if manifest is None else _add_manifest(path, weights, manifest)
 
 
 def _read_open_clip_folder(folder: Path, config: ClapConfig | None) -> Checkpoint:
@@ -129,12 +140,8 @@ def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
     return replace(weights, config=weights.config.model_copy(update={"name": path.name}))
 
 
-def _add_manifest(path: Path, weights: Checkpoint) -> Checkpoint:
-    """Add the information of the manifest next to a file of weights, if there is one."""
-    folder = path.parent
-    if not (folder / MANIFEST).exists():
-        return weights
-    manifest = Manifest.read(folder)
+def _add_manifest(path: Path, weights: Checkpoint, manifest: Manifest) -> Checkpoint:
+    """Add what the manifest next to a file of weights states."""
     reached = f"step {manifest.step:,}"
     # Metrics are of the averaged weights.
     score = manifest.metrics.get(manifest.best_metric or "")
@@ -151,7 +158,7 @@ def _add_manifest(path: Path, weights: Checkpoint) -> Checkpoint:
         context_length = weights.context_length
     return replace(
         weights,
-        tokenizer=manifest.tokenizer_in(folder),
+        tokenizer=manifest.tokenizer_in(path.parent),
         trusts_tokenizer=manifest.tokenizer == TOKENIZER,
         context_length=context_length,
         loss_kind=loss_kind,

@@ -26,11 +26,11 @@ from clap_ds.checkpoint.checkpoint_files import (
     STATE,
     TOKENIZER,
     WEIGHTS,
+    CheckpointFolder,
     FileRecord,
     Manifest,
     save_tensors,
     to_state_file,
-    warn,
     write_file,
 )
 from clap_ds.checkpoint.remote import BackgroundSync, find_or_download
@@ -51,7 +51,7 @@ from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.grad_cache import random_state
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
-from clap_ds.utils.errors import some
+from clap_ds.utils.errors import some, warn
 from clap_ds.utils.files import read_bytes
 from clap_ds.utils.redaction import redact_all
 from clap_ds.weights.formats import to_safetensors
@@ -239,54 +239,69 @@ class Checkpointer:
         return self.last
 
     @activity("looking for a checkpoint")
-    def find(self, source: str | None = None) -> Path | None:
+    def find(self, source: str | None = None, *, restart: bool = False) -> Path | None:
         """Return the checkpoint at a path, or the newest valid one in a folder. A collective.
 
-        The default source is this folder or, if it is empty, `remote_sync`. Checkpoints at URLs are
-        downloaded into this folder. Damaged ones are skipped with a warning. All ranks get the same
-        path, or None if there is none. Raises ValueError if none is at the source, a URL can't be
+        The default source is this folder or, if it is empty, `remote_sync`. So it is if the newest
+        checkpoint here is of this run. Checkpoints at URLs are downloaded into this folder. Damaged
+        ones are skipped with a warning. Raises ValueError if none is at the source, a URL can't be
         read, or all are damaged.
+
+        Args:
+            restart: move other runs' checkpoints away and return None.
         """
+        path = run_on_rank0(lambda: self._find(source, restart=restart))
+        return Path(path) if path else None
+
+    def _find(self, source: str | None, *, restart: bool) -> Path | None:
+        newest = self._read_newest()
+        if self.run_id and newest is not None and newest.run == self.run_id:
+            # This continues an earlier start of the same command.
+            source = None
+        elif restart:
+            self._archive()
+            return None
         if source is None or is_remote(source):
-            remote_sync = self._settings.remote_sync
-            newest = run_on_rank0(lambda: find_or_download(self.path, source, remote_sync))
-            return Path(newest) if newest else None
-        return Path(run_on_rank0(lambda: files.find_checkpoint(Path(source).absolute())))
+            return find_or_download(self.path, source, self._settings.remote_sync)
+        return files.find_checkpoint(Path(source).absolute()).path
 
-    def newest_save(self) -> tuple[str, int]:
-        """Return run id and step of the newest checkpoint here, or "" and 0. A collective."""
+    def newest_step(self) -> int:
+        """Return the step of the newest checkpoint here, or 0. A collective."""
 
-        def read_newest() -> tuple[str, int]:
-            for manifest in files.read_all(self.path).values():
-                return manifest.run, manifest.step
-            return "", 0
+        def read_step() -> int:
+            newest = self._read_newest()
+            return 0 if newest is None else newest.step
 
-        run_id, step = run_on_rank0(read_newest)
-        return run_id, step
+        return run_on_rank0(read_step)
 
-    def archive(self) -> None:
-        """Move everything here into another folder. A collective."""
-        new_folder = run_on_rank0(lambda: files.archive(self.path, keep=LOCK))
-        if new_folder is not None and rank() == 0:
-            print(
-                f"starting from scratch; moved the contents of {self.path} to {new_folder}",
-                flush=True,
-            )
+    def _read_newest(self) -> Manifest | None:
+        return next(iter(files.read_all(self.path).values()), None)
+
+    def _archive(self) -> None:
+        new_folder = files.archive(self.path, keep=LOCK)
+        if new_folder is not None:
+            message = f"moved the contents of {self.path} to {new_folder}"
+            print(f"starting from scratch; {message}", flush=True)
 
     @activity("loading a checkpoint")
     def load(
-        self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False
+        self, path: Path, engine: ClapEngine, *, resume_weights_only: bool = False
     ) -> TrainState:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank
         can't see it, or as `restore` does."""
-        self.run_id = run_on_rank0(lambda: Manifest.read(folder).run)
         with raise_on_all_ranks():
-            if not (folder / PROGRESS).is_file():
-                raise ValueError(
-                    f"can't see {folder}: put checkpoints on a file system that all hosts share"
-                )
+            try:
+                checkpoint = CheckpointFolder.read(path)
+            except ValueError as error:
+                advice = "put checkpoints on a file system that all hosts share"
+                raise ValueError(f"can't see {path}: {advice} ({error})") from None
+        self.run_id = checkpoint.manifest.run
         return restore(
-            folder, engine, self._config, self.tokenizer, resume_weights_only=resume_weights_only
+            checkpoint,
+            engine,
+            self._config,
+            self.tokenizer,
+            resume_weights_only=resume_weights_only,
         )
 
     @activity("copying checkpoints")

@@ -12,24 +12,22 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from clap_ds.checkpoint import checkpoint_files as files
-from clap_ds.checkpoint.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
+from clap_ds.checkpoint.checkpoint_files import MANIFEST, CheckpointFolder, DamagedError, Manifest
 from clap_ds.checkpoint.train_state import HISTORY
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data.remote_files import RemoteFiles
+from clap_ds.utils.errors import warn, warn_once
 from clap_ds.utils.files import MOST_BYTES, RefusedFileError
 
 # Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the
 # run's id.
 PARTIAL = ".partial"
 MOST_HISTORY_BYTES = 2**30
-# The same problem may come back with every upload.
-_warn_once = cache(warn)
 
 
 def try_target(url: str) -> None:
@@ -115,7 +113,7 @@ class RemoteFolder:
             if markers == [marker]:
                 self._remote.remove(name, recursive=True)
             else:
-                _warn_once(
+                warn_once(
                     f"{self.url}/{name} has no {MANIFEST}: another run's upload, or another"
                     " program's folder. It stays"
                 )
@@ -141,7 +139,7 @@ class RemoteFolder:
                     self._remote.upload(source.parent, name, name)
                     uploaded[path] = version
                 except RefusedFileError as error:
-                    _warn_once(f"{path} isn't copied to {self.url}: {error}")
+                    warn_once(f"{path} isn't copied to {self.url}: {error}")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Download the newest valid checkpoint into a local folder unless it is there.
@@ -150,7 +148,8 @@ class RemoteFolder:
         warned about.
         """
         local = {
-            manifest.serial: folder / name for name, manifest in files.read_all(folder).items()
+            manifest.serial: CheckpointFolder(folder / name, manifest)
+            for name, manifest in files.read_all(folder).items()
         }
         for name, manifest in self.read_all(damaged).items():
             # The URL may be of a single checkpoint.
@@ -159,12 +158,12 @@ class RemoteFolder:
             if manifest.serial in local:
                 # A damaged one is downloaded again.
                 with suppress(DamagedError):
-                    files.verify(local[manifest.serial])
-                    return local[manifest.serial]
+                    local[manifest.serial].verify()
+                    return local[manifest.serial].path
             try:
                 with files.atomic_dir(folder, manifest.step) as draft:
                     self._download_files(name, manifest, draft)
-                    files.verify(draft)
+                    CheckpointFolder(draft, manifest).verify()
                     self._download_history(draft / HISTORY, folder / HISTORY)
             except (DamagedError, FileNotFoundError, RefusedFileError) as error:
                 # Errors name the draft's hidden path, which is gone.
@@ -210,19 +209,19 @@ def find_or_download(folder: Path, url: str | None, remote_sync: str | None) -> 
     """
     damaged: dict[str, str] = {}
     if url is None:
-        checkpoint = files.latest_valid(folder, damaged)
-        if checkpoint is not None:
-            return checkpoint
+        newest = files.latest_valid(folder, damaged)
+        if newest is not None:
+            return newest.path
     source = url or remote_sync
     damaged_at_source: dict[str, str] = {}
     if source is not None:
         try:
-            checkpoint = RemoteFolder(source).download_newest(folder, damaged_at_source)
+            path = RemoteFolder(source).download_newest(folder, damaged_at_source)
         # Its type depends on the file system's package.
         except Exception as error:
             raise ValueError(f"{source} can't be read ({type(error).__name__}: {error})") from error
-        if checkpoint is not None:
-            return checkpoint
+        if path is not None:
+            return path
     reasons = [*damaged.values(), *damaged_at_source.values()]
     if reasons:
         listed = "".join(f"\n  {reason}" for reason in reasons)

@@ -6,7 +6,6 @@ group. In checkpoints each group is in the order of the model's parameters, what
 optimizer has (`factory.parameter_groups`).
 """
 
-from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
 
@@ -16,15 +15,12 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from clap_ds.checkpoint.checkpoint_files import (
     PROGRESS,
-    RAW,
     STATE,
     TOKENIZER,
-    WEIGHTS,
-    Manifest,
+    CheckpointFolder,
     read_state_file,
-    warn,
 )
-from clap_ds.checkpoint.load_weights import check_same_model, differences, load_weights
+from clap_ds.checkpoint.load_weights import check_same_model, differences, read_weights
 from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.config.arguments import find_field
 from clap_ds.config.model import ClapConfig, TextConfig
@@ -40,6 +36,7 @@ from clap_ds.engine.deepspeed_compat import (
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.grad_cache import restore_random_state
+from clap_ds.utils.errors import warn
 from clap_ds.utils.files import flatten, read_bytes
 from clap_ds.utils.redaction import redact_all
 from clap_ds.weights.formats import Checkpoint
@@ -62,7 +59,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def restore(
-    folder: Path,
+    checkpoint: CheckpointFolder,
     engine: ClapEngine,
     config: dict[str, Any],
     tokenizer: str | None,
@@ -73,7 +70,7 @@ def restore(
     accepted changes. A collective; raises ValueError for changes that need
     `resume_weights_only`."""
     to_accept, harmless = run_on_rank0(
-        lambda: compare(folder, engine.model.config, describe_engine(engine), config, tokenizer)
+        lambda: compare(checkpoint, engine.model.config, describe_engine(engine), config, tokenizer)
     )
     if to_accept and not resume_weights_only:
         advice = (
@@ -83,26 +80,25 @@ def restore(
         # With another tokenizer the weights would get other token ids.
         if any(change.startswith("the tokenizer") for change in to_accept):
             advice = "Set clap.data.tokenizer to the former one; --restart starts from scratch"
-        raise ValueError(f"{folder} can't be resumed: {'; '.join(to_accept)}. {advice}")
+        raise ValueError(f"{checkpoint.path} can't be resumed: {'; '.join(to_accept)}. {advice}")
     changes = [*to_accept, *harmless]
     if changes and rank() == 0:
-        message = f"settings have changed since {folder.name}: {'; '.join(changes)}"
+        message = f"settings have changed since {checkpoint.path.name}: {'; '.join(changes)}"
         if to_accept:
             message += "; only its weights and step are restored"
         warn(message)
 
-    progress = TrainState.from_json(read_bytes(folder / PROGRESS))
+    progress = TrainState.from_json(read_bytes(checkpoint.path / PROGRESS))
     engine.steps = progress.step
     if engine.ema is not None:
-        engine.ema.load(load_weights(folder / WEIGHTS, engine.model.config).state)
+        engine.ema.load(read_weights(checkpoint).state)
     if to_accept:
         # Training continues from the raw weights.
-        name = RAW if (folder / RAW).exists() else WEIGHTS
-        weights = load_weights(folder / name, engine.model.config)
+        weights = read_weights(checkpoint, raw=True)
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
-    state = read_state_file(folder / STATE)
-    load_engine_state(engine, state, folder)
+    state = read_state_file(checkpoint.path / STATE)
+    load_engine_state(engine, state, checkpoint.path)
     # Ranks beyond those that saved keep their seeds.
     if rank() < len(state["random"]):
         restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
@@ -110,7 +106,7 @@ def restore(
 
 
 def compare(
-    folder: Path,
+    checkpoint: CheckpointFolder,
     model: ClapConfig,
     engine: dict[str, Any],
     config: dict[str, Any],
@@ -125,8 +121,8 @@ def compare(
     Returns:
         Differences that need acceptance, and harmless ones.
     """
-    manifest = Manifest.read(folder)
-    check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
+    manifest = checkpoint.manifest
+    check_same_model(checkpoint.path, ClapConfig.model_validate(manifest.model), model)
     to_accept = []
     harmless = []
     # Fields that another version didn't record count as equal.
@@ -137,7 +133,7 @@ def compare(
         else:
             to_accept.append(change)
     problem = tokenizer_problem(
-        manifest.tokenizer_in(folder),
+        manifest.tokenizer_in(checkpoint.path),
         tokenizer,
         model.text,
         is_trusted=manifest.tokenizer == TOKENIZER,

@@ -41,19 +41,14 @@ _IDENTITY = (
 
 
 def setup_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
-    """Build the checkpointer of a run, whose `checkpoint_folder` is replaced by the one that it
-    already has. A collective; raises CollectiveUserError. `logs`: the run directory."""
+    """Build the checkpointer of a run, in the folder that it already has, if any. A collective;
+    raises CollectiveUserError. `logs`: the run directory."""
     clap = run.clap
     with raise_on_all_ranks():
-        config = run_on_rank0(lambda: describe_run(run))
-        run.checkpoint_folder = Path(run_on_rank0(lambda: find_checkpoint_folder(run, config)))
-        url = clap.checkpoint.remote_sync
-        # The first copy may be hours later.
-        if url is not None:
-            run_on_rank0(lambda: try_target(url))
+        config, folder = run_on_rank0(lambda: prepare_checkpoints(run))
     metric = choose_best_metric(clap.checkpoint, clap.evaluation)
     return Checkpointer(
-        run.checkpoint_folder,
+        folder,
         clap.checkpoint.model_copy(update={"best_metric": metric}),
         tokenizer=getattr(clap.data, "tokenizer", None),
         config=config,
@@ -61,6 +56,18 @@ def setup_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpoint
         job=ranks.job_folder.parent if ranks.job_folder is not None else None,
         logs=logs,
     )
+
+
+def prepare_checkpoints(run: RunSettings) -> tuple[dict[str, Any], Path]:
+    """Return a run's JSON and folder for its checkpoints. Raises ValueError for missing data, or
+    for a `remote_sync` that can't be written."""
+    config = describe_run(run)
+    folder = find_checkpoint_folder(run, config)
+    url = run.clap.checkpoint.remote_sync
+    # The first copy may be hours later.
+    if url is not None:
+        try_target(url)
+    return config, folder
 
 
 def describe_run(run: RunSettings) -> dict[str, Any]:
@@ -185,18 +192,12 @@ def resume(
         # All attempts of a job are one run.
         run_id = str(attempt.parent)
     else:
-        # A run outside SLURM is new at each start, unless loading sets the checkpoint's id.
-        run_id = run_on_rank0(lambda: uuid.uuid4().hex)
+        # A run outside SLURM is new at each start, unless loading sets the checkpoint's id. Only
+        # rank 0, which writes, uses it.
+        run_id = uuid.uuid4().hex
     checkpointer.run_id = run_id
-    newest_run_id, _ = checkpointer.newest_save()
-    if newest_run_id == run_id:
-        # This continues an earlier start of the same command.
-        source = "auto"
-    elif options.restart:
-        checkpointer.archive()
-        return TrainState()
     try:
-        path = checkpointer.find(None if source == "auto" else source)
+        path = checkpointer.find(None if source == "auto" else source, restart=options.restart)
         if path is None:
             return TrainState()
         state = checkpointer.load(path, engine, resume_weights_only=options.resume_weights_only)

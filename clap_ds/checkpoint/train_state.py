@@ -61,24 +61,6 @@ class TrainState:
         if targets and is_reached:
             self.extra |= {"target": targets, "time_to_target_s": train_s, "target_step": self.step}
 
-    def reached(self, targets: dict[str, float]) -> str | None:
-        """Return a message with step and time at which an evaluation reached the targets, or
-        None."""
-        seconds = self.time_to(targets)
-        if seconds is None:
-            return None
-        values = ", ".join(f"{name} {value:g}" for name, value in targets.items())
-        # Earlier versions recorded no step.
-        step = self.extra.get("target_step", self.step)
-        return f"target reached at step {step}, after {seconds:,.0f} s: {values}"
-
-    def time_to(self, targets: dict[str, float]) -> float | None:
-        """Return the training time in seconds until the targets were reached, or None."""
-        # A resumed run may have other targets.
-        if not targets or self.extra.get("target") != targets:
-            return None
-        return self.extra["time_to_target_s"]
-
     def prepare_save(self, data: list[dict[str, Any]], train_s: float) -> None:
         """Take over what only a checkpoint needs: the data sources' states by rank, and the
         training time."""

@@ -108,7 +108,7 @@ class RunSettings:
         """`clap.checkpoint.folder`, or a folder in `clap.output.dir`.
 
         The folder is named after the run and a hash of its training setup. If the data has moved,
-        training replaces it by the folder that the run already has.
+        training uses the folder that the run already has.
         """
         clap = self.clap
         if clap.checkpoint.folder is not None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -133,6 +134,11 @@ class ThisRank:
 this_rank = ThisRank()  # a process is one rank
 set_error_dir = this_rank.place
 write_error_file = this_rank.write
+
+
+def write_stopped(number: int) -> None:
+    """Write that a signal ends this rank."""
+    write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
 def read_errors(folder: Path) -> list[RankError]:

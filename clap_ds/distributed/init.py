@@ -32,12 +32,12 @@ from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
 from clap_ds.distributed.error_file import (
     ERROR,
     LOST_PEER,
-    STOPPED,
     USER,
     find_fault,
     is_connection_lost,
     set_error_dir,
     write_error_file,
+    write_stopped,
 )
 from clap_ds.distributed.hostfile import (
     derive_port,
@@ -311,7 +311,7 @@ def _on_signal(number: int, frame: FrameType | None) -> NoReturn:
     import, even of torch."""
     signal.signal(number, signal.SIG_IGN)
     with suppress(Exception):
-        write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+        write_stopped(number)
     exit_now(128 + number)
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from clap_ds.distributed.error_file import LINK, PROGRAM, UNREACHABLE, this_rank, write_error_file
 from clap_ds.distributed.software import Versions, describe_differences
-from clap_ds.utils.errors import CollectiveUserError, first_line, printable, some
+from clap_ds.utils.errors import CollectiveUserError, first_line, printable, some, warn
 from clap_ds.utils.files import read_bytes
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _reject_differences(differences: str, ranks: Ranks, *, allow_mixed_code: boo
     problem = f"the hosts of this run have different software: {differences}"
     if allow_mixed_code:
         if ranks.rank == 0:
-            print(f"warning: {problem}", file=sys.stderr, flush=True)
+            warn(problem)
         return
     if ranks.rank == 0:
         time.sleep(READ_GRACE_S)

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clap_ds.distributed.error_file import STALL, STOPPED, this_rank, write_error_file
+from clap_ds.distributed.error_file import STALL, this_rank, write_error_file, write_stopped
 from clap_ds.distributed.root_cause import (
     DUMP,
     STACKS,
@@ -34,7 +34,7 @@ from clap_ds.distributed.root_cause import (
     read_progress,
 )
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
-from clap_ds.utils.errors import printable
+from clap_ds.utils.errors import printable, warn
 from clap_ds.utils.files import hold_folder, open_without_following
 
 # A rank hangs if it makes no step for this many seconds, and for this many times its longest gap
@@ -82,8 +82,9 @@ class Watchdog:
         self.activity = ""
         self.phase = ""
 
-    def start(self, run_directory: Path) -> None:
-        """Start watching, if the run directory is accessible."""
+    def start(self, run_directory: Path, cuda: Any = None) -> None:
+        """Start watching, if the run directory is accessible. `cuda`: `torch.cuda` if the run is on
+        a GPU."""
         self._path = run_directory / STACKS / f"rank{this_rank.rank}.txt"
         try:
             with hold_folder(self._path.parent) as folder:
@@ -91,11 +92,9 @@ class Watchdog:
                     folder / self._path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC
                 )
         except OSError as error:
-            _report(f"warning: no hang detection for rank {this_rank.rank}: {error}")
+            warn(f"no hang detection for rank {this_rank.rank}: {error}")
             return
-        import torch
-
-        self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
+        self._cuda = cuda
         os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(DUMP))
         self._num_steps = 0
         self._longest_step_s = 0.0
@@ -260,7 +259,7 @@ class Watchdog:
         end = time.monotonic() + duration_s
         while select.select([self._signal_pipe], [], [], max(0.0, end - time.monotonic()))[0]:
             for number in set(os.read(self._signal_pipe, 100)) & set(SIGNALS):
-                write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+                write_stopped(number)
         with suppress(RuntimeError):  # the device has failed, as the main thread will find
             while self._queued and self._queued[0][1].query():
                 number, _ = self._queued.popleft()
@@ -298,10 +297,7 @@ def _record_cause(run: RunDirectory) -> None:
         # Keep this verdict: a stopped rank may write its stacks after the others have exited.
         write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
     run.finish("failed", cause.message)
-    _report(f"error: {printable(cause.message)}; stacks: {run.path / STACKS}")
-
-
-def _report(message: str) -> None:
+    message = f"error: {printable(cause.message)}; stacks: {run.path / STACKS}"
     print(message, file=sys.stderr, flush=True)
 
 

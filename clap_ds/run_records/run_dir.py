@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
 from clap_ds.run_records.cpu_binding import RankPlace, describe_places
 from clap_ds.run_records.lock import has_ended
 from clap_ds.run_records.schema import VERSION, State, StepLine, Summary
+from clap_ds.utils.errors import warn_once
 from clap_ds.utils.files import (
     open_without_following,
     parse_json,
@@ -189,16 +189,21 @@ class Tee:
                 stream.flush()
 
 
-def start_log(path: Path) -> None:
-    """Copy standard output, standard error and DeepSpeed's log to a file."""
+def deepspeed_logger() -> logging.Logger:
     # not at the top: analysis reads records without it
     from deepspeed.utils import logger
 
+    return logger
+
+
+def start_log(path: Path) -> None:
+    """Copy standard output, standard error and DeepSpeed's log to a file."""
     log = os.fdopen(open_without_following(path, APPEND), "a", buffering=1)
     command = " ".join(redact_all(sys.argv))
     log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {command}\n")
     sys.stdout = cast(TextIO, Tee(sys.stdout, log))
     sys.stderr = cast(TextIO, Tee(sys.stderr, log))
+    logger = deepspeed_logger()
     handler = logging.StreamHandler(log)
     handler.setFormatter(logger.handlers[0].formatter)
     logger.addHandler(handler)
@@ -208,8 +213,6 @@ def start_log(path: Path) -> None:
 def quiet_deepspeed() -> Iterator[None]:
     """Hide DeepSpeed's info lines on the terminal during its setup, which resets handlers'
     levels."""
-    # not at the top: analysis reads records without it
-    from deepspeed.utils import logger
 
     def is_important(record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
@@ -217,7 +220,7 @@ def quiet_deepspeed() -> Iterator[None]:
         # about DeepSpeed's timers
         return "before it has started" not in record.getMessage()
 
-    terminal = logger.handlers[0]
+    terminal = deepspeed_logger().handlers[0]
     terminal.addFilter(is_important)
     try:
         yield
@@ -231,13 +234,7 @@ def warn_on_disk_full(output: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _warn(f"warning: {output} can't be written: {error.strerror or error}; the run continues")
-
-
-# Each warning is printed once.
-@cache
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        warn_once(f"{output} can't be written: {error.strerror or error}; the run continues")
 
 
 class JsonlWriter:

@@ -45,7 +45,9 @@ def measure_run(run: RunSettings, ranks: Ranks) -> None:
         engine = setup_engine(replace(run, deepspeed=sections), ranks, model, StepTimer(device))
         if protocol.find_micro_batch:
             micro_batch = find_micro_batch(engine, run.micro_batch, clap.context_length)
-            set_micro_batch(run, micro_batch)
+            run = with_micro_batch(run, micro_batch)
+            if ranks.is_main_process:
+                record.update_summary(micro_batch_per_gpu=micro_batch)
         with (
             setup_dataloader(run, ranks, engine) as loader,
             Scalars(engine, record.path) as scalars,
@@ -85,10 +87,12 @@ def measure_window(
     return engine.stop_timers(), losses
 
 
-def set_micro_batch(run: RunSettings, micro_batch: int) -> None:
-    """Set a run's micro-batch, and keep its gradient accumulation: the global batch follows."""
-    run.deepspeed |= {MICRO_BATCH: micro_batch, ACCUMULATION: run.gradient_accumulation_steps}
-    run.deepspeed.pop(GLOBAL_BATCH, None)
+def with_micro_batch(run: RunSettings, micro_batch: int) -> RunSettings:
+    """Return a run with another micro-batch. It keeps its gradient accumulation: the global batch
+    follows."""
+    sizes = {MICRO_BATCH: micro_batch, ACCUMULATION: run.gradient_accumulation_steps}
+    sections = {name: value for name, value in run.deepspeed.items() if name != GLOBAL_BATCH}
+    return replace(run, deepspeed={**sections, **sizes})
 
 
 @contextmanager

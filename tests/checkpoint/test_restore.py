@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.checkpoint.checkpoint_files import WEIGHTS
+from clap_ds.checkpoint.checkpoint_files import WEIGHTS, CheckpointFolder
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.manager import Checkpointer
-from clap_ds.checkpoint.restore import compare, fp32_state, tokenizer_problem
+from clap_ds.checkpoint.restore import compare, fp32_state
 from clap_ds.checkpoint.train_state import TrainState
 from clap_ds.config.model import load_preset
 from clap_ds.engine import factory
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.optimizer import master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.hub import train_tokenizer
 from tests.checkpoint import trained_engines as engines
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
@@ -70,14 +68,13 @@ def test_resumed_run_equals_uninterrupted(
         assert resumed["steps"] == (6, 6, 0)
         assert progress.data_of(rank) == {"rank": rank, "step": 3}
         assert (progress.samples, progress.train_s) == (18, 1.5)
-        assert (progress.best, progress.extra) == ({"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
 
 
 def resume_in_another_order(
     folder: str, precision: str, optimizer: dict[str, Any], alignments: tuple[int, int]
-) -> tuple[list[list[str]], list[dict[str, list[float]]]]:
+) -> tuple[list[list[str]], list[list[float]]]:
     """Save a run with groups of one alignment, and resume it with another. Return both optimizers'
-    orders of parameters, and their masters and moments by name."""
+    orders of parameters, and the losses of further steps."""
     run = engines.settings(precision, optimizer=optimizer)
     saved_and_loaded = []
     for alignment in alignments:
@@ -89,24 +86,7 @@ def resume_in_another_order(
     Checkpointer(folder).save(saved, engines.progress(3))
     engines.load(Checkpointer(folder), loaded)
     orders = [[*saved.masters], [*loaded.masters]]
-    return orders, [read_masters_and_moments(saved), read_masters_and_moments(loaded)]
-
-
-@torch.no_grad()
-def read_masters_and_moments(engine: ClapEngine) -> dict[str, list[float]]:
-    """Return each parameter's master weights, first and second moments. Overwrites the engine's
-    masters."""
-    outer = engine.deepspeed.optimizer
-    inner = getattr(outer, "optimizer", outer)
-    values = {name: master.flatten().tolist() for name, master in engine.masters.items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        # Copied into the masters, flat moments can be read by parameter.
-        for group in inner.param_groups:
-            for master in group["params"]:
-                master.copy_(inner.state[master][moment])
-        for name, master in master_weights(engine.model, outer).items():
-            values[name] += master.flatten().tolist()
-    return values
+    return orders, [engines.train(saved, 3, 3), engines.train(loaded, 3, 3)]
 
 
 ADAM = {"type": "AdamW", "params": {"lr": 5e-3}}
@@ -115,15 +95,9 @@ TORCH_ADAM = {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}
 
 @pytest.mark.parametrize(
     ("precision", "optimizer", "alignments"),
-    [
-        # Alignment 1 is the model's order, which earlier versions had.
-        ("bf16", ADAM, (1, 8)),
-        ("bf16", ADAM, (8, 1)),
-        ("bf16", TORCH_ADAM, (1, 8)),
-        ("bf16", TORCH_ADAM, (8, 1)),
-        ("fp32", ADAM, (8, 1)),
-    ],
-    ids=["flat", "flat to model order", "by parameter", "by parameter to model order", "fp32"],
+    # Alignment 1 is the model's order, which earlier versions had.
+    [("bf16", ADAM, (8, 1)), ("bf16", TORCH_ADAM, (1, 8)), ("fp32", ADAM, (8, 1))],
+    ids=["flat", "by parameter", "fp32"],
 )
 def test_checkpoint_in_another_order_of_parameters_resumes_exactly(
     one_rank: RankPool,
@@ -132,11 +106,11 @@ def test_checkpoint_in_another_order_of_parameters_resumes_exactly(
     optimizer: dict[str, Any],
     alignments: tuple[int, int],
 ) -> None:
-    ((orders, states),) = one_rank.run(
+    ((orders, losses),) = one_rank.run(
         resume_in_another_order, str(tmp_path), precision, optimizer, alignments
     )
     assert orders[0] != orders[1]
-    assert states[0] == states[1]
+    assert losses[0] == losses[1]
 
 
 def save_after_two_steps(folder: str) -> None:
@@ -175,11 +149,10 @@ def resume_with(
         torch.equal(state[name], weights[name]) for name in trained if name in weights
     )
     (rate,) = engine.deepspeed.get_lr()[:1]
-    (loss,) = engines.train(engine, engine.steps, 1)
+    engines.train(engine, engine.steps, 1)
     return {
         "warning": "".join(warnings),
         "has weights": has_weights,
-        "loss": loss,
         "rates": [rate, engine.deepspeed.get_lr()[0]],
     }
 
@@ -188,7 +161,6 @@ def resume_with(
     ("precision", "clap", "reason"),
     [
         ("fp32", {}, "the precision is bf16 there, fp32 here"),
-        ("bf16", {"train": {"freeze": ["text"]}}, "['audio'] here"),
         (
             "bf16",
             {"train": {"lr_scale": {"text": 0.1}}},
@@ -204,73 +176,35 @@ def test_changed_training_continues_from_weights_if_accepted(
     assert reason in refused["error"]
     assert "--resume_weights_only" in refused["error"]
     (accepted,) = one_rank.run(resume_with, str(saved), precision, {"clap": clap}, True)
-    assert reason in accepted["warning"]
     assert "only its weights and step are restored" in accepted["warning"]
     assert accepted["has weights"]
-    assert accepted["loss"] < 10
 
 
 def test_changed_settings_are_warned_of_and_used(one_rank: RankPool, saved: Path) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
-    changes = {"optimizer": optimizer, "clap": {"train": {"max_samples": 999}}}
-    (result,) = one_rank.run(resume_with, str(saved), "bf16", changes)
+    (result,) = one_rank.run(resume_with, str(saved), "bf16", {"optimizer": optimizer})
     assert "optimizer.params.lr: 0.005 there, 0.0001 here" in result["warning"]
-    assert "clap.train.max_samples: None there, 999 here" in result["warning"]
-    assert result["has weights"]
     assert result["rates"][0] == 1e-4
     (unchanged,) = one_rank.run(resume_with, str(saved), "bf16", {})
     assert unchanged["warning"] == ""
 
 
-COOLDOWN = {"type": "WarmupStableDecayLR", "params": {"total_num_steps": 4, "decay_num_steps": 3}}
+def test_new_schedule_continues_at_the_step(one_rank: RankPool, saved: Path) -> None:
+    changes = {"scheduler": engines.SCHEDULER}
+    (result,) = one_rank.run(resume_with, str(saved), "bf16", changes)
+    assert "scheduler is None there, 'WarmupCosineLR' here" in result["warning"]
+    # The second and third of four warm-up steps.
+    assert result["rates"] == pytest.approx([5e-3 / 4, 5e-3 / 2])
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "rates"),
-    [
-        # The second and third of four warm-up steps.
-        (engines.SCHEDULER, [5e-3 / 4, 5e-3 / 2]),
-        # The second and third of three steps of the decay.
-        (COOLDOWN, [5e-3 * 2 / 3, 5e-3 / 3]),
-    ],
-)
-def test_new_schedule_continues_at_the_step(
-    one_rank: RankPool, saved: Path, scheduler: dict[str, Any], rates: list[float]
-) -> None:
-    (result,) = one_rank.run(resume_with, str(saved), "bf16", {"scheduler": scheduler})
-    assert f"scheduler is None there, '{scheduler['type']}' here" in result["warning"]
-    assert result["rates"] == pytest.approx(rates)
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two equal tokenizers and another one."""
-    folder = tmp_path_factory.mktemp("tokenizers")
-    captions = {"one": "a dog barks", "copy": "a dog barks", "other": "rain on a roof"}
-    for name, caption in captions.items():
-        train_tokenizer([caption] * 3, folder / name, vocab_size=280)
-    return {name: str(folder / name) for name in captions}
-
-
-def test_tokenizer_problem_describes_difference(tokenizers: dict[str, str]) -> None:
-    one = tokenizers["one"]
-    assert tokenizer_problem(one, tokenizers["copy"], MICRO.text) is None
-    assert tokenizer_problem(None, one, MICRO.text) is None
-    assert tokenizer_problem(one, None, MICRO.text) is None
-    assert "can't be compared" in str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
-    problem = tokenizer_problem(one, tokenizers["other"], MICRO.text)
-    assert f"{tokenizers['other']} gives captions other token ids than {one}" in str(problem)
-
-
-def test_changed_tokenizer_needs_acceptance(tokenizers: dict[str, str], tmp_path: Path) -> None:
+def test_changed_tokenizer_needs_acceptance(tmp_path: Path) -> None:
     # A setting of an earlier version isn't reported.
     settings = {"clap": {"train": {"shuffle_captions": True}}}
-    checkpoint = checkpoint_of(
-        ClapModel(MICRO), tmp_path, tokenizer=Path(tokenizers["one"]), settings=settings
-    )
+    path = checkpoint_of(ClapModel(MICRO), tmp_path, tokenizer="roberta-base", settings=settings)
+    checkpoint = CheckpointFolder.read(path)
     config = reference.settings().resolved()
-    to_accept, harmless = compare(checkpoint, MICRO, {}, config, tokenizers["one"])
+    to_accept, harmless = compare(checkpoint, MICRO, {}, config, "roberta-base")
     assert to_accept == []
     assert not any("shuffle_captions" in change for change in harmless)
-    (change,), _ = compare(checkpoint, MICRO, {}, config, tokenizers["other"])
-    assert change.startswith("the tokenizer: ")
+    (change,), _ = compare(checkpoint, MICRO, {}, config, "no/such-tokenizer")
+    assert change.startswith("the tokenizer: roberta-base there and no/such-tokenizer here")

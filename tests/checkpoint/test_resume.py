@@ -1,7 +1,6 @@
 """A run finds its checkpoints, also after its data or initial weights have moved, resumes from
 them, and names others of its name."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -78,24 +77,13 @@ def copy_to_memory(shards: Path, target: Path) -> str:
     return f"memory://{target.name}/*.tar"
 
 
-def link_each(shards: Path, target: Path) -> str:
-    target.mkdir()
-    for tar in shards.glob("*.tar"):
-        (target / tar.name).symlink_to(tar)
-    return f"{target}/*.tar"
-
-
 @pytest.mark.parametrize(
     "respell",
     [
         move,
         copy_to_memory,
-        link_each,
         lambda shards, _: f"{shards}/{{002,001,000}}.tar",
-        lambda shards, _: [f"{shards}/000.tar", f"{shards}/00[12].tar"],
         lambda shards, _: {f"{shards}/000.tar": 1.0, f"{shards}/00[12].tar": 1.0},
-        lambda shards, _: f"{os.path.relpath(shards)}//*.tar",
-        lambda shards, _: f"file://{shards}/*.tar",
     ],
 )
 def test_run_with_moved_data_finds_checkpoints(
@@ -113,9 +101,7 @@ def test_run_with_moved_data_finds_checkpoints(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    "sizes", [(3, 4, 50), (3, 5, 0), (4, 4, 0)], ids=["other", "more samples", "more tars"]
-)
+@pytest.mark.parametrize("sizes", [(3, 4, 50), (4, 4, 0)], ids=["other", "more tars"])
 def test_other_contents_at_same_path_are_another_run(
     sizes: tuple[int, int, int],
     open_run: OpenRun,
@@ -133,7 +119,6 @@ def test_other_contents_at_same_path_are_another_run(
     message = f"--set clap.checkpoint.folder={first} (step 5; clap.contents.data.shards: '3 file(s)"
     assert message in capsys.readouterr().out
     assert find_folder(open_run(pattern)) == second
-    assert find_folder(open_run(f"{tmp_path}/shards/00[0-9].tar")) == second
     shutil.rmtree(tmp_path / "shards")
     assert find_folder(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
 
@@ -151,27 +136,18 @@ def test_new_run_prints_runs_of_same_name(
     assert f"{other} is new" in output
     assert f"--set clap.checkpoint.folder={first} (step 5; clap.seed: 0 there, 1 here)" in output
     assert longer_name.name not in output
-    # The printed option resumes that run.
-    run = load_run(open_run(pattern, seed=1).path, 1, [f"clap.checkpoint.folder={first}"])
-    assert find_folder(run) == first
-    assert capsys.readouterr().out == ""
     for manifest in first.glob("*/manifest.json"):
         manifest.write_text("")
     find_folder(open_run(pattern, seed=1))
     assert f"--set clap.checkpoint.folder={first} (none of" in capsys.readouterr().out
 
 
-def test_checkpoints_without_contents_are_found_at_their_path(
-    open_run: OpenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_checkpoints_of_earlier_versions_without_contents_are_found(
+    open_run: OpenRun, tmp_path: Path
 ) -> None:
-    """Earlier versions recorded no contents."""
-    pattern = marked_tars(tmp_path / "shards", 2, 2)
-    run = open_run(pattern)
+    run = open_run(marked_tars(tmp_path / "shards", 2, 2))
     make_checkpoint(run.checkpoint_folder, 5, settings=run.resolved())
-    assert find_folder(open_run(pattern)) == run.checkpoint_folder
-    moved = open_run(move(tmp_path / "shards", tmp_path / "moved"))
-    assert find_folder(moved) != run.checkpoint_folder
-    assert f"clap.data.shards: '{pattern}' there" in capsys.readouterr().out
+    assert find_folder(run) == run.checkpoint_folder
 
 
 @pytest.mark.parametrize("file", ["", "weights.safetensors"])
@@ -179,16 +155,15 @@ def test_initial_weights_are_identified_by_content(
     open_run: OpenRun, tmp_path: Path, file: str
 ) -> None:
     pattern = marked_tars(tmp_path / "shards", 2, 2)
-    for folder, content in (("a", b"one"), ("copies/a", b"one"), ("b", b"two")):
+    for folder in ("a", "copies/a"):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "weights.safetensors").write_bytes(content)
+        (tmp_path / folder / "weights.safetensors").write_bytes(b"one")
 
     def open_with(path: Path | str) -> RunSettings:
         return open_run(pattern, pretrained=str(path))
 
     first = save(open_with(tmp_path / "a" / file))
     assert find_folder(open_with(tmp_path / "copies" / "a" / file)) == first
-    assert find_folder(open_with(tmp_path / "b" / file)) != first
     (tmp_path / "copies" / "a" / "weights.safetensors").write_bytes(b"two")
     assert find_folder(open_with(tmp_path / "copies" / "a" / file)) != first
     assert find_folder(open_with("laion/clap-htsat-unfused")) != first
@@ -196,18 +171,15 @@ def test_initial_weights_are_identified_by_content(
 
 def test_missing_data_and_weights_are_reported_at_once(open_run: OpenRun, tmp_path: Path) -> None:
     run = open_run(f"{tmp_path}/none-*.tar", pretrained=f"{tmp_path}/none.pt")
-    with pytest.raises(ValueError, match=r"clap\.data\.shards: no file matches") as refusal:
+    with pytest.raises(ValueError, match=r"(?s)data\.shards: no file .*train\.pretrained: "):
         describe_run(run)
-    assert "clap.train.pretrained: " in str(refusal.value)
 
 
 def test_default_folder_keeps_name() -> None:
     """If the name differed between versions, `resume: auto` would find no checkpoint and start from
     scratch."""
-    freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}
-    for changes, digest in (({}, "ffb28286"), (freeze, "7fc3ca81")):
-        folder = reference.settings(**changes).checkpoint_folder
-        assert folder.name.endswith(f"-{digest}-checkpoints")
+    run = reference.settings(train={"max_samples": 8, "freeze": ["text"]})
+    assert run.checkpoint_folder.name.endswith("-7fc3ca81-checkpoints")
 
 
 def pretrained_model(
@@ -218,19 +190,14 @@ def pretrained_model(
     return model
 
 
-def test_pretrained_weights_of_same_model_are_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pretrained_weights_of_same_model_are_loaded(tmp_path: Path) -> None:
     torch.manual_seed(9)
     model = ClapModel(MICRO)
     path = tmp_path / "weights.safetensors"
     save_safetensors(model, path)
     state = pretrained_model(path).state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert f"initial weights: {path}\n" in capsys.readouterr().out
-    with pytest.raises(
-        ValueError, match=r"clap\.train\.pretrained: .* contains model micro, .* demo"
-    ):
+    with pytest.raises(ValueError, match=r"clap\.train\.pretrained: .* contains model micro"):
         pretrained_model(path, preset="demo")
 
 
@@ -241,11 +208,8 @@ def test_pretrained_weights_need_their_tokenizer(tmp_path: Path) -> None:
     other = str(tmp_path / "other")
     pretrained_model(checkpoint, str(tmp_path / "one"))
     pretrained_model(checkpoint, other, resume_weights_only=True)
-    with pytest.raises(
-        ValueError, match=r"clap\.train\.pretrained: .*Set clap\.data\.tokenizer to"
-    ) as refusal:
+    with pytest.raises(ValueError, match=r"pretrained: .*Set clap\.data\.tokenizer to"):
         pretrained_model(checkpoint, other)
-    assert "--resume_weights_only" not in str(refusal.value)
 
 
 def start_repeatedly(
@@ -278,14 +242,9 @@ def start_repeatedly(
     ("options", "source", "jobs", "expected"),
     [
         # The first attempt of each job starts over.
-        (
-            ResumeOptions(restart=True),
-            "auto",
-            ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"],
-            [0, 1, 0, 1],
-        ),
+        (ResumeOptions(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0"], [0, 1, 0]),
         # Only the very first start takes the path.
-        (ResumeOptions(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
+        (ResumeOptions(), "{}/step-00000005", ["7.ab/0", "8.cd/0", ""], [5, 6, 7]),
         (ResumeOptions(), "auto", ["", ""], [5, 6]),
     ],
     ids=["restart", "path", "auto"],

@@ -31,10 +31,8 @@ def test_values_arrive_as_json(request: pytest.FixtureRequest, pool: str) -> Non
     results = ranks.run(_exchange, [*VALUES, (1, 2), Path("a/b")])
     gathered, _ = results[0]
     assert gathered == [["x" * 1000 * rank, received] for rank in range(len(results))]
-    for rank, (gathered, from_rank_0) in enumerate(results):
+    for _, from_rank_0 in results:
         assert from_rank_0 == received
-        if rank:
-            assert gathered == [["x" * 1000 * rank, received]]
 
 
 def _raise_on(problem_ranks: list[int]) -> str | None:

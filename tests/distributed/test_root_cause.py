@@ -4,14 +4,11 @@ collectives that torch records."""
 import json
 import os
 import pickle
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from clap_ds.distributed.error_file import (
     ALL_RANKS,
@@ -21,7 +18,6 @@ from clap_ds.distributed.error_file import (
     KILLED,
     LINK,
     LOST_PEER,
-    OUT_OF_MEMORY,
     SIGNAL,
     STALL,
     STOPPED,
@@ -32,9 +28,7 @@ from clap_ds.distributed.error_file import (
 from clap_ds.distributed.root_cause import (
     find_root_cause,
     read_dumped_progress,
-    read_own_progress,
 )
-from tests.rank_pool import RankPool
 
 HOSTS = ["n1", "n1", "n2", "n2"]  # of each rank
 STARTED_AT = 1_000_000.0
@@ -112,15 +106,10 @@ STOPPED_RANK = None  # … and of one that writes nothing.
         (IDLE, [WAITING, AHEAD, LOCKED], True),
         (IDLE, [LOCKED], True),
         (BEHIND_ON_CPU, [ON_CPU], True),
-        # Its kernel hangs: the hosts are anywhere, but the others' devices wait.
-        ({**IDLE, "gloo 1": (10, 9)}, [WAITING, AHEAD], True),
         (LOCKED, [ON_CPU], True),
         # Nothing singles it out.
-        (WAITING, [WAITING, AHEAD], False),  # a link
         (AHEAD, [WAITING], False),
         (LOCKED, [WAITING], False),
-        (LOCKED, [LOCKED], False),
-        (BEHIND_ON_CPU, [ON_CPU, ON_CPU, BEHIND_ON_CPU], False),
         (GATHERS, [ON_CPU, LOCKED], False),  # it waits itself
         (STOPPED_RANK, [WAITING, STOPPED_RANK], False),
     ],
@@ -172,20 +161,13 @@ STALLED: dict[int, tuple[Any, ...]] = {**dict.fromkeys(range(4), (TIMEOUT, 60)),
         ({**STALLED, 2: (CRASHED,)}, {2: (ERROR, "x", 1)}, (SIGNAL, [2], ["n2"], "Segmentation fault")),
         # The earliest error counts, and blames a host only if it may be at fault.
         ({}, {0: (LOST_PEER, "", 0), 1: (ERROR, "x", 2), 3: (ERROR, EIO, 1, [], HOST)}, (ERROR, [3], ["n2"], EIO)),
-        ({}, {1: (ERROR, "ValueError: x", 0.5), 3: (ERROR, EIO, 1)}, (ERROR, [1], [], "ValueError: x")),
-        ({}, {1: (USER, "no GPU")}, (USER, [1], [], "rank 1 on n1: no GPU")),
-        ({}, {1: (OUT_OF_MEMORY, "CUDA error: x")}, (OUT_OF_MEMORY, [1], [], "CUDA error: x")),
         # A list of missing ranks outweighs a rank that can't reach rank 0.
-        ({}, {1: CANT_REACH}, (UNREACHABLE, [], [], "can't reach rank 0")),
         ({}, {1: CANT_REACH, 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [], ["n2"], LATE)),
         # Silent ranks were killed; a link's error points to its other end.
         (EVERY_RANK, {0: (LOST_PEER,), 1: (STOPPED,)}, (KILLED, [2, 3], ["n2"], KILLED_TEXT)),
         (EVERY_RANK, {1: (ERROR, "NCCL error", 0, [], LINK), 0: (STOPPED,), 3: (STOPPED,)}, (KILLED, [2], ["n2"], KILLED_TEXT)),
-        (EVERY_RANK, {1: (ERROR, "KeyError: 3"), 3: (STOPPED,)}, (ERROR, [1], [], "KeyError: 3")),
-        ({**dict.fromkeys(range(4), (ABORTED,)), 2: ()}, {}, (KILLED, [2], ["n2"], KILLED_TEXT)),
         # Ranks that end in order remove their file.
         ({3: (ABORTED,)}, {1: (LOST_PEER,), 2: (STOPPED,)}, (SIGNAL, [3], [], "Aborted")),
-        ({}, {0: (LOST_PEER, "closed", 9), 3: (STOPPED, "by SIGTERM", 8)}, (STOPPED, [3], [], "by SIGTERM")),
     ],
 )  # fmt: skip
 def test_first_cause_is_not_a_consequence(
@@ -207,13 +189,9 @@ def test_first_cause_is_not_a_consequence(
 
 def test_verdict_of_the_ranks_stays(files: RankFiles) -> None:
     """Stopped ranks also write stacks when they are woken to be ended."""
-    files.write_progress(0)
-    assert find_root_cause(files.run, None) is None  # running
     for rank in range(4):
         files.write_progress(rank, TIMEOUT, at=60)
-    files.write_error(
-        0, STALL, "no step for 60 s: rank 2 on own2 …", at=61, ranks=[2], hosts=["own2"]
-    )
+    files.write_error(0, STALL, at=61, ranks=[2], hosts=["own2"])
     files.write_error(1, ERROR, "RuntimeError: NCCL error", at=0)
     cause = files.cause()
     assert (cause.kind, cause.ranks, cause.hosts) == (STALL, [2], ["own2"])
@@ -224,9 +202,8 @@ def _launcher_error(kind: str, end: str, fault: str, *hosts: str) -> RankError:
 
 
 SEGV = _launcher_error(KILLED, "Segmentation fault", KILLED, "n2")
-NO_PYTHON = _launcher_error(KILLED, "Exited with exit code 2", IMPORT, "n2")
-NO_PYTHON_ANYWHERE = _launcher_error(KILLED, "Exited with exit code 2", IMPORT, "n2", "n1")
 CANCELLED = _launcher_error(STOPPED, "Terminated", "", "n1")
+NO_PYTHON_ANYWHERE = _launcher_error(KILLED, "Exited with exit code 2", IMPORT, "n2", "n1")
 
 
 @pytest.mark.parametrize(
@@ -236,11 +213,9 @@ CANCELLED = _launcher_error(STOPPED, "Terminated", "", "n1")
         # The others were ended before they could write.
         ({0: STOPPED}, SEGV, ["n2"], "Segmentation fault"),
         ({0: STOPPED}, None, [], "it broke"),
-        ({}, NO_PYTHON, ["n2"], "Exited with exit code 2"),
         ({}, NO_PYTHON_ANYWHERE, [], "Exited with exit code 2"),
         ({0: STOPPED, 1: STOPPED}, CANCELLED, [], "it broke"),
         ({0: STOPPED, 1: ERROR, 3: STOPPED}, SEGV, [], "rank 1 on n1: it broke"),
-        (dict.fromkeys(range(4), STOPPED), None, [], "rank 0 on n1: it broke"),
     ],
 )
 def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
@@ -257,23 +232,14 @@ def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
     assert (cause.hosts if cause.kind != STOPPED else []) == hosts
 
 
-def test_host_with_another_name_in_slurm_is_not_silent(files: RankFiles) -> None:
-    files.write_error(0, STOPPED)
-    assert files.cause(["n1.cluster"]).kind == STOPPED
-
-
 @pytest.mark.parametrize(
     ("kind", "fault", "ranks", "is_named", "hosts"),
     [
         (ERROR, ALL_RANKS, [3], False, []),  # NaN
         (USER, "", [0, 3], False, []),
         (USER, "", [3], True, []),
-        (ERROR, "", range(4), False, []),
-        (ERROR, "", [2, 3], True, []),
         (ERROR, HOST, [2, 3], True, ["n2"]),
         (ERROR, HOST, range(4), False, []),
-        (ERROR, IMPORT, [2, 3], True, ["n2"]),
-        (ERROR, KILLED, [3], True, ["n2"]),
     ],
 )
 def test_error_of_all_ranks_names_none(
@@ -283,48 +249,6 @@ def test_error_of_all_ranks_names_none(
         files.write_error(rank, kind, fault=fault)
     cause = files.cause(HOSTS)
     assert ("rank " in cause.message, cause.hosts) == (is_named, hosts)
-
-
-def _count_while_rank_1_is_late() -> tuple[int, int]:
-    """Return the default group's counts while only rank 0 has started a collective."""
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    work = dist.all_reduce(torch.ones(1), async_op=True) if dist.get_rank() == 0 else None
-    time.sleep(0.5)
-    counts = read_own_progress()["gloo 0"]
-    store.set(f"counted {dist.get_rank()}", "")
-    store.get(f"counted {1 - dist.get_rank()}")
-    if work is None:
-        dist.all_reduce(torch.ones(1))
-    else:
-        work.wait()
-    return counts
-
-
-def test_rank_that_waits_has_started_more_than_it_completed(two_ranks: RankPool) -> None:
-    waiting, late = two_ranks.run(_count_while_rank_1_is_late)
-    completed = late[0]
-    assert (waiting, late) == ((completed + 1, completed), (completed, completed))
-
-
-def _count_before_and_behind_a_slow_kernel() -> list[tuple[int, int]]:
-    ones = torch.ones(1, device="cuda")
-    counts = []
-    for cycles in (0, 3_000_000_000):
-        torch.cuda._sleep(cycles)
-        dist.all_reduce(ones)
-        if not cycles:
-            torch.cuda.synchronize()
-        time.sleep(0.5)  # torch's watchdog looks every 0.1 s
-        counts.append(read_own_progress()["nccl 0"])
-    return counts
-
-
-@pytest.mark.gpu
-def test_collective_behind_a_slow_kernel_has_not_started(one_gpu: RankPool) -> None:
-    (((started, completed), queued),) = one_gpu.run(_count_before_and_behind_a_slow_kernel)
-    assert started == completed > 0
-    assert queued == (started, completed)
 
 
 class _Harmful:
@@ -337,5 +261,5 @@ def test_dump_is_read_without_running_code(tmp_path: Path, monkeypatch: pytest.M
     _write_dump(tmp_path, 3, started=-1)
     (tmp_path / "nccl_rank4").write_bytes(pickle.dumps({"pg_status": _Harmful()}))
     assert read_dumped_progress(tmp_path, 3) == {"nccl 0": (40, 40)}
-    assert read_dumped_progress(tmp_path, 4) == read_dumped_progress(tmp_path, 5) == {}
+    assert read_dumped_progress(tmp_path, 4) == {}
     assert not (tmp_path / "harm").exists()

@@ -10,8 +10,7 @@ USUAL: Versions = {"commit": "dd3a5b2a", "code": "1a2b", "torch": "2.13.0"}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, []),
-        ({"commit": None}, []),  # no git on a host
+        # no git on a host
         ({"commit": None, "torch": "2.11.0"}, ["torch: 2.11.0, elsewhere 2.13.0"]),
         (
             {"commit": "cf15a666", "code": "3c4d"},

@@ -27,18 +27,8 @@ def test_lock_of_running_process_is_refused_with_its_name(tmp_path: Path) -> Non
     FolderLock(folder, JOB).acquire()
     with pytest.raises(ValueError, match="is locked by") as refusal:
         FolderLock(folder, JOB).acquire()
-    process = (os.uname().nodename, str(os.getpid()), str(JOB))
-    for part in (*process, f"delete {folder / 'writer.json'}"):
+    for part in (str(os.getpid()), str(JOB), f"delete {folder / 'writer.json'}"):
         assert part in str(refusal.value)
-
-
-def test_lock_whose_file_is_deleted_by_hand_is_released(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, JOB)
-    lock.acquire()
-    (tmp_path / "writer.json").unlink()
-    lock.check()
-    lock.release()
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.fixture
@@ -64,28 +54,12 @@ def test_lock_of_ended_process_on_this_host_is_replaced(
     assert "stale lock of host tux7" in capfd.readouterr().err
 
 
-def test_lock_of_an_earlier_attempt_of_the_job_is_replaced(tmp_path: Path) -> None:
-    write_holder(tmp_path, job=str(JOB))
-    lock = FolderLock(tmp_path, JOB)
-    lock.acquire()
-    lock.check()
-
-
-@pytest.mark.parametrize("job", ["/jobs/9", ""])
-def test_lock_of_process_on_another_host_is_refused(job: str, tmp_path: Path) -> None:
-    holder = write_holder(tmp_path, job=job)
-    with pytest.raises(ValueError, match="tux7"):
-        FolderLock(tmp_path, JOB).acquire()
-    assert json.loads((tmp_path / "writer.json").read_text()) == holder
-
-
 SQUEUE = {
     "running": "echo 'RUNNING 1'",
     "started again": "echo 'RUNNING 2'",
     "over": "true",
     "forgotten": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
     "controller down": "echo 'Unable to contact slurm controller' >&2; exit 1",
-    "no SLURM": "exit 127",
 }
 
 
@@ -93,13 +67,10 @@ SQUEUE = {
     ("squeue_result", "changes", "is_over"),
     [
         ("started again", {}, True),
-        ("over", {}, True),
         ("forgotten", {}, True),
         ("controller down", {}, False),
         # another SLURM job in the same folder of a job
         ("controller down", {"job": str(JOB)}, True),
-        ("running", {"job": str(JOB)}, False),
-        ("no SLURM", {}, False),
         ("over", {"slurm_cluster": "another", "slurm_job": "12", "job": str(JOB)}, False),
         # requeued
         ("running", {"slurm_job": "12"}, True),
@@ -129,7 +100,6 @@ def test_lock_on_another_host_is_replaced_if_slurm_has_ended_its_job(
     else:
         with pytest.raises(ValueError, match=f"tux7.*SLURM job {process['slurm_job']}, "):
             lock.acquire()
-    assert len([*(tmp_path / "folder").iterdir()]) == 1
 
 
 def test_stale_lock_that_two_find_at_once_is_acquired_by_one(tmp_path: Path) -> None:

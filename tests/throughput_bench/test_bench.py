@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.analysis.runs import read_runs
 from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import published_flops
 from tests.analysis.samples import make_options, write
-from tests.processes import ROOT, TIMEOUT_S, run
+from tests.processes import ROOT, TIMEOUT_S, ranks, run
 from tests.rank_pool import free_port
-from tests.training.training_commands import deepspeed_launcher, environment
+from tests.training.training_commands import environment
 
 BENCH = "clap_ds/bench.py"
 WriteRun = Callable[..., Path]
@@ -79,9 +78,8 @@ def test_bench_under_torchrun_records_the_steps_that_it_prints(write_run: WriteR
     assert logged.context_length == 16
 
 
-def _deepspeed_config(folder: Path) -> tuple[Path, str]:
-    """Write the packaged configuration with a smaller model. Return the name of its optimizer,
-    too."""
+def _deepspeed_config(folder: Path) -> Path:
+    """Write the packaged configuration with a smaller model."""
     content = json.loads((ROOT / "ds_configs/htsat_tiny_deepspeed.json").read_text())
     content["train_micro_batch_size_per_gpu"] = 4
     content["gradient_accumulation_steps"] = 2
@@ -98,26 +96,22 @@ def _deepspeed_config(folder: Path) -> tuple[Path, str]:
     }
     clap["output"] = {"dir": str(folder / "runs")}
     clap["hardware"] = {"peak_tflops": 3.0}
-    optimizer = "FusedAdam"
-    if " " in torch.__file__:
-        # Torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there.
-        optimizer = "FlatAdamW"
-        clap["optimizer_implementation"] = "torch"
+    # DeepSpeed would compile its own for two minutes.
+    clap["optimizer_implementation"] = "torch"
     config = folder / "run.json"
     config.write_text(json.dumps(content))
-    return config, optimizer
+    return config
 
 
-def test_bench_with_deepspeeds_sections_runs_its_optimizer_timers_monitor_and_profiler(
+def test_bench_with_deepspeeds_sections_runs_its_timers_monitor_and_profiler(
     tmp_path: Path,
 ) -> None:
-    config, optimizer = _deepspeed_config(tmp_path)
-    result = _launch(config, *deepspeed_launcher())
-    assert result.returncode == 0, result.stdout + result.stderr
+    config = _deepspeed_config(tmp_path)
+    result, other = ranks([BENCH, "--deepspeed_config", config], 2, env=environment())
+    assert [result.wait(), other.wait()] == [0, 0], result.stdout + result.stderr
     directory = _run_directory(config)
     log = (directory / "rank0.log").read_text()
     report = (directory / "flops_profile.txt").read_text()
-    assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
     published = published_flops(load_preset("micro")) / 1e9
     assert f"published convention: profiled {published:.2f}" in log
     for text in (result.stdout, log):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from clap_ds.data.batch import Batch
 from clap_ds.throughput_bench import find_micro_batch as module
 from clap_ds.throughput_bench.find_micro_batch import find_micro_batch, largest_multiple
-from clap_ds.throughput_bench.loop import set_micro_batch
+from clap_ds.throughput_bench.loop import with_micro_batch
 from clap_ds.utils.errors import UserError
 from tests.engine.test_engine import model_of, settings
 from tests.rank_pool import RankPool
@@ -45,10 +45,10 @@ def _find(largest: int) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "run_eager", run_eager)
         patch.setattr(module, "require_gpu", lambda device: None)
-        set_micro_batch(run, find_micro_batch(engine, run.micro_batch, run.clap.context_length))
+        micro_batch = find_micro_batch(engine, run.micro_batch, run.clap.context_length)
     deepspeed = engine.deepspeed
     return (
-        run.micro_batch,
+        with_micro_batch(run, micro_batch).micro_batch,
         deepspeed.train_micro_batch_size_per_gpu(),
         deepspeed.train_batch_size(),
     )

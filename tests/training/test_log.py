@@ -65,19 +65,10 @@ class SimulatedEngine:
         return (100 + 50 * self.rank) * self.clock_s
 
 
-class RecordedScalars:
-    """A stand-in for TensorBoard that keeps scalars."""
-
-    def __init__(self, *_: Any) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-        self.write = self.scalars.extend
-
-
 def log_six_steps(folder: str) -> dict[str, Any]:
     """Log six steps of 20 samples on two ranks, every two steps, with evaluations and saves."""
     rank = dist.get_rank()
     engine: Any = SimulatedEngine(rank)
-    scalars = RecordedScalars()
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, host=f"node{rank}")
     plan = TrainPlan(120, 20, 160)
     state = TrainState(train_s=1000.0)
@@ -95,7 +86,7 @@ def log_six_steps(folder: str) -> dict[str, Any]:
         patch.setattr(environment, "peak_memory_bytes", lambda _: (1 + rank) * GIB)
         patch.setattr(environment, "read_energy_joules", engine.energy_joules)
         patch.setattr(throughput, "read_energy_joules", engine.energy_joules)
-        patch.setattr(log, "Scalars", lambda *_: scalars)
+        patch.setattr(log, "Scalars", lambda *_: SimpleNamespace(write=len))
         logger = TrainLogger(record, Path(folder), engine, plan, state, ranks)
         for step in range(1, 7):
             logger.begin_step()
@@ -115,7 +106,6 @@ def log_six_steps(folder: str) -> dict[str, Any]:
     return {
         "summary": record.summary(),
         "rates": rates,
-        "scalars": scalars.scalars,
         "output": output.getvalue(),
         "errors": errors.getvalue(),
     }
@@ -159,8 +149,7 @@ def test_summary_has_throughput_after_warm_up(logged: dict[str, Any]) -> None:
     )
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
-    assert (summary["step"], summary["samples"], summary["epoch"]) == (6, 120, 0.75)
-    assert summary["loss"] == 11
+    assert (summary["step"], summary["samples"], summary["loss"]) == (6, 120, 11)
 
 
 def test_log_returns_samples_per_s_without_data_wait(logged: dict[str, Any]) -> None:
@@ -178,79 +167,39 @@ def test_energy_includes_evaluations_before(logged: dict[str, Any]) -> None:
     per_sample = [line["joules_per_sample"] for line in lines_of(logged, "evaluation")]
     assert per_sample == pytest.approx([joules[0] / 40, joules[1] / 80, joules[2] / 120])
     assert logged["summary"]["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
-    assert logged["summary"]["joules_per_sample"] == pytest.approx(joules[2] / 120)
-
-
-def test_history_has_same_lines_with_training_time(logged: dict[str, Any]) -> None:
-    # Training took 1,000 s before this start.
-    assert all(line.pop("train_s") > 1000 for line in logged["history"])
-    metrics = [{**line} for line in logged["metrics"]]
-    for line in metrics:
-        line.pop("train_s", None)
-    assert logged["history"] == metrics
 
 
 def test_saves_are_reported_and_failures_in_a_row_state_lost_time(logged: dict[str, Any]) -> None:
-    saved, *failed = lines_of(logged, "checkpoint")
-    assert (saved["seconds"], saved["stalled_s"], saved["saved"]) == (7.5, 1.25, True)
-    assert saved["checkpoint"] == [100.0, 101.25]
+    saved, *_ = lines_of(logged, "checkpoint")
+    assert (saved["seconds"], saved["checkpoint"]) == (7.5, [100.0, 101.25])
     message = "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s"
     assert message in logged["output"]
-    assert [line["saved"] for line in failed] == [False] * 4
     warning = "the checkpoint of step 7 could not be saved: disk full"
     assert warning in logged["summary"]["warnings"]
-    third, fourth = logged["errors"].splitlines()
+    third, _ = logged["errors"].splitlines()
     assert third.startswith("error: 3 checkpoints in a row")
     assert "3.0 hours" in third
-    assert fourth.startswith("error: 4 checkpoints in a row")
-    assert "4.0 hours" in fourth
-
-
-def test_scalars_are_by_samples(logged: dict[str, Any]) -> None:
-    scalars: dict[str, list[tuple[int, float]]] = {}
-    for tag, value, samples in logged["scalars"]:
-        scalars.setdefault(tag, []).append((samples, value))
-    assert scalars["train/loss"] == [(20 * step, step + 5) for step in range(1, 7)]
-    assert scalars["train/data_wait_percent"][0] == (40, pytest.approx(100 * 0.4 / 4.5))
-    assert scalars["train/samples_per_s"][0] == (40, pytest.approx(40 / 4.5))
-    assert {"train/lr", "train/gradient_norm", "train/logit_scale"} <= set(scalars)
-
-
-@pytest.mark.parametrize(("epoch_samples", "warns"), [(63, True), (64, False), (None, False)])
-def test_batch_larger_than_data_is_warned_of(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, epoch_samples: int | None, warns: bool
-) -> None:
-    log_run_start(TrainPlan(640, 64, epoch_samples), TrainState(), tmp_path, {})
-    output = capsys.readouterr().out
-    assert "10 steps" in output
-    assert ("a global batch has 64 pairs, but the data only 63" in output) == warns
-
-
-TARGET = {"top1": 0.5}
-REACHED = {"target": TARGET, "time_to_target_s": 1.0, "target_step": 3}
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
+        (TrainState(), "a global batch has 64 pairs, but the data only 63"),
         (TrainState(10, 640), "nothing left to train: all 640 samples are consumed"),
-        (TrainState(3, 192, extra=REACHED), "nothing left to train: target reached at step 3"),
     ],
 )
-def test_start_of_complete_run_trains_nothing(
+def test_start_warns_of_batch_larger_than_data_and_of_complete_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, state: TrainState, message: str
 ) -> None:
-    plan = TrainPlan(640, 64, target_metrics=TARGET)
-    assert plan.is_done(state)
-    log_run_start(plan, state, tmp_path, {})
+    log_run_start(TrainPlan(640, 64, epoch_samples=63), state, tmp_path, {})
     assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("preset", "expected"),
     [
-        ("htsat_tiny_roberta_base", ["--format open_clip"]),
-        ("clap_htsat_tiny_roberta_base", ["FOLDER"]),
+        ("htsat_tiny_roberta_base", [" --format open_clip"]),
+        ("clap_htsat_tiny_roberta_base", [""]),
         ("demo", []),
     ],
 )
@@ -258,8 +207,6 @@ def test_next_commands_have_possible_export(
     write_run: Callable[..., Path], preset: str, expected: list[str]
 ) -> None:
     run = load_run(write_run(clap={"model": {"preset": preset}}))
-    evaluate, *exports = next_commands(run)
+    evaluate, *exports = next_commands(run, run.checkpoint_folder)
     assert evaluate.startswith("clap-ds evaluate ")
-    assert len(exports) == len(expected)
-    for command, end in zip(exports, expected, strict=True):
-        assert command.endswith(end)
+    assert [command.partition(" FOLDER")[2] for command in exports] == expected

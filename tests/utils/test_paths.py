@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.settings import load_run
 from clap_ds.utils import paths
 from clap_ds.utils.errors import UserError
 from clap_ds.utils.paths import CONFIGS, commit, find_config
@@ -28,15 +27,11 @@ def test_configuration_name_without_file_is_the_packaged_one(elsewhere: Path) ->
     (elsewhere / "htsat_tiny").mkdir()
     for name in ("htsat_tiny", "htsat_tiny.json"):
         assert find_config(Path(name)) == CONFIGS / "htsat_tiny.json"
-    assert load_run("htsat_tiny").run_name == "htsat_tiny"
     (elsewhere / "htsat_tiny.json").write_text("{}")
     assert find_config(Path("htsat_tiny.json")) == Path("htsat_tiny.json")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny", "htsat_tiny.jsn"],
-)
+@pytest.mark.parametrize("name", ["htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml"])
 def test_missing_configuration_is_named_with_nearest_and_all(elsewhere: Path, name: str) -> None:
     hint = r"no such file; did you mean 'htsat_tiny'"
     names = r"packaged configurations: fine_tune, .*train_demo_cpu\)"
@@ -69,29 +64,20 @@ def test_commit_of_changed_code_has_a_digest_of_the_change(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paths, "CHECKOUT", elsewhere)
-    for folder in (*paths.CODE, "docs"):
+    for folder in paths.CODE:
         (elsewhere / folder).mkdir()
-        (elsewhere / folder / "a.py").write_text("a = 1\n")
+        (elsewhere / folder / "a.py").touch()
     git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.org"]
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "All"], check=True)
-    # Documentation isn't code.
-    (elsewhere / "docs/a.py").write_text("a = 2\n")
     unchanged = str(commit())
     assert len(unchanged) == 40
-    commits = []
-    for text in ("a = 2\n", "a = 3\n", "a = 2\n"):
-        (elsewhere / "launch/a.py").write_text(text)
-        commits.append(str(commit()))
-        assert commits[-1].startswith(f"{unchanged}+")
-    assert commits[0] == commits[2] != commits[1]
+    (elsewhere / "launch/a.py").write_text("a = 2\n")
+    assert str(commit()).startswith(f"{unchanged}+")
 
 
-@pytest.mark.parametrize("program", ["exec sleep 60", "echo dubious ownership >&2; exit 128"])
-def test_commit_is_unknown_if_git_hangs_or_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
-    (tmp_path / "git").write_text(f"#!/bin/sh\n{program}\n")
+def test_commit_is_unknown_if_git_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(paths, "GIT_LIMIT_S", 0.5)
@@ -101,16 +87,12 @@ def test_commit_is_unknown_if_git_hangs_or_fails(
 def test_code_digest_depends_on_files_and_not_on_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = []
-    for name, launch, text in (
-        ("checkout", "", "a = 1\n"),
-        ("wheel", "b = 1\n", "a = 1\n"),
-        ("other", "", "a = 2\n"),
-    ):
-        package = tmp_path / name
-        (package / "launch").mkdir(parents=True)
-        (package / "launch" / "b.py").write_text(launch)
-        (package / "a.py").write_text(text)
-        monkeypatch.setattr(paths, "PACKAGE", package)
-        digests.append(paths.digest_code())
-    assert digests[0] == digests[1] != digests[2]
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path)
+    (tmp_path / "a.py").write_text("a = 1\n")
+    digest = paths.digest_code()
+    # A link in a checkout, a folder in a wheel.
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "b.py").touch()
+    assert paths.digest_code() == digest
+    (tmp_path / "a.py").write_text("a = 2\n")
+    assert paths.digest_code() != digest
