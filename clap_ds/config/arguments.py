@@ -110,10 +110,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help=json_help)
 
 
-def add_preset(parser: Any, purpose: str, default: str | None = None) -> None:
+def add_preset(parser: Any, purpose: str) -> None:
     """Add the option that names a model preset, to a parser or a group of its options."""
     preset_help = f"{purpose}: a preset's name, or a path (see `clap-ds presets`)"
-    parser.add_argument("--preset", default=default, metavar="NAME", help=preset_help)
+    parser.add_argument("--preset", metavar="NAME", help=preset_help)
 
 
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ reduction is disabled.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class GradientSync:
     reducer. The latter requires that every trained parameter gets a gradient in every step."""
 
     def __init__(
-        self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext
+        self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait
     ) -> None:
         """Attach to DeepSpeed's engine.
 

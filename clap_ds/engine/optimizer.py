@@ -212,7 +212,7 @@ def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
+def norm_of(tensors: Sequence[Tensor], *, natively: bool) -> Tensor:
     """Return the total 2-norm of contiguous tensors, scalar fp64 on their device.
 
     Args:

@@ -282,7 +282,7 @@ def contains_any(name: str, parts: Iterable[str]) -> bool:
 
 
 @cache
-def _expected_state(sizes: str, *, learns_bias: bool = False) -> State:
+def _expected_state(sizes: str, *, learns_bias: bool) -> State:
     """Return the state of a model of these sizes (JSON) on the meta device."""
     config = ClapConfig.model_validate_json(sizes)
     with torch.device("meta"):

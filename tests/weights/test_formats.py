@@ -211,20 +211,24 @@ def test_own_safetensors_store_any_model_completely(tmp_path: Path) -> None:
         checkpoint.load_into(ClapModel(mean))
 
 
-def test_published_layouts_equal_presets() -> None:
-    """transformers' defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a
-    joint space of 512."""
-
-    def sizes(**config: Any) -> ClapConfig:
-        return parse_sizes(convert_clap_config(transformers.ClapConfig(**config).to_dict()), "hf")
-
-    tiny = sizes()
-    preset = load_preset("clap_htsat_tiny_roberta_base")
+@pytest.mark.parametrize(
+    ("changes", "preset"),
+    [
+        # transformers' defaults are LAION's tiny model.
+        ({}, "clap_htsat_tiny_roberta_base"),
+        # larger_clap checkpoints are HTSAT-base with a joint space of 512.
+        (
+            {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024},
+            "htsat_base_roberta_base",
+        ),
+    ],
+)
+def test_published_layouts_equal_presets(changes: dict[str, Any], preset: str) -> None:
+    whole = transformers.ClapConfig(audio_config=changes).to_dict()
+    sizes = parse_sizes(convert_clap_config(whole), "hf")
     # Missing fields have transformers' defaults.
-    assert parse_sizes(convert_clap_config({"model_type": "clap"}), "hf") == tiny
-    assert (tiny.audio, tiny.joint_dim) == (preset.audio, preset.joint_dim)
-    changes = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024}
-    larger = sizes(audio_config=changes)
-    base = load_preset("htsat_base_roberta_base").audio
-    assert larger.audio == base.model_copy(update={"projection": larger.audio.projection})
-    assert larger.audio.projection.hidden_dim == larger.joint_dim == 512
+    sparse = {"model_type": "clap", "audio_config": changes}
+    assert parse_sizes(convert_clap_config(sparse), "hf") == sizes
+    expected = load_preset(preset).audio
+    assert sizes.audio == expected.model_copy(update={"projection": sizes.audio.projection})
+    assert sizes.audio.projection.hidden_dim == sizes.joint_dim == 512
