@@ -147,7 +147,6 @@ def compare(
     precision = find_precision(config)
     if saved_precision != precision:
         to_accept.append(f"the precision is {saved_precision} there, {precision} here")
-    harmless += compare_settings(manifest.settings, redact_all(config))
     saved_lr_scale = find_field(manifest.settings, "clap.train.lr_scale") or {}
     lr_scale = find_field(config, "clap.train.lr_scale") or {}
     if saved_lr_scale != lr_scale:
@@ -156,6 +155,7 @@ def compare(
         to_accept = [
             cause if change.startswith("parameter_groups") else change for change in to_accept
         ]
+    harmless += compare_settings(manifest.settings, redact_all(config))
     return to_accept, harmless
 
 
