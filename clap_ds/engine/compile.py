@@ -23,7 +23,7 @@ from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.run_records.schema import Summary
 from clap_ds.utils.errors import first_line
-from clap_ds.utils.paths import compile_cache_dir
+from clap_ds.utils.paths import cache_folder
 
 T = TypeVar("T")
 
@@ -202,8 +202,9 @@ def set_compile_cache() -> None:
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         # A folder that the user chose stays.
         if os.environ.get(variable, "") in ("", default_cache_dir()):
+            # Without any folder that can be written, theirs says so when it is used.
             with suppress(OSError):
-                os.environ[variable] = str(compile_cache_dir(name))
+                os.environ[variable] = str(cache_folder(name))
 
 
 @cache
