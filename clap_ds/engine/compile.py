@@ -41,6 +41,7 @@ def compile_towers(
     compile_mode: str,
     *,
     cached: bool,
+    local_rank: int = 0,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Summary:
     """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for
@@ -69,8 +70,9 @@ def compile_towers(
     front_end_parts = model.front_end_parts if audio.ndim == 2 else ()
     problems: dict[str, str | None] = {}
     began_s = time.monotonic()
-    # On a host, others find what local rank 0 compiled in the cache.
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    # On a host, others find what local rank 0 compiled in the cache. LOCAL_RANK in the environment
+    # isn't it: it is the device's number, 0 on all ranks that see one GPU each.
+    is_first = local_rank == 0
     with (
         watchdog.activity("compiling"),
         preserve_rng_and_bn(model, batch.device),

@@ -2,7 +2,9 @@
 but no code generator."""
 
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +130,37 @@ def test_late_stages_have_gradients_before_early_stages_go_backward(checkpoint: 
     late_names = {name for name in names if name.startswith(("stages.2", "stages.3", "norm"))}
     assert {*late.split()} == late_names
     assert {*early.split()} == names - late_names
+
+
+def note_ranks(path: str) -> None:
+    """Compile the towers as if ranks' numbers on their host were reversed, and append each rank to
+    a file when it begins to compile a tower."""
+    forget()
+
+    def note_rank(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        with open(path, "a") as file:
+            file.write(str(dist.get_rank()))
+        return graph
+
+    engine = engine_of(settings("fp32", 1), micro())
+    compile_towers(
+        engine.deepspeed,
+        batch(),
+        "towers",
+        cached=False,
+        local_rank=1 - dist.get_rank(),
+        backend=aot_autograd(fw_compiler=note_rank, bw_compiler=boxed_nop),
+    )
+
+
+def test_first_rank_of_a_host_compiles_before_the_others(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    two_ranks.run(note_ranks, str(tmp_path / "ranks"))
+    # One graph for the text tower, and two for the audio tower on several ranks.
+    order = (tmp_path / "ranks").read_text()
+    assert re.fullmatch("(1+0+){2,3}", order)
+    assert order.count("0") == order.count("1")
 
 
 def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:

@@ -292,6 +292,12 @@ def main() -> None:
     report("dropped fraction", torch.float32, 0.0 if abs(fraction - p) < limit else 1.0)
     scale = masks[masks > 0]
     report("scale", torch.float32, float((scale - 1 / (1 - p)).abs().max()))
+    tokens, weight, bias, _ = draw_captions(lengths, dim)
+    # As `triton_captions` begins.
+    random_state = torch.manual_seed(5).get_state()
+    triton_captions(tokens, weight, bias, lengths=lengths)
+    is_unchanged = torch.equal(torch.get_rng_state(), random_state)
+    report("no dropout draws nothing", torch.float32, 0.0 if is_unchanged else 1.0)
 
 
 if __name__ == "__main__":
