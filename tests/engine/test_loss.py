@@ -232,3 +232,25 @@ def test_features_gathered_during_the_forward_pass_are_the_same(
 ) -> None:
     for early, late in _run(eight_processes, tmp_path, 3, _early_and_late):
         np.testing.assert_array_equal(early, late)
+
+
+def test_softmax_columns_are_computed_before_the_wait_for_text_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = []
+
+    class Gather(module._Gather):
+        def wait(self) -> Tensor:
+            events.append("wait")
+            return super().wait()
+
+    def note_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
+        events.append("sums")
+        return tiled_row_sums(*arguments)
+
+    tiled_row_sums = module.tiled_row_sums
+    monkeypatch.setattr(module, "_Gather", Gather)
+    monkeypatch.setattr(module, "tiled_row_sums", note_sums)
+    SoftmaxLoss()(*_features(0, torch.float32), *_scalars(1.0, torch.float32))
+    # For audio, text and, as inputs need gradients, the log-sum-exps of other ranks.
+    assert events == ["wait", "sums", "wait", "sums", "wait"]
