@@ -113,7 +113,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "gpu": gpu.name,
         "micro_batch": run.micro_batch,
         "context_length": run.clap.context_length,
-        "text": "packed" if run.clap.text_packing else "padded",
+        "text": "packed" if run.clap.packs_captions else "padded",
         **prediction,
         "scales": predict_scales(num_samples, prediction["step_s"]["step"], nodes, arguments),
         "assumed": list_assumptions(gpu, prediction["classes"]),

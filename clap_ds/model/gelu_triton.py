@@ -4,8 +4,9 @@ one Triton kernel each, for CUDA.
 The gradient of GELU's input and its sum over tokens, which is the bias's gradient, need the same
 inputs. torch.compile makes two kernels that both read them. The backward kernel writes the gradient
 and partial sums, which are added in a fixed order, so that results are deterministic. In 16 bits
-the forward kernel takes half of the instructions of CUDA's erf, which limit PyTorch's. Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape
-letters: C channels, M hidden units.
+the forward kernel takes half of the instructions of CUDA's erf, which limit PyTorch's. Under
+`TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: C channels, M
+hidden units.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _simplify(run: RunSettings, micro_batch: int, device: torch.device) -> tuple
         "model": clap.model.model_copy(update={"pretrained_text": False}),
     }
     lengths = getattr(clap.data, "caption_lengths", None)
-    if clap.text_packing and lengths:
+    if clap.packs_captions and lengths:
         changes["context_length"] = _mean_length(lengths)
         changes["data"] = clap.data.model_copy(update={"caption_lengths": None})
     config = {name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed}
