@@ -103,7 +103,7 @@ class ContrastiveLoss:
     def __init__(
         self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext
     ) -> None:
-        self._wire_dtype = wire_dtype
+        self.wire_dtype = wire_dtype
         self._peer_wait = peer_wait
         self._early: dict[str, _Gather] = {}
 
@@ -116,7 +116,7 @@ class ContrastiveLoss:
 
     def _start(self, tower: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
         if torch.is_grad_enabled():
-            self._early[tower] = _Gather(features_BD, self._wire_dtype)
+            self._early[tower] = _Gather(features_BD, self.wire_dtype)
 
     def __call__(
         self,
@@ -137,8 +137,8 @@ class ContrastiveLoss:
         loss; likewise gradients.
         """
         # Hooks may have started these during the forward pass.
-        audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
-        text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
+        audio = self._early.pop("audio", None) or _Gather(audio_BD, self.wire_dtype)
+        text = self._early.pop("text", None) or _Gather(text_BD, self.wire_dtype)
         scalars = [logit_scale, logit_bias] if self.needs_bias else [logit_scale]
         compute = partial(self.compute, audio, text, *scalars)
         # Gathered features are constants to autograd: their ranks compute their gradients.
