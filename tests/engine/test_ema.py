@@ -65,7 +65,7 @@ def _check_evaluation(engine: ClapEngine) -> None:
             assert torch.equal(parameter, expected), name
         return SimpleNamespace(metrics={"evaluated": 1.0}, chances={})
 
-    evaluator: Any = SimpleNamespace(evaluate=evaluate_model)
+    evaluator: Any = SimpleNamespace(evaluate=evaluate_model, _is_eager=False)
     evaluated = Evaluator.evaluate_engine(evaluator, engine)
     assert evaluated.metrics == {"evaluated": 1.0}
     for name, parameter in engine.model.named_parameters():
