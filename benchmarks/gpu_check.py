@@ -29,7 +29,7 @@ from clap_ds.config.arguments import make_parser
 from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.flop_count.device_specs import find_peak
 from clap_ds.utils.errors import UserError, run_alone
-from clap_ds.utils.paths import compile_cache_dir, work_folder
+from clap_ds.utils.paths import cache_folder, work_folder
 
 
 class Check(NamedTuple):
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = work_folder() / "runs" / "gpu_check" / slug / f"call{options.call}"
     shutil.rmtree(folder, ignore_errors=True)
     # Continue with compiled code and profiles of earlier calls.
-    caches = compile_cache_dir("gpu_check")
+    caches = cache_folder("gpu_check")
     restore([*results.glob("caches*.tar.xz")], caches.parent)
     profiles = f"call[!{options.call}]_profile_*.tar.xz"
     restore([*results.glob(profiles)], folder.parent.parent)

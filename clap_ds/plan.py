@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,14 @@ from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.device_specs import Gpu, gpu_named
 from clap_ds.inference.options import check_output
+from clap_ds.planning.communication import Cluster, Traffic, communication_s
 from clap_ds.utils.errors import UserError, run_alone
 from clap_ds.utils.files import show_results
 
 # Operation classes printed with their efficiencies.
 MAX_CLASSES = 4
+# A 200 Gb/s adapter per GPU, as on the cluster of the published runs.
+ADAPTER_GBYTES_PER_S = 25.0
 # Published series whose step-time growth with nodes is assumed.
 GROWTH_SERIES = "jupiter_htsat_tiny"
 
@@ -68,6 +72,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
     ramp_help = "only print how many nodes each batch of clap.train.batch_ramp can use"
     add("--ramp", action="store_true", help=ramp_help)
+    network_help = (
+        "set a node's bandwidth to other nodes, one way, all adapters together"
+        f" (default: {ADAPTER_GBYTES_PER_S:g} per GPU)"
+    )
+    add("--network_gbytes_per_s", type=positive, metavar="N", help=network_help)
     samples_help = "estimate hours for this many training samples, repeats included"
     add("--samples", type=positive, metavar="N", help=samples_help)
     add_json(parser)
@@ -113,50 +122,88 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "gpu": gpu.name,
         "micro_batch": run.micro_batch,
         "context_length": run.clap.context_length,
-        "text": "packed" if run.clap.text_packing else "padded",
+        "text": "packed" if run.clap.packs_captions else "padded",
         **prediction,
-        "scales": predict_scales(num_samples, prediction["step_s"]["step"], nodes, arguments),
-        "assumed": list_assumptions(gpu, prediction["classes"]),
+        "scales": predict_scales(num_samples, prediction, gpu, nodes, arguments),
+        "assumed": list_assumptions(gpu, prediction["classes"], arguments),
     }
 
 
 def predict_scales(
-    num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
+    num_samples: int,
+    prediction: dict[str, Any],
+    gpu: Gpu,
+    nodes: list[int],
+    arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Predict throughput and efficiency per node count with the law that best predicted the
-    published runs.
+    """Predict throughput and efficiency per node count: a step and what communication adds to it.
 
-    Ranges cover all step times, each growing by as many seconds or as large a share as published;
-    the middle, half each. `num_samples` are those of a rank's step.
+    Ranges reach down to the jitter of the published runs: their growth with nodes, by as many
+    seconds or as large a share, of every estimate of the step. `num_samples` are those of a rank's
+    step.
     """
+    step_s = prediction["step_s"]["step"]
     # Every step time, with both kinds of growth.
-    laws = [
+    published_laws = [
         _scaling_law(num_samples, seconds, fraction)
         for seconds in step_s.values()
         for fraction in (0, 1)
     ]
-    middle = _scaling_law(num_samples, step_s["middle"], 0.5)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for num_nodes in nodes:
-        rate = middle.rate(num_nodes)
+        cluster = make_cluster(num_nodes, gpu, arguments)
+        costs_s = {estimate: added_s(prediction, cluster, nodes, estimate) for estimate in step_s}
         # Samples per second and GPU.
-        rates = [law.rate(num_nodes) for law in laws]
-        num_gpus = num_nodes * arguments.gpus_per_node
+        rates = {
+            estimate: num_samples / (seconds + sum(costs_s[estimate].values()))
+            for estimate, seconds in step_s.items()
+        }
+        first_rates = rows[0]["rates"] if rows else rates
         # In percent of the smallest scale's rate under the same law.
-        efficiencies = [100 * law.rate(num_nodes) / law.rate(nodes[0]) for law in laws]
+        efficiencies = [100 * rates[estimate] / first_rates[estimate] for estimate in rates]
+        efficiencies += [100 * law.rate(num_nodes) / law.rate(nodes[0]) for law in published_laws]
+        published_rates = [law.rate(num_nodes) for law in published_laws]
         row: dict[str, Any] = {
             "nodes": num_nodes,
-            "gpus": num_gpus,
-            "efficiency_percent": 100 * rate / middle.rate(nodes[0]),
+            "gpus": cluster.num_gpus,
+            "efficiency_percent": 100 * rates["middle"] / first_rates["middle"],
             "efficiency_percent_range": [min(efficiencies), max(efficiencies)],
-            "samples_per_s_per_gpu": {"low": min(rates), "middle": rate, "high": max(rates)},
-            "samples_per_s": num_gpus * rate,
+            "samples_per_s_per_gpu": {**rates, "low": min(rates["low"], *published_rates)},
+            "samples_per_s": cluster.num_gpus * rates["middle"],
+            "added_s": costs_s["middle"],
+            "rates": rates,
         }
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
-            row["gpu_hours"] = num_gpus * row["hours"]
+            row["gpu_hours"] = cluster.num_gpus * row["hours"]
         rows.append(row)
+    for row in rows:
+        del row["rates"]
     return rows
+
+
+def make_cluster(num_nodes: int, gpu: Gpu, arguments: argparse.Namespace) -> Cluster:
+    network = arguments.network_gbytes_per_s
+    if network is None:
+        network = ADAPTER_GBYTES_PER_S * arguments.gpus_per_node
+    return Cluster(num_nodes, arguments.gpus_per_node, gpu.link_gbytes_per_s, network)
+
+
+def added_s(
+    prediction: dict[str, Any], cluster: Cluster, nodes: list[int], estimate: str
+) -> dict[str, float]:
+    """Return the seconds that a cluster adds to a step on the smallest one, by cause: communication
+    and the loss over more samples."""
+    traffic = Traffic(**prediction["traffic"])
+    first_s = prediction["step_s"]["loss"][estimate]
+    # The loss's products and similarities grow with the number of GPUs.
+    slope_s = 0.0
+    if nodes[-1] > nodes[0]:
+        slope_s = (prediction["largest_loss_s"][estimate] - first_s) / (nodes[-1] - nodes[0])
+    growth_s = slope_s * (cluster.num_nodes - nodes[0])
+    columns_s = traffic.columns_s * (1 + growth_s / first_s)
+    costs_s = communication_s(replace(traffic, columns_s=columns_s), cluster, estimate)
+    return {**costs_s, "loss over more samples": growth_s}
 
 
 def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> ScalingFit:
@@ -178,9 +225,12 @@ def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> Sc
     )
 
 
-def list_assumptions(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
-    """Return sentences on the data sheet, the efficiencies of the slowest classes and the growth
-    with nodes."""
+def list_assumptions(
+    gpu: Gpu, classes: dict[str, dict[str, Any]], arguments: argparse.Namespace
+) -> list[str]:
+    """Return sentences on the data sheet, the efficiencies of the slowest classes, the network and
+    the growth with nodes."""
+    cluster = make_cluster(1, gpu, arguments)
     # Slowest first.
     by_time = sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])
     shares = []
@@ -194,15 +244,20 @@ def list_assumptions(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline.py",
-        f"step time grows with nodes as {DEFAULT_FIT}, as in the published runs ({GROWTH_SERIES}):"
-        " by as many seconds or as large a share; no waiting for data",
+        f"{cluster.network_gbytes_per_s:g} GB/s from a node to the others; no jitter of nodes and no"
+        " waiting for data",
+        f"low ends of ranges: step time grows with nodes as {DEFAULT_FIT}, as in the published runs"
+        f" ({GROWTH_SERIES}), by as many seconds or as large a share",
     ]
 
 
 def render(report: dict[str, Any]) -> str:
     """Format the report as Markdown."""
     assumptions = "\n".join(f"- {assumption}" for assumption in report["assumed"])
-    tables = [_memory_table(report), _time_table(report), _scale_table(report["scales"])]
+    scales = report["scales"]
+    tables = [_memory_table(report), _time_table(report), _scale_table(scales)]
+    if len(scales) > 1:
+        tables.append(_added_table(scales))
     return "\n\n".join([_summarize(report), *tables, f"Assumed:\n{assumptions}"])
 
 
@@ -252,6 +307,16 @@ def _scale_table(scales: list[dict[str, Any]]) -> str:
             f"{scale['samples_per_s']:,.0f}",
         ]
         rows.append(row + [significant(scale[name]) for name in durations])
+    return markdown_table(header, rows)
+
+
+def _added_table(scales: list[dict[str, Any]]) -> str:
+    """Format what communication adds to a step by scale."""
+    rows = []
+    for cause in scales[0]["added_s"]:
+        milliseconds = [f"{1000 * scale['added_s'][cause]:.1f}" for scale in scales]
+        rows.append([cause, *milliseconds])
+    header = ["added to a step, ms", *(f"{scale['gpus']:,} GPUs" for scale in scales)]
     return markdown_table(header, rows)
 
 

@@ -147,7 +147,7 @@ def setup_dataloader(
             ranks_per_host=ranks.local_world_size,
             seed=clap.seed,
             device=engine.device,
-            pack_captions=clap.text_packing,
+            pack_captions=clap.packs_captions,
             state=state,
             needs_epochs=clap.train.epochs is not None,
         )

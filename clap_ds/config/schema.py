@@ -49,8 +49,8 @@ class ModelSettings(Section):
     """MLP kernel. `auto`: on CUDA `triton` if it runs (fused in audio blocks of up to 128
     channels), else `torch`."""
     text_attention_impl: Literal["auto", "torch", "triton"] = "auto"
-    """Text attention kernel. `auto`: on CUDA `triton` if it runs and captions have up to 128
-    tokens, else `torch`."""
+    """Text attention kernel. `auto`: on CUDA `triton` if it runs, in 16 bits, for captions of up to
+    128 tokens and from compute capability 8.0, else `torch`."""
     activation_checkpointing: list[Tower] = []
     """Towers with activation checkpointing per block, for less memory and about a third more
     compute."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
@@ -57,9 +57,9 @@ class ClapSettings(schema.EngineSettings):
     model: schema.ModelSettings = schema.ModelSettings()
     context_length: Annotated[int, Field(ge=2)] = 77
     """Caption length in tokens, including start token, end token and padding."""
-    text_packing: bool = False
-    """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables
-    attention dropout."""
+    text_packing: bool | Literal["auto"] = "auto"
+    """Pack captions without padding in the text tower. `auto`: captions of shards, unless
+    open_clip's model takes padded ones."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     loss: Annotated[schema.LossSettings, BeforeValidator(_to_loss)] = schema.LossSettings()
     bench: schema.BenchSettings = schema.BenchSettings()
@@ -71,6 +71,14 @@ class ClapSettings(schema.EngineSettings):
     debug: schema.DebugSettings = schema.DebugSettings()
     seed: NonNegativeInt = 0
     """Random seed of weights, dropout, augmentation and data order."""
+
+    @property
+    def packs_captions(self) -> bool:
+        """`text_packing`, with `auto` resolved. The published workload's synthetic captions stay
+        padded."""
+        if self.text_packing != "auto":
+            return self.text_packing
+        return isinstance(self.data, schema.ShardData) and not self.preset().open_clip
 
     def preset(self) -> ClapConfig:
         """Return the model's sizes."""
@@ -273,7 +281,7 @@ def _check_together(clap: ClapSettings, precision: str) -> Iterator[str]:
             yield f"clap.train.lr_scale: {tower} is in clap.train.freeze"
     if train.max_samples and train.epochs:
         yield "clap.train: set max_samples or epochs, not both"
-    if preset.open_clip and clap.text_packing:
+    if preset.open_clip and clap.packs_captions:
         yield f"clap.text_packing: {preset.name} takes padded captions"
     if preset.open_clip and precision in ("bf16", "fp16"):
         precisions = f"fp32 or with torch_autocast, not in {precision}"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.distributed.collectives import rank
-from clap_ds.utils.paths import cache_folder, compile_cache_dir
+from clap_ds.utils.paths import cache_folder
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
@@ -98,7 +98,7 @@ def _build(flags: Sequence[str]) -> Path:
     ]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     try:
-        library = compile_cache_dir("cpu_kernels") / f"{digest}.so"
+        library = cache_folder("cpu_kernels") / f"{digest}.so"
         if rank() == 0 and not library.exists():
             # It takes up to minutes.
             print("compiling the CPU kernels (once)…", file=sys.stderr, flush=True)
@@ -110,7 +110,7 @@ def _build(flags: Sequence[str]) -> Path:
                 _compile(compiler, flags, library)
     except OSError as error:
         raise RuntimeError(
-            f"can't store compiled kernels in {cache_folder()} ($XDG_CACHE_HOME): {error}"
+            f"can't store compiled kernels ($XDG_CACHE_HOME sets the folder): {error}"
         ) from error
     return library
 

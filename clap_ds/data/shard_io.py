@@ -23,7 +23,7 @@ import fsspec
 from clap_ds.config.schema import ShardData
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.utils.files import RefusedFileError, open_regular
-from clap_ds.utils.paths import cache_folder
+from clap_ds.utils.paths import cache_folder, make_private
 
 # before the first retry; doubled before each of the other three
 FIRST_WAIT_S = 0.5
@@ -143,10 +143,9 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     # Here, because it imports torch.
     from webdataset.cache import LRUCleanup
 
-    folder = cache_folder() / "shards"
-    locks = cache_folder() / "shard_locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    locks.mkdir(parents=True, exist_ok=True)
+    folder = cache_folder("shards")
+    # A copy is renamed from there, so both are on one disk.
+    locks = make_private(folder.with_name("shard_locks"))
     # A larger shard is possible if its size is known; then it is deleted once read.
     file = open_copy(url, folder, locks, lambda size: size or cache_bytes)
     LRUCleanup(folder, cache_bytes, keyfn=os.path.getmtime, interval=None).cleanup()

@@ -23,7 +23,7 @@ from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.htsat import HTSAT
 from clap_ds.run_records.schema import Summary
 from clap_ds.utils.errors import first_line
-from clap_ds.utils.paths import compile_cache_dir
+from clap_ds.utils.paths import cache_folder
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ def compile_towers(
     compile_mode: str,
     *,
     cached: bool,
+    local_rank: int = 0,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Summary:
     """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for
@@ -69,8 +70,9 @@ def compile_towers(
     front_end_parts = model.front_end_parts if audio.ndim == 2 else ()
     problems: dict[str, str | None] = {}
     began_s = time.monotonic()
-    # On a host, others find what local rank 0 compiled in the cache.
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    # On a host, others find what local rank 0 compiled in the cache. LOCAL_RANK in the environment
+    # isn't it: it is the device's number, 0 on all ranks that see one GPU each.
+    is_first = local_rank == 0
     with (
         watchdog.activity("compiling"),
         preserve_rng_and_bn(model, batch.device),
@@ -202,8 +204,9 @@ def set_compile_cache() -> None:
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         # A folder that the user chose stays.
         if os.environ.get(variable, "") in ("", default_cache_dir()):
+            # Without any folder that can be written, theirs says so when it is used.
             with suppress(OSError):
-                os.environ[variable] = str(compile_cache_dir(name))
+                os.environ[variable] = str(cache_folder(name))
 
 
 @cache

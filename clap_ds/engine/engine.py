@@ -129,21 +129,33 @@ class ClapEngine:
         self._skips = torch.zeros(2, device=self.device, dtype=torch.long)
 
     def optimize_towers(
-        self, loader: BatchSource, model: ModelSettings, compile_setting: str
+        self,
+        loader: BatchSource,
+        model: ModelSettings,
+        compile_setting: str,
+        local_rank: int = 0,
     ) -> Summary:
         """Before the first step, choose kernels on CUDA and compile parts (`clap.compile`) for the
-        loader's batches. A collective; returns fields to record."""
+        loader's batches. A collective; returns fields to record. `local_rank`: this rank's number
+        on its host."""
         choices = Summary()
         if self.device.type == "cuda":
             set_compile_cache()
             autocast = self.deepspeed.torch_autocast_enabled()
             # Trial passes draw random numbers.
             with torch.random.fork_rng([self.device]):
-                choices["kernels"] = replace_failing_kernels(model, self.model, autocast=autocast)
+                choices["kernels"] = replace_failing_kernels(
+                    model,
+                    self.model,
+                    longest_caption=loader.peek().input_ids.shape[1],
+                    autocast=autocast,
+                )
         mode = resolve_compile_mode(compile_setting, self.device)
         if mode != "off":
             batch = loader.peek()
-            choices |= compile_towers(self.deepspeed, batch, mode, cached=self.uses_gradcache)
+            choices |= compile_towers(
+                self.deepspeed, batch, mode, cached=self.uses_gradcache, local_rank=local_rank
+            )
         return choices
 
     def step(self, batches: Iterator[Batch], *, waits: bool = False) -> Tensor:

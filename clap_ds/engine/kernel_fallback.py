@@ -18,16 +18,32 @@ from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.compile import first_error
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.contrastive import ContrastiveModel
-from clap_ds.model.kernels import Kernels, KernelSite, kernel_sites, torch_kernels
+from clap_ds.model.kernels import (
+    MAX_CAPTION_TOKENS,
+    Kernels,
+    KernelSite,
+    kernel_sites,
+    text_attention_problem,
+    torch_kernels,
+)
 from clap_ds.run_records.schema import ChosenKernel
 
 
 def replace_failing_kernels(
-    settings: ModelSettings, model: ContrastiveModel, *, autocast: bool = False
+    settings: ModelSettings,
+    model: ContrastiveModel,
+    *,
+    longest_caption: int = MAX_CAPTION_TOKENS,
+    autocast: bool = False,
 ) -> dict[str, ChosenKernel]:
     """Try the Triton kernels that `auto` chose at each size, before anything is traced, and replace
     those that fail on any rank. A collective. Returns the kernels by part of a block whose setting
-    is `auto`."""
+    is `auto`.
+
+    Args:
+        longest_caption: most tokens per caption.
+        autocast: whether the forward pass computes in bf16 by autocast.
+    """
     kernels: dict[str, ChosenKernel] = {}
     if not isinstance(model, ClapModel):
         return kernels
@@ -37,26 +53,28 @@ def replace_failing_kernels(
             continue
         # A setting that names a kernel is an order: its failure ends the run.
         part_sites = [site for site in sites if site.part == part]
-        problems = _replace_at(part_sites, autocast=autocast)
+        problems = _replace_at(part_sites, longest_caption, autocast=autocast)
         used = {site.modules[-1].kernel for site in part_sites}
         # Where the sites differ, Triton's is the one to report, beside what replaced it.
         kernel = "triton" if "triton" in used else used.pop()
         problem = "; ".join(dict.fromkeys(problems.values())) or None
         kernels[part] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
-            slower = f"; {', '.join(problems)} run slower without it: {problem}" if problem else ""
-            print(f"kernel of clap.model.{part}_impl: {kernel}{slower}", flush=True)
+            message = f"kernel of clap.model.{part}_impl: {kernel}"
+            if problem:
+                message += f"; {', '.join(problems)} can't use Triton's: {problem}"
+            print(message, flush=True)
     return kernels
 
 
-def _replace_at(sites: list[KernelSite], *, autocast: bool) -> dict[str, str]:
+def _replace_at(sites: list[KernelSite], longest_caption: int, *, autocast: bool) -> dict[str, str]:
     """Replace the kernels that fail, and return the problems by the sites' names."""
     problems = {}
     for site in sites:
         # Without Triton, the plan has torch's kernels already.
         if site.modules[-1].kernel != "triton":
             continue
-        attempt = partial(_try, site.function, site.tokens, autocast=autocast)
+        attempt = partial(_check_and_try, site, longest_caption, autocast=autocast)
         with activity("trying kernels"):
             problem = first_error(attempt)
         if problem:
@@ -64,6 +82,17 @@ def _replace_at(sites: list[KernelSite], *, autocast: bool) -> dict[str, str]:
             for module in site.modules:
                 module.kernel = getattr(torch_kernels(site.tokens.device), site.part)
     return problems
+
+
+def _check_and_try(site: KernelSite, longest_caption: int, *, autocast: bool) -> None:
+    """Raise an error if a site's kernel doesn't suit the run or doesn't run."""
+    if site.part == "text_attention":
+        head_dim = site.modules[-1].head_dim
+        dtype = torch.bfloat16 if autocast else site.tokens.dtype
+        problem = text_attention_problem(head_dim, longest_caption, dtype, site.tokens.device)
+        if problem:
+            raise ValueError(problem)
+    _try(site.function, site.tokens, autocast=autocast)
 
 
 def _try(function: Callable[[Tensor], Tensor], tokens: Tensor, *, autocast: bool) -> None:

@@ -58,6 +58,10 @@ class _Gather:
             self._work.wait()
         return self._gathered
 
+    def own(self) -> Tensor:
+        """Return this rank's rows, which need no wait."""
+        return self._local
+
 
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
     """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with
@@ -85,7 +89,7 @@ class ContrastiveLoss:
     fp32.
 
     Attributes:
-        compute: gathered features, both (N, D), logit scale and, if needed, bias → the mean loss of
+        compute: both towers' gathers of (N, D), logit scale and, if needed, bias → the mean loss of
             this rank's pairs, and its gradients by this rank's features and the scalars.
         needs_bias: whether the model learns a logit bias.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss
@@ -99,7 +103,7 @@ class ContrastiveLoss:
     def __init__(
         self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext
     ) -> None:
-        self._wire_dtype = wire_dtype
+        self.wire_dtype = wire_dtype
         self._peer_wait = peer_wait
         self._early: dict[str, _Gather] = {}
 
@@ -112,7 +116,7 @@ class ContrastiveLoss:
 
     def _start(self, tower: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
         if torch.is_grad_enabled():
-            self._early[tower] = _Gather(features_BD, self._wire_dtype)
+            self._early[tower] = _Gather(features_BD, self.wire_dtype)
 
     def __call__(
         self,
@@ -133,13 +137,10 @@ class ContrastiveLoss:
         loss; likewise gradients.
         """
         # Hooks may have started these during the forward pass.
-        audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
-        text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
-        with self._peer_wait():
-            audio_ND = audio.wait()
-            text_ND = text.wait()
+        audio = self._early.pop("audio", None) or _Gather(audio_BD, self.wire_dtype)
+        text = self._early.pop("text", None) or _Gather(text_BD, self.wire_dtype)
         scalars = [logit_scale, logit_bias] if self.needs_bias else [logit_scale]
-        compute = partial(self.compute, audio_ND, text_ND, *scalars)
+        compute = partial(self.compute, audio, text, *scalars)
         # Gathered features are constants to autograd: their ranks compute their gradients.
         loss: Tensor = _WithGradient.apply(compute, audio_BD, text_BD, *scalars)
         return loss
@@ -172,17 +173,23 @@ class SoftmaxLoss(ContrastiveLoss):
     evaluate = staticmethod(softmax_rows)
 
     def compute(
-        self, audio_ND: Tensor, text_ND: Tensor, scale: Tensor, *, needs_gradients: bool
+        self, audio: _Gather, text: _Gather, scale: Tensor, *, needs_gradients: bool
     ) -> LossAndGradients:
-        num_local = len(audio_ND) // world_size()
+        audio_BD = audio.own()
+        text_BD = text.own()
+        num_local = len(audio_BD)
         # The index of this rank's first pair.
         first_pair = rank() * num_local
-        audio_BD = audio_ND[first_pair : first_pair + num_local]
-        text_BD = text_ND[first_pair : first_pair + num_local]
-        # Rows compare own audio with all texts, columns own texts with all audio:
+        # Columns compare own texts with all audio, rows own audio with all texts:
         # -log softmax is the log-sum-exp minus the pair's own logit.
-        row_lse_B, row_target_B = tiled_row_sums(audio_BD, text_ND, scale, first_pair)
+        # Audio features have arrived during the text tower's forward pass. Texts are underway
+        # while columns are computed.
+        with self._peer_wait():
+            audio_ND = audio.wait()
         column_lse_B, column_target_B = tiled_row_sums(text_BD, audio_ND, scale, first_pair)
+        with self._peer_wait():
+            text_ND = text.wait()
+        row_lse_B, row_target_B = tiled_row_sums(audio_BD, text_ND, scale, first_pair)
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
         if not needs_gradients:
             return loss, ()
@@ -219,15 +226,16 @@ class SigmoidLoss(ContrastiveLoss):
 
     def compute(
         self,
-        audio_ND: Tensor,
-        text_ND: Tensor,
+        audio: _Gather,
+        text: _Gather,
         scale: Tensor,
         bias: Tensor,
         *,
         needs_gradients: bool,
     ) -> LossAndGradients:
-        audios = audio_ND.chunk(world_size())
-        texts = text_ND.chunk(world_size())
+        with self._peer_wait():
+            audios = audio.wait().chunk(world_size())
+            texts = text.wait().chunk(world_size())
         audio_BD = audios[rank()]
         text_BD = texts[rank()]
         num_local = len(audio_BD)

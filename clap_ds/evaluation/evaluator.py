@@ -24,6 +24,7 @@ from clap_ds.data.shard_manifest import expand_shards, kind_of
 from clap_ds.distributed.collectives import raise_on_all_ranks, reduce_on_rank0, run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
+from clap_ds.engine.compile import first_error
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import metrics
@@ -71,6 +72,8 @@ class Evaluator:
     ranks: Ranks
 
     def __post_init__(self) -> None:
+        # Whether the towers run uncompiled, as compiling them for evaluation has failed.
+        self._is_eager = False
         # Unusable items in order, without duplicates: tasks may share clips.
         self._broken: dict[SkippedSample, None] = {}
         if self.loss_kind not in LOSSES:
@@ -120,12 +123,36 @@ class Evaluator:
             self._plans[task], broken = plan(clips, section)
             self._note(broken)
 
+    def try_compiled(self, model: ContrastiveModel) -> str | None:
+        """Embed a silent clip and an empty caption, so that a compiled model is compiled for
+        evaluation, too.
+
+        If that fails on any rank, evaluations run uncompiled on all, and the reason is returned. A
+        collective.
+        """
+
+        def embed() -> None:
+            clips = [empty_row(model.config.audio, self._kind)]
+            embed_audio(model, clips, self.micro_batch)
+            embed_text(model, [""], self._tokenizer, self.context_length, self.micro_batch)
+
+        is_first = self.ranks.local_rank == 0
+        with activity("compiling"):
+            problem = first_error(embed, is_first) or first_error(embed, not is_first)
+        self._is_eager = problem is not None
+        if problem and self.ranks.is_main_process:
+            print(f"warning: evaluations can't be compiled and run slower: {problem}", flush=True)
+        return problem
+
     def evaluate_engine(self, engine: ClapEngine) -> Evaluation:
         """Evaluate the averaged weights, if there are any, else the model's, like `evaluate`."""
         # Ranks' batch norms have seen different data.
         engine.broadcast_bn_statistics()
         try:
-            with engine.ema.in_place() if engine.ema is not None else nullcontext():
+            with (
+                engine.ema.in_place() if engine.ema is not None else nullcontext(),
+                torch.compiler.set_stance("force_eager" if self._is_eager else "default"),
+            ):
                 return self.evaluate(engine.model)
         except NonFiniteError as error:
             raise NonFiniteError(f"after step {engine.steps} {error}") from None

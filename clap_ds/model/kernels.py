@@ -25,6 +25,10 @@ from clap_ds.config.schema import ModelSettings
 MAX_CAPTION_TOKENS = 128
 """Most tokens per caption for Triton's text attention: a program holds all keys and values of a
 caption and head."""
+HEAD_DIMS = (16, 32, 64, 128)
+"""Channels per head that Triton's text attention supports."""
+LEAST_CAPABILITY = (8, 0)
+"""First CUDA compute capability on which `auto` takes Triton's text attention."""
 
 
 class Kernels(NamedTuple):
@@ -65,7 +69,25 @@ def select_kernels(settings: ModelSettings, device: torch.device) -> Kernels:
 def supports_captions(head_dim: int, longest: int) -> bool:
     """Return whether Triton's text attention supports heads of `head_dim` channels and captions of
     up to `longest` tokens."""
-    return longest <= MAX_CAPTION_TOKENS and head_dim in (16, 32, 64, 128)
+    return longest <= MAX_CAPTION_TOKENS and head_dim in HEAD_DIMS
+
+
+def text_attention_problem(
+    head_dim: int, longest: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why `auto` takes torch's text attention rather than Triton's, or None.
+
+    Arguments are those of `supports_captions`, and the dtype of queries, keys and values.
+    """
+    if not supports_captions(head_dim, longest):
+        return f"captions of {longest} tokens or heads of {head_dim} channels are too large for it"
+    # In fp32 a program's keys and values don't fit in registers.
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is slower with it"
+    # Older GPUs have less shared memory than the kernel takes, or no tensor cores for it.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return "it needs compute capability 8.0"
+    return None
 
 
 class KernelSite(NamedTuple):

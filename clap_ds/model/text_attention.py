@@ -1,8 +1,8 @@
 """Compute the text tower's attention, over padded or packed captions.
 
 On CUDA captions of few tokens have a Triton kernel (`text_attention_triton.py`). Without it, packed
-captions on CUDA in 16 bits use PyTorch's variable-length flash attention, which has no dropout of
-attention weights. Otherwise packed captions are padded for attention. On CPUs attention is two
+captions on CUDA in 16 bits use PyTorch's variable-length flash attention, unless attention weights
+are dropped, which it can't. Otherwise packed captions are padded for attention. On CPUs attention is two
 matrix products and a softmax: PyTorch's fused kernel takes ten times as long backward in bf16.
 
 Shape letters: B batch, A heads, D head dim, C = A·D channels, E = 3·C; for packed captions see
@@ -32,7 +32,8 @@ def attend(
     With a `layout` of packed captions batch is 1."""
     if layout is None:
         return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    # Variable-length attention has no dropout.
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0:
         return _attend_varlen(query, key, value, layout)
     # Without a kernel for captions of several lengths, pad them.
     q, k, v = (_to_padded(tensor, layout) for tensor in (query, key, value))

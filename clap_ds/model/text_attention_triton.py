@@ -319,6 +319,10 @@ def triton_text_attention(
         longest: most rows per caption; `supports_captions` it.
         dropout: fraction of the weights set to zero, drawn from torch's random numbers.
     """
-    # From torch's generator, so that activation checkpointing draws the same ones.
-    seeds = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=qkv_TE.device)
+    if dropout > 0:
+        # From torch's generator, so that activation checkpointing draws the same ones.
+        seeds = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=qkv_TE.device)
+    else:
+        # An evaluation must not change what training draws next.
+        seeds = torch.zeros(2, dtype=torch.int32, device=qkv_TE.device)
     return _forward(qkv_TE, bias_E, cu_seqlens, num_keys_S, seeds, heads, longest, dropout)

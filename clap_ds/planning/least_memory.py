@@ -123,7 +123,7 @@ def least_activations(run: RunSettings, device: torch.device) -> int:
     for depth, grid, dim in zip(audio.depths, audio.stage_grids, audio.stage_dims, strict=True):
         audio_sizes += [grid**2 * dim] * depth
     # Packed captions have at least a start and an end.
-    num_tokens = 2 if clap.text_packing else clap.context_length
+    num_tokens = 2 if clap.packs_captions else clap.context_length
     # The last layer may compute only the first token.
     num_layers = text.num_layers - text.ends_with_first_token
     text_sizes = [num_tokens * text.hidden_size] * num_layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.engine.compile import resolve_compile_mode
 from clap_ds.flop_count.device_specs import Gpu
 from clap_ds.model.kernels import select_kernels
+from clap_ds.planning.communication import Traffic
 from clap_ds.planning.roofline import (
     ESTIMATES,
     class_efficiencies,
@@ -30,6 +32,8 @@ NCCL_GIB = 0.8
 # Fraction of live memory that PyTorch's allocator holds in addition: 0.3% to 1.6% on an H200
 # (`results/h200`).
 FRAGMENTATION = 0.016
+# Fraction of the audio tower's backward pass in early stages (assumed: half of their bytes).
+EARLY_STAGES_SHARE = 0.5
 # Of the micro-batch if a larger one needs no more memory.
 GROWTH = 4
 MAX_TRIES = 8
@@ -54,6 +58,8 @@ def predict(
         )
     compiled = resolve_compile_mode(run.clap.compile, CUDA)
     fused = [] if compiled == "off" else compiled_kernels(run, run.micro_batch)
+    speed = predict_speed(step, gpu, fused)
+    largest_speed = predict_speed(trace(run.micro_batch, largest), gpu, fused)
     return {
         **select_kernels(run.clap.model, CUDA)._asdict(),
         "compile": compiled,
@@ -64,9 +70,30 @@ def predict(
         "largest_micro_batch": fitting,
         "memory_gib": parts,
         "step_gpus": smallest,
-        **predict_speed(step, gpu, fused),
+        **speed,
+        "largest_loss_s": largest_speed["step_s"]["loss"],
+        "traffic": describe_traffic(step, speed["step_s"], run.clap.loss.kind),
         "parameters": step.num_parameters,
     }
+
+
+def describe_traffic(
+    step: Step, step_s: dict[str, dict[str, float]], loss_kind: str
+) -> dict[str, float]:
+    """Return the fields of `Traffic` for a step with these seconds by part and estimate."""
+    # Softmax's columns are one of the loss's six products; the sigmoid loss waits for both towers.
+    column_share = 1 / 6 if loss_kind == "softmax" else 0.0
+    middle_s = {part: estimates["middle"] for part, estimates in step_s.items()}
+    traffic = Traffic(
+        gradient_bytes=step.gradient_bytes,
+        last_gradient_bytes=step.last_gradient_bytes,
+        last_backward_s=EARLY_STAGES_SHARE * middle_s.get("audio backward", 0.0),
+        feature_bytes=step.feature_bytes,
+        num_gathers=step.num_gathers,
+        text_forward_s=middle_s["text forward"],
+        columns_s=column_share * middle_s["loss"],
+    )
+    return asdict(traffic)
 
 
 def memory_parts(step: Step, world_size: int) -> dict[str, float]:

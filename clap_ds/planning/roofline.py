@@ -26,6 +26,8 @@ ESTIMATES = {"low": -1, "middle": 0, "high": 1}
 HOST_S = 8e-6
 # Minimum time of a kernel, including the gap before it.
 KERNEL_S = 2e-6
+# Time between two kernels of a step, on an H200 (`results/h200/step.md`).
+GAP_S = 1.5e-6
 # Relative uncertainty of an efficiency on the measured architecture, from other shapes, clocks and
 # temperature; and on others.
 SPREAD = 0.1
@@ -33,21 +35,28 @@ SPREAD_ELSEWHERE = 0.3
 # Most bytes of a normalized row.
 NARROW_ROW = 256
 MEDIUM_ROW = 1024
+# Channels of a wide head: tensor cores multiply tiles of 32, which 24 channels don't fill.
+WIDE_HEAD = 32
 # Below it, a product is memory-bound: the ridge points of an A100 and an H100 are 153 and 295.
 RIDGE_FLOPS_PER_BYTE = 200
 # Class of Inductor's kernels.
 FUSED = "fused kernel"
 # Fraction of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products.
-# `attention` (from an A100, xformers #434 and #467), `softmax` (a guess) and `triton gelu backward`
-# (as fused kernels) weren't measured. The text tower's attention by Triton, not measured, has
-# window attention's.
+# `attention` (from an A100, xformers #434 and #467) and `softmax` (a guess) weren't measured.
+# Window attention's backward kernel was measured with 48 programs per processor, and wide heads
+# relative to narrow ones (`window.log` and kernels.md in `results/h200`). Text attention is assumed
+# to reach the shares of an earlier window attention. GELU's forward kernel is assumed to reach the
+# share of norms among the fused kernels of the H200's trace, as its instructions take less time
+# than its bytes; its backward kernel that of all fused kernels.
 EFFICIENCY = {
     FUSED: 0.65, "wide product": 0.73, "thin product": 0.57, "thin weight gradient": 0.87, "other product": 0.76,
     "flash attention": 0.27, "flash attention backward": 0.15, "attention": 0.28, "attention backward": 0.13,
-    "triton window attention": 0.49, "triton window attention backward": 0.28, "triton mlp": 0.23, "triton mlp backward": 0.29,
-    "norm": 0.30, "norm backward": 0.18, "medium norm": 0.17, "medium norm backward": 0.24, "narrow norm": 0.07,
-    "narrow norm backward": 0.13, "softmax": 0.70, "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39,
-    "scatter": 0.06, "optimizer": 0.80, "triton gelu backward": 0.65,
+    "narrow window attention": 0.49, "narrow window attention backward": 0.39, "wide window attention": 0.62,
+    "wide window attention backward": 0.51, "text attention": 0.49, "text attention backward": 0.28,
+    "triton mlp": 0.23, "triton mlp backward": 0.29, "norm": 0.30, "norm backward": 0.18, "medium norm": 0.17,
+    "medium norm backward": 0.24, "narrow norm": 0.07, "narrow norm backward": 0.13, "softmax": 0.70,
+    "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39, "scatter": 0.06, "optimizer": 0.80,
+    "triton gelu": 0.75, "triton gelu backward": 0.65,
 }  # fmt: skip
 # Streaming multiprocessors or compute units by family or name. Other families are Hopper's, with an
 # H200's number.
@@ -58,7 +67,8 @@ _NAMES = {
     "other product": "bmm baddbmm convolution _fft_r2c _fft_c2r _fft_c2c",
     "flash attention": "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _varlen_attn",
     "attention": "_scaled_dot_product_efficient_attention",
-    "triton window attention": "window_attention text_attention",
+    "window attention": "window_attention",
+    "text attention": "text_attention",
     "triton mlp": "mlp",
     "triton gelu": "bias_gelu",
     "norm": "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm",
@@ -93,6 +103,8 @@ def op_class(operation: Operation) -> str:
         forward_class = "optimizer"
     elif forward_class == "product":
         forward_class = _product_class(operation)
+    elif name == "window_attention":
+        forward_class = _window_class(operation)
     elif name == "native_layer_norm" and operation.dtype is not None:
         forward_class = _norm_class(operation.shapes[0][-1] * operation.dtype.itemsize)
     backward_class = f"{forward_class} backward"
@@ -113,6 +125,15 @@ def _product_class(operation: Operation) -> str:
     if inner == longest:
         return "thin weight gradient"
     return "thin product"
+
+
+def _window_class(operation: Operation) -> str:
+    """Return the class of Triton's window attention by the channels of a head, from queries, keys
+    and values (B, H, W, 3·heads·channels) and the position bias (heads, N, N)."""
+    (*_, width), (heads, *_) = operation.shapes[:2]
+    return (
+        "wide window attention" if width // 3 // heads >= WIDE_HEAD else "narrow window attention"
+    )
 
 
 def _norm_class(row_bytes: int) -> str:
@@ -164,7 +185,7 @@ def ideal_s(operation: Operation, gpu: Gpu) -> float:
 def kernel_s(operation: Operation, gpu: Gpu, efficiencies: Efficiencies, estimate: str) -> float:
     """Return the time of an operation that launches kernels."""
     efficiency = efficiencies[op_class(operation)][estimate]
-    return max(ideal_s(operation, gpu) / efficiency, KERNEL_S)
+    return max(ideal_s(operation, gpu) / efficiency + GAP_S, KERNEL_S)
 
 
 def seconds_by_part(

@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.config.batch_sizes import MICRO_BATCH
+from clap_ds.config.schema import EngineSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.compile import resolve_compile_mode
@@ -27,6 +28,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.engine.loss import build_loss
 from clap_ds.flop_count.counters import replaced_attributes
+from clap_ds.model.htsat import NUM_EARLY_STAGES
 from clap_ds.planning.cuda_operations import cuda_semantics
 from clap_ds.planning.inductor import fused_kernels
 from clap_ds.planning.tracing import TOWERS, Operation, TraceRecorder
@@ -51,6 +53,10 @@ class Step:
     num_forward: int  # passes of a step
     num_backward: int
     num_parameters: int  # trained ones
+    gradient_bytes: int
+    last_gradient_bytes: int  # those that are complete only at the end of the backward pass
+    feature_bytes: int  # a micro-batch's features of one tower
+    num_gathers: int  # of so many bytes per tower and step
 
     def work(self, kernels: Iterable[Operation] = ()) -> list[tuple[Operation, float]]:
         """Return the operations that launch kernels with their repetitions per step.
@@ -115,6 +121,7 @@ def trace_step(
     # GradCache needs all of them at once. Otherwise, later ones are like the second.
     num_traced = num_micro_batches if uses_gradcache else min(num_micro_batches, 2)
     is_compiled = resolve_compile_mode(run.clap.compile, CUDA) != "off"
+    sync_settings = run.clap
     run, model = _simplify(run, micro_batch, CUDA if cuda else CPU)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         model.to_empty(device="cpu")
@@ -127,6 +134,7 @@ def trace_step(
         )
         with recorder, cuda_semantics(compiled=is_compiled) if cuda else nullcontext():
             _record_second_step(engine, recorder, _batches(run), num_traced)
+    trained = _trained(model)
     # GradCache computes features without gradients first.
     num_forward = 2 * num_micro_batches if uses_gradcache else num_micro_batches
     return Step(
@@ -135,8 +143,27 @@ def trace_step(
         repeats=num_micro_batches / num_traced,
         num_forward=num_forward,
         num_backward=num_micro_batches,
-        num_parameters=sum(parameter.numel() for parameter in _trained(model)),
+        num_parameters=sum(parameter.numel() for parameter in trained),
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        last_gradient_bytes=_last_gradient_bytes(sync_settings, model, is_compiled=is_compiled),
+        feature_bytes=micro_batch * model.config.joint_dim * loss.wire_dtype.itemsize,
+        num_gathers=num_micro_batches,
     )
+
+
+def _last_gradient_bytes(settings: EngineSettings, model: Any, *, is_compiled: bool) -> int:
+    """Return the bytes of gradients that can't be sent during the backward pass."""
+    num_bytes = sum(parameter.nbytes for parameter in _trained(model))
+    # A frozen audio tower has no backward pass that could hide the text tower's gradients.
+    if settings.gradient_sync != "overlap" or not _trained(model.audio):
+        return num_bytes
+    if not is_compiled:
+        return min(num_bytes, round(settings.bucket_cap_mb * 2**20))
+    # The graph of early stages returns its gradients together.
+    late_stages = nn.ModuleList([*model.audio.stages[NUM_EARLY_STAGES:], model.audio.norm])
+    late = {*late_stages.parameters()}
+    audio = [parameter for parameter in _trained(model.audio) if parameter not in late]
+    return sum(parameter.nbytes for parameter in audio)
 
 
 def _record_second_step(
@@ -215,7 +242,7 @@ def _simplify(run: RunSettings, micro_batch: int, device: torch.device) -> tuple
         "model": clap.model.model_copy(update={"pretrained_text": False}),
     }
     lengths = getattr(clap.data, "caption_lengths", None)
-    if clap.text_packing and lengths:
+    if clap.packs_captions and lengths:
         changes["context_length"] = _mean_length(lengths)
         changes["data"] = clap.data.model_copy(update={"caption_lengths": None})
     config = {name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed}

@@ -128,7 +128,7 @@ def create_run_dir(run: RunSettings, environment: dict[str, Any], places: list[R
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         global_batch=sizes.global_batch,
         context_length=clap.context_length,
-        text_packing=clap.text_packing,
+        text_packing=clap.packs_captions,
         precision=run.precision,
         device_name=" and ".join(devices),
         device_type="cpu" if environment["device_memory_bytes"] is None else "cuda",

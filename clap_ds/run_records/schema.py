@@ -137,7 +137,8 @@ class Summary(TypedDict, total=False):
     kernels: dict[str, ChosenKernel]
     """On CUDA, per part (`attention`, `mlp`) whose implementation is `auto`."""
     compiled: dict[str, str | None]
-    """Per part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
+    """Per part (`mel`, `audio`, `text`; in training also `evaluation`): null, or why it runs
+    uncompiled."""
     compile_s: float
     # Throughput
     samples_per_s_per_gpu: Rates

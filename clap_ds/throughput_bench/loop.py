@@ -53,7 +53,7 @@ def measure_run(run: RunSettings, ranks: Ranks) -> None:
             Scalars(engine, record.path) as scalars,
         ):
             # Compiling needs a batch as the loader makes them.
-            choices = engine.optimize_towers(loader, clap.model, clap.compile)
+            choices = engine.optimize_towers(loader, clap.model, clap.compile, ranks.local_rank)
             if ranks.is_main_process:
                 record.update_summary(choices)
             report = BenchReport(record, engine, loader, scalars, ranks, num_steps)

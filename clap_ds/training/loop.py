@@ -59,11 +59,11 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
         state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         step_at_start = state.step
         with setup_dataloader(run, ranks, engine, state.data_of(ranks.rank)) as loader:
-            compiled = engine.optimize_towers(loader, clap.model, clap.compile)
+            compiled = engine.optimize_towers(loader, clap.model, clap.compile, ranks.local_rank)
             with raise_on_all_ranks():
                 epoch_samples = loader.statistics().get("epoch_samples")
                 plan = TrainPlan.from_settings(clap, sizes, epoch_samples)
-            evaluator = setup_evaluator(run, ranks, engine)
+            evaluator = setup_evaluator(run, ranks, engine, compiled.get("compiled"))
             if ranks.is_main_process:
                 print(run_title(record.update_summary(compiled)), flush=True)
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
@@ -116,15 +116,18 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
         return record
 
 
-def setup_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evaluator | None:
-    """Build the evaluator of `clap.evaluation`, if it has tasks."""
+def setup_evaluator(
+    run: RunSettings, ranks: Ranks, engine: ClapEngine, compiled: dict[str, str | None] | None
+) -> Evaluator | None:
+    """Build the evaluator of `clap.evaluation`, if it has tasks. `compiled`: problems of the
+    engine's compiled parts, to which evaluations' are added; None if they are uncompiled."""
     settings = run.clap.evaluation
     if settings.retrieval is None and settings.zero_shot is None:
         return None
     # It needs audio decoders and tokenizers, which training on synthetic data doesn't.
     from clap_ds.evaluation.evaluator import Evaluator
 
-    return Evaluator(
+    evaluator = Evaluator(
         settings,
         model_config=engine.model.config,
         tokenizer_name=settings.tokenizer or getattr(run.clap.data, "tokenizer", None),
@@ -133,6 +136,10 @@ def setup_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evalu
         loss_kind=run.clap.loss.kind,
         ranks=ranks,
     )
+    if compiled is not None:
+        # A failure in the first evaluation would cost the steps before it.
+        compiled["evaluation"] = evaluator.try_compiled(engine.model)
+    return evaluator
 
 
 def evaluate(

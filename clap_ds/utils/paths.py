@@ -6,7 +6,10 @@ import hashlib
 import importlib.metadata
 import os
 import subprocess
-from functools import partial
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +32,43 @@ def work_folder() -> Path:
     return CHECKOUT or Path.cwd()
 
 
-def cache_folder() -> Path:
-    """Return the cache folder `$XDG_CACHE_HOME/clap_ds`, by default in `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
+def cache_folder(name: str) -> Path:
+    """Create and return a cache folder that only this user can write.
+
+    It is in the first of these that can be written: `$XDG_CACHE_HOME/clap_ds`, `~/.cache/clap_ds`
+    and `clap_ds-<user id>` in the folder of temporary files. If none can, it is a new temporary
+    folder of this process.
+    """
+    for parent in _cache_parents():
+        try:
+            folder = make_private(parent / name)
+            _try_to_write(folder)
+        except OSError:
+            continue
+        return folder
+    return make_private(_process_folder() / name)
 
 
-def compile_cache_dir(name: str) -> Path:
-    """Create a cache folder that only this user can write. Raises PermissionError if it is another
-    user's."""
-    return make_private(cache_folder() / name)
+def _cache_parents() -> Iterator[Path]:
+    if os.environ.get("XDG_CACHE_HOME"):
+        yield Path(os.environ["XDG_CACHE_HOME"]) / "clap_ds"
+    # a user without an entry in the user database has no home
+    with suppress(RuntimeError):
+        yield Path.home() / ".cache" / "clap_ds"
+    # others can write beside it, so the folder itself must be this user's
+    with suppress(OSError):
+        yield make_private(Path(tempfile.gettempdir()) / f"clap_ds-{os.geteuid()}")
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raise OSError if a small file can't be written, as on a read-only or full disk."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
+
+
+@cache
+def _process_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="clap_ds-"))
 
 
 def make_private(folder: Path) -> Path:

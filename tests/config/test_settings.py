@@ -152,3 +152,14 @@ def test_reference_page_is_current_and_describes_every_field() -> None:
 def test_published_model_name_is_its_preset(name: str, preset: str, write_run: WriteRun) -> None:
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
     assert clap.model.preset == load_preset(name).name == preset
+
+
+def test_captions_of_shards_are_packed_and_synthetic_ones_are_not(write_run: WriteRun) -> None:
+    shards = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
+    for clap, packs in (
+        ({"data": shards}, True),
+        ({}, False),
+        ({"data": shards, "text_packing": False}, False),
+        ({"text_packing": True}, True),
+    ):
+        assert load_run(write_run(clap=clap)).clap.packs_captions == packs

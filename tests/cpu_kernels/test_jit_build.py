@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from clap_ds.cpu_kernels import jit_build
-from clap_ds.utils.paths import cache_folder
 from tests import needs
 
 SOURCE = "int number = 0;\n"
@@ -66,10 +65,7 @@ def test_library_is_compiled_once_for_each_version_of_sources(
     source.write_text(SOURCE + "// changed\n")
     assert not problem()
     assert calls.read_text().count(" -o ") == 2
-    (folder,) = {path.parent for path in cache_folder().glob("cpu_kernels/*.so")}
-    assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert "belongs to another user" in problem()
+    assert len([*tmp_path.glob("cache/clap_ds/cpu_kernels/*.so")]) == 2
 
 
 @pytest.mark.parametrize("name", jit_build.IMPLEMENTATIONS)
@@ -94,7 +90,6 @@ def test_kernels_of_every_implementation_compile(
     [
         ("exit 3", {}, "exit status 3"),
         (WORKING_COMPILER, {"CXX": "/no/such/compiler -O2"}, "no C.. compiler"),
-        (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
     ],
 )
 def test_missing_library_has_reason(

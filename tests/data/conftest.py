@@ -20,9 +20,9 @@ SPEC_FIELDS = ("micro_batch", "rank", "world_size", "ranks_per_host", "seed", "d
 @pytest.fixture(autouse=True)
 def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the cache folder of remote shards, and retry without waiting."""
-    monkeypatch.setattr(shard_io, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shard_io, "FIRST_WAIT_S", 0.0)
-    return tmp_path / "cache" / "shards"
+    return tmp_path / "clap_ds" / "shards"
 
 
 @pytest.fixture

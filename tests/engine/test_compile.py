@@ -2,7 +2,9 @@
 but no code generator."""
 
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 from clap_ds.config.model import load_preset
 from clap_ds.engine.compile import compile_towers
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.htsat import HTSAT
 from clap_ds.model.packed import pack
 from clap_ds.run_records.schema import Summary
 from tests.engine.test_engine import DEVICE, batches_of, settings
@@ -93,6 +96,39 @@ def test_two_ranks_compile_no_more_than_one_and_train_alike(two_ranks: RankPool)
         assert graphs == (4, 0)
 
 
+@pytest.mark.end_to_end
+def test_late_stages_have_gradients_before_early_stages_go_backward() -> None:
+    events = list[str]()
+    config = load_preset("micro").audio.model_copy(
+        update={"depths": [1, 2, 1, 1], "num_heads": [2, 4, 8, 16]}
+    )
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        run = boxed_nop(graph, inputs)
+        called = lambda arguments: (events.append("backward"), run(arguments))[1]  # noqa: E731
+        called._boxed_call = True  # type: ignore[attr-defined]
+        return called
+
+    gradients = list[list[Tensor]]()
+    for splits in (False, True):
+        forget()
+        torch.manual_seed(0)
+        tower = HTSAT(config, drop_path=0.1, spec_augment=True)
+        tower.splits_graph = splits
+        tower.compile(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=noted))
+        for name, parameter in tower.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+        tower(torch.randn(3, *config.feature_shape)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in tower.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    whole, late, early = " ".join(events).split("backward")[1:]
+    names = {name for name, _ in tower.named_parameters()}
+    assert {*whole.split()} == names
+    late_names = {name for name in names if name.startswith(("stages.2", "stages.3", "norm"))}
+    assert {*late.split()} == late_names
+    assert {*early.split()} == names - late_names
+
+
 def failing_on_rank_1() -> Callable[..., Any]:
     """Return a backend that can't compile backward graphs on rank 1."""
 
@@ -102,6 +138,38 @@ def failing_on_rank_1() -> Callable[..., Any]:
         return boxed_nop(graph, inputs)
 
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=fail)
+
+
+def note_ranks(path: str) -> None:
+    """Compile the towers as if ranks' numbers on their host were reversed, and append each rank to
+    a file when it begins to compile a tower."""
+    forget()
+
+    def note_rank(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        with open(path, "a") as file:
+            file.write(str(dist.get_rank()))
+        return graph
+
+    run = settings("fp32", 1)
+    engine = engine_of(run, micro())
+    compile_towers(
+        engine.deepspeed,
+        next(batches_of(run)),
+        "towers",
+        cached=False,
+        local_rank=1 - dist.get_rank(),
+        backend=aot_autograd(fw_compiler=note_rank, bw_compiler=boxed_nop),
+    )
+
+
+def test_first_rank_of_a_host_compiles_before_the_others(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    two_ranks.run(note_ranks, str(tmp_path / "ranks"))
+    # One graph for the text tower, and two for the audio tower on several ranks.
+    order = (tmp_path / "ranks").read_text()
+    assert re.fullmatch("(1+0+){2,3}", order)
+    assert order.count("0") == order.count("1")
 
 
 def _train_after_failure(fails: bool) -> tuple[list[float], dict[str, Any]]:

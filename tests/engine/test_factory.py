@@ -1,5 +1,6 @@
 """Optimizer groups, learning rates by tower and schedule, and errors of DeepSpeed's setup."""
 
+import itertools
 import math
 from typing import Any
 
@@ -19,6 +20,18 @@ from clap_ds.utils.errors import CollectiveUserError
 from clap_ds.weights import hub
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
+
+
+@pytest.mark.parametrize("preset", ["htsat_tiny_roberta_base", "htsat_base_roberta_base"])
+def test_parameters_of_published_presets_start_aligned_in_their_flat_group(preset: str) -> None:
+    """Two position tables of 900 elements can't both; nothing comes behind them."""
+    with torch.device("meta"):
+        model = ClapModel(load_preset(preset)).bfloat16()
+    for group in parameter_groups(model, TrainSettings()):
+        sizes = [parameter.numel() for parameter in group["params"]]
+        starts = itertools.accumulate(sizes, initial=0)
+        misaligned = [size for start, size in zip(starts, sizes, strict=False) if start % 8]
+        assert misaligned in ([], [900]), group["name"]
 
 
 def test_scaled_rates_hold_during_a_step_and_follow_the_schedule() -> None:

@@ -49,7 +49,7 @@ def _batches_by_rank(run: Any) -> list[list[Batch]]:
     by_rank = [
         reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)
     ]
-    if run.clap.text_packing:
+    if run.clap.packs_captions:
         for batches in by_rank:
             for batch in batches:
                 batch.pack()

@@ -58,6 +58,18 @@ def test_kernels_that_fail_on_one_rank_are_replaced_on_all(two_ranks: RankPool) 
         assert used == [("triton", "triton"), ("matmul", "triton"), ("torch", "torch")]
 
 
+def _replace_for_long_captions() -> Any:
+    kernels = Kernels("matmul", "torch", "triton")
+    model = ClapModel(load_preset("micro"), **kernels._asdict()).bfloat16()
+    return kernel_fallback.replace_failing_kernels(ModelSettings(), model, longest_caption=200)
+
+
+def test_text_attention_of_long_captions_is_recorded_as_torchs(one_rank: RankPool) -> None:
+    (record,) = one_rank.run(_replace_for_long_captions)
+    assert record["text_attention"]["kernel"] == "torch"
+    assert "200 tokens" in record["text_attention"]["problem"]
+
+
 @pytest.mark.end_to_end
 def test_kernels_that_run_under_interpreter_stay() -> None:
     script = "from tests.engine.test_kernel_fallback import replace; print(replace())"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clap_ds.engine import loss as module
-from clap_ds.engine.loss import LOSSES
+from clap_ds.engine.loss import LOSSES, SoftmaxLoss
 from tests.rank_pool import RankPool, in_group_of
 
 MICRO_BATCH = 5
@@ -154,3 +154,53 @@ def test_features_are_sent_and_no_gradient(
     log_sum_exps = [4 * 2 * MICRO_BATCH * 4] if kind == "softmax" else []
     expected = [features, features, *log_sum_exps]
     assert _run(eight_processes, tmp_path, 4, _sent, kind) == [expected] * 4
+
+
+def test_softmax_columns_are_computed_before_the_wait_for_text_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = []
+
+    class Gather(module._Gather):
+        def wait(self) -> Tensor:
+            events.append("wait")
+            return super().wait()
+
+    def note_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
+        events.append("sums")
+        return tiled_row_sums(*arguments)
+
+    tiled_row_sums = module.tiled_row_sums
+    monkeypatch.setattr(module, "_Gather", Gather)
+    monkeypatch.setattr(module, "tiled_row_sums", note_sums)
+    SoftmaxLoss()(*_features(0, torch.float32), *_scalars(1.0, torch.float32))
+    # For audio, text and, as inputs need gradients, the log-sum-exps of other ranks.
+    assert events == ["wait", "sums", "wait", "sums", "wait"]
+
+
+def test_features_are_gathered_when_their_tower_ends_and_not_in_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+
+    class Gather(module._Gather):
+        def __init__(self, local: Tensor, dtype: torch.dtype) -> None:
+            sizes.append(tuple(local.shape))
+            super().__init__(local, dtype)
+
+    monkeypatch.setattr(module, "_Gather", Gather)
+    towers: Any = torch.nn.ModuleDict()
+    towers["audio_projection"] = torch.nn.Identity()
+    towers["text_projection"] = torch.nn.Identity()
+    loss = SoftmaxLoss()
+    loss.gather_early(towers)
+    features = _features(0, torch.float32)
+    outputs = towers.audio_projection(features[0]), towers.text_projection(features[1])
+    assert sizes == [(MICRO_BATCH, JOINT_DIM)] * 2
+    with torch.no_grad():
+        towers.audio_projection(2 * features[0])
+    assert len(sizes) == 2
+    scalars = _scalars(14.3, torch.float32)
+    early = loss(*outputs, *scalars)
+    assert sizes[2:] == [(1, 2, MICRO_BATCH)]
+    assert early == SoftmaxLoss()(*features, *scalars)

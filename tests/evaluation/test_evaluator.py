@@ -3,6 +3,7 @@ mistakes early."""
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,25 @@ def test_metrics_are_independent_of_number_of_ranks(
         # Other micro-batches are rounded differently, which ranks must not affect.
         assert metrics.pop(RETRIEVAL_LOSS) == pytest.approx(loss, rel=1e-5)
         assert metrics == expected
+
+
+def test_evaluation_that_cannot_be_compiled_runs_uncompiled(
+    tmp_path: Path, clip_tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_to_compile(*_: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    model = micro_model()
+    shards = [write_clips(tmp_path / "0.tar", range(4))]
+    evaluator = build(settings_for(shards), clip_tokenizer)
+    engine: Any = SimpleNamespace(model=model, ema=None, broadcast_bn_statistics=lambda: None)
+    expected = evaluator.evaluate_engine(engine).metrics
+    model.audio.compile(backend=fail_to_compile)
+    random_state = torch.get_rng_state()
+    assert "no such instruction" in str(evaluator.try_compiled(model))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert "run slower: rank 0: " in capsys.readouterr().out
+    assert evaluator.evaluate_engine(engine).metrics == expected
 
 
 @torch.no_grad()

@@ -222,6 +222,12 @@ def check_dropout() -> None:
         "mean of the sums", abs(float(sums.mean()) - 1), 5 * float(sums.std()) / sums.numel() ** 0.5
     )
     check("all weights are there", 0.1, float(sums.std()))
+    attention.eval()
+    random_state = torch.get_rng_state()
+    attention(tokens, mask)
+    # An evaluation must not change what training draws next.
+    is_changed = not torch.equal(torch.get_rng_state(), random_state)
+    check("random numbers of an evaluation", float(is_changed), 0.5)
 
 
 def main() -> None:

@@ -57,6 +57,8 @@ def kernels_of(audio: AudioConfig) -> Iterator[Kernel]:
     """Yield a model's kernels: attention of its first and last stage, between which only grid and
     number of heads differ, attention of captions of 77 tokens, every MLP that has a kernel, and
     GELU."""
+    constants = {"ELEMENTS": gelu_triton.ELEMENTS}
+    yield Kernel(gelu_triton.__name__, "forward", constants, gelu_triton.FORWARD)
     constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK}
     yield Kernel(gelu_triton.__name__, "backward", constants, gelu_triton.BACKWARD)
 
@@ -123,7 +125,7 @@ def compile_for(kernel: Kernel, architecture: int) -> Resources:
             continue
         is_pointer = name.endswith("_ptr")
         signature[name] = OTHER_TYPES.get(name, "*bf16" if is_pointer else "i32")
-        if is_pointer or name == "num_units":
+        if is_pointer or name in ("num_units", "num_elements"):
             aligned[(function.arg_names.index(name),)] = [["tt.divisibility", 16]]
     compiled: Any = triton.compile(
         ASTSource(function, signature, kernel.constants, aligned),

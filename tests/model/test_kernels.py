@@ -5,7 +5,7 @@ import torch
 
 from clap_ds.config.schema import ModelSettings
 from clap_ds.model import kernels
-from clap_ds.model.kernels import Kernels, select_kernels
+from clap_ds.model.kernels import Kernels, select_kernels, text_attention_problem
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -22,6 +22,30 @@ def test_auto_selects_fastest_kernels_of_device(has_triton: bool) -> None:
     assert select_kernels(ModelSettings(), CPU) == ("matmul", "torch", "torch")
     assert select_kernels(ModelSettings(), CUDA) == fastest
     assert select_kernels(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", *fastest[1:])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "longest", "dtype", "capability", "reason"),
+    [
+        (64, 128, torch.bfloat16, (8, 0), None),
+        (64, 77, torch.float16, (12, 0), None),
+        (64, 129, torch.bfloat16, (9, 0), "129 tokens"),
+        (24, 77, torch.bfloat16, (9, 0), "24 channels"),
+        (64, 77, torch.float32, (9, 0), "float32"),
+        (64, 77, torch.float16, (7, 5), "compute capability"),
+    ],
+)
+def test_text_attention_of_triton_needs_16_bits_short_captions_and_an_ampere_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    head_dim: int,
+    longest: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    reason: str | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    problem = text_attention_problem(head_dim, longest, dtype, CUDA)
+    assert problem is None if reason is None else reason in str(problem)
 
 
 @pytest.mark.parametrize("part", Kernels._fields)

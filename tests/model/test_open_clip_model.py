@@ -75,6 +75,12 @@ def test_unsupported_settings_are_rejected(write_run: Callable[..., Path]) -> No
     message = r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16"
     with pytest.raises(UserError, match=message):
         load_run(path)
+    # By default its captions of shards are padded, too.
+    data = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
+    path = write_run(clap={"model": {"preset": "open_clip:fake-htsat"}, "data": data})
+    with pytest.raises(UserError, match="trains in fp32") as refusal:
+        load_run(path)
+    assert "padded captions" not in str(refusal.value)
 
 
 def test_old_version_is_rejected_with_the_one_in_the_extra(

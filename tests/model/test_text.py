@@ -4,15 +4,39 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from clap_ds.config.model import load_preset
-from clap_ds.model.packed import pack
+from clap_ds.model import text_attention
+from clap_ds.model.packed import compute_layout, pack
 from clap_ds.model.text import TextTower
 from tests.model.reference_clap import MICRO_TEXT
 
 import transformers  # isort: skip
 
 MICRO = load_preset("micro").text
+
+
+@pytest.mark.parametrize(("dropout", "is_varlen"), [(0.0, True), (0.1, False)])
+def test_packed_captions_on_a_gpu_in_16_bits_keep_attention_dropout(
+    monkeypatch: pytest.MonkeyPatch, dropout: float, is_varlen: bool
+) -> None:
+    """Variable-length attention has no dropout."""
+    calls = []
+
+    def note_call(query: Tensor, *_: object) -> Tensor:
+        calls.append(query.shape)
+        return query.transpose(1, 2)
+
+    mask = (torch.arange(16) < torch.tensor([16, 5])[:, None]).long()
+    row, packing = pack([(torch.full((2, 16), 7), mask)], 8)
+    layout = compute_layout(packing, len(row))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(text_attention, "_attend_varlen", note_call)
+    heads = torch.randn(1, 2, len(row), 4, dtype=torch.bfloat16)
+    output = text_attention.attend(heads, heads, heads, None, dropout=dropout, layout=layout)
+    assert output.shape == (1, len(row), 2, 4)
+    assert bool(calls) == is_varlen
 
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])

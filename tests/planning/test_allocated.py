@@ -48,7 +48,7 @@ def second_step(run: RunSettings) -> Callable[[], object]:
     engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     batches = build_batches(
         run.clap.data, model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch, rank=0,
-        world_size=1, seed=0, device=CPU, pack_captions=run.clap.text_packing,
+        world_size=1, seed=0, device=CPU, pack_captions=run.clap.packs_captions,
     )  # fmt: skip
     step = partial(engine.step, batches)
     step()

@@ -46,7 +46,7 @@ def stored_bytes(run: RunSettings) -> tuple[int, int]:
     ids = torch.full((BATCH, run.clap.context_length), 5)
     clips = torch.zeros(BATCH, *model.config.audio.clip_shape, dtype=torch.int16)
     batch = Batch(clips, ids, torch.ones_like(ids))
-    if run.clap.text_packing:
+    if run.clap.packs_captions:
         batch.pack()
     engine.step(iter([batch]))
     tensors = [*model.parameters(), *engine.masters.values()]

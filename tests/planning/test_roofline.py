@@ -1,9 +1,13 @@
 """Test classes of dispatched operations, efficiencies, and times against hand calculations."""
 
+import gzip
 import json
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from clap_ds.planning import roofline
 from clap_ds.planning.cuda_operations import cuda_semantics
 from clap_ds.planning.roofline import (
     EFFICIENCY,
+    GAP_S,
     HOST_S,
     KERNEL_S,
     class_efficiencies,
@@ -31,7 +36,13 @@ H100 = GPUS["h100-sxm"]
 # 100 FLOPs and 10 bytes a second.
 SLOW_GPU = replace(H100, bf16_tflops=100e-12, memory_tbytes_per_s=10e-12)
 PERFECT = dict.fromkeys(EFFICIENCY, efficiency_range(1.0, 0.0, ""))
-UNMEASURED = {"attention", "attention backward", "softmax", "triton gelu backward"}
+# In the profile. `test_window_attention_...` has other measurements.
+UNMEASURED = {
+    name
+    for name in EFFICIENCY
+    if name in ("attention", "attention backward", "softmax")
+    or name.startswith(("narrow window", "wide window", "text attention", "triton gelu"))
+}
 
 
 def leaf(*shape: int) -> Tensor:
@@ -66,12 +77,48 @@ def test_dispatched_operations_have_their_class(
     assert classes <= {op_class(op) for op in recorder.operations if op.bytes_moved}
 
 
+def test_triton_kernels_have_their_class() -> None:
+    for name in ("triton gelu", "triton gelu backward"):
+        operation = name.replace("triton gelu", "clap_ds.bias_gelu").replace(" ", "_")
+        assert op_class(Operation(operation, "text", True, 0, 1)) == name
+
+
 def test_efficiencies_equal_the_h200s_measured_ones() -> None:
     assert CHECKOUT
     path = CHECKOUT / "results" / "h200" / "efficiencies.json"
     measured = json.loads(path.read_text())["classes"]
     for name in EFFICIENCY.keys() - UNMEASURED:
         assert EFFICIENCY[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
+
+
+def test_window_attention_has_the_shares_of_experiments_and_kernels_on_an_h200() -> None:
+    assert CHECKOUT
+    results = CHECKOUT / "results" / "h200"
+    profiled = json.loads((results / "efficiencies.json").read_text())["classes"]
+    forward = profiled["triton window attention"]["efficiency"]
+    assert EFFICIENCY["narrow window attention"] == pytest.approx(forward, abs=0.006)
+    with tarfile.open(results / "step.tar.xz") as archive:
+        log = archive.extractfile("step/window.log")
+        assert log is not None
+        lines = log.read().decode().splitlines()
+    # Milliseconds with 48 programs, by size and shift.
+    times_ms = {}
+    for line in lines:
+        if line.endswith(":"):
+            size = line.rstrip(":")
+        elif line.split()[0] == "P48":
+            times_ms[size] = float(line.split()[1])
+    stages = {"64x4x24": 2, "32x8x24": 2, "16x16x24": 6, "8x32x24": 2}
+    total_ms = times_ms["64x4x24 shift 4"] - times_ms["64x4x24 shift 0"]
+    total_ms += sum(number * times_ms[f"{size} shift 0"] for size, number in stages.items())
+    earlier = profiled["triton window attention backward"]
+    narrow = earlier["efficiency"] * 1000 * earlier["seconds"] / total_ms
+    assert EFFICIENCY["narrow window attention backward"] == pytest.approx(narrow, abs=0.006)
+    # Stage 0 of HTSAT-base has the bytes of 128 × 416 to those of 96 × 616 of HTSAT-tiny.
+    bytes_ratio = 128 * 416 / (96 * 616)
+    ms_ratio = times_ms["64x4x32 shift 0"] / times_ms["64x4x24 shift 0"]
+    wide = narrow * bytes_ratio / ms_ratio
+    assert EFFICIENCY["wide window attention backward"] == pytest.approx(wide, abs=0.006)
 
 
 def test_a_gpus_own_measurement_replaces_the_estimate(
@@ -90,6 +137,35 @@ def test_a_gpus_own_measurement_replaces_the_estimate(
     measured = efficiency_range(0.5, 0.1, "measured, results/h100")
     assert class_efficiencies(H100) == {**estimated, "softmax": measured}
     assert class_efficiencies(GPUS["h200"]) == h200
+
+
+def test_times_of_short_kernels_and_of_gaps_are_those_of_an_h200() -> None:
+    """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a
+    compiled step."""
+    assert CHECKOUT
+    with tarfile.open(CHECKOUT / "results" / "h200" / "step.tar.xz") as archive:
+        trace = archive.extractfile("step/trace.json.gz")
+        assert trace is not None
+        events = json.loads(gzip.decompress(trace.read()))["traceEvents"]
+    kernels = sorted(
+        (event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"
+    )
+    intervals_us = [
+        next_us - start_us
+        for (start_us, duration_us), (next_us, _) in pairwise(kernels)
+        if duration_us < 3
+    ]
+    assert len(intervals_us) > 900
+    assert min(intervals_us) < 1e6 * KERNEL_S < median(intervals_us)
+    work = sorted(
+        (event["ts"], event["dur"])
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    gaps_us = [next_us - start_us - us for (start_us, us), (next_us, _) in pairwise(work)]
+    # Without waits for the host, and work of other streams.
+    gaps_us = [gap for gap in gaps_us if 0 < gap < 20]
+    assert median(gaps_us) == pytest.approx(1e6 * GAP_S, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +187,4 @@ def test_gpu_waits_for_a_host_that_launches_more_slowly() -> None:
     expected |= {"waiting for the host": 20 * (HOST_S - KERNEL_S), "step": 20 * HOST_S}
     assert seconds_by_part(work, H100, PERFECT, "middle") == pytest.approx(expected)
     # On a slow GPU, the host is ahead.
-    assert seconds_by_part(work, SLOW_GPU, PERFECT, "low")["step"] == pytest.approx(2)
+    assert seconds_by_part(work, SLOW_GPU, PERFECT, "low")["step"] == pytest.approx(2 + 20 * GAP_S)

@@ -1,6 +1,8 @@
 """Packaged configurations by name, and the commit of the code."""
 
+import errno
 import os
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -43,11 +45,63 @@ def test_compile_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "clap_ds/triton").mkdir(parents=True)
     (tmp_path / "clap_ds/triton").chmod(0o777)
-    folder = paths.compile_cache_dir("triton")
+    folder = paths.cache_folder("triton")
     assert (folder, stat.S_IMODE(folder.stat().st_mode)) == (tmp_path / "clap_ds/triton", 0o700)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(PermissionError, match="another user"):
-        paths.compile_cache_dir("triton")
+
+
+@pytest.mark.parametrize("problem", ["not a folder", "full disk", "of another user"])
+def test_unusable_cache_is_replaced_by_the_next_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    make_private = paths.make_private
+
+    def refuse_first(folder: Path) -> Path:
+        if problem == "of another user" and folder.is_relative_to(tmp_path / "first"):
+            raise PermissionError(1, "belongs to another user")
+        return make_private(folder)
+
+    monkeypatch.setattr(paths, "make_private", refuse_first)
+    if problem == "not a folder":
+        (tmp_path / "first").touch()
+    if problem == "full disk":
+        try_to_write = paths._try_to_write
+
+        def fill_first(folder: Path) -> None:
+            if folder.is_relative_to(tmp_path / "first"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            try_to_write(folder)
+
+        monkeypatch.setattr(paths, "_try_to_write", fill_first)
+    assert paths.cache_folder("triton") == tmp_path / "home/.cache/clap_ds/triton"
+    shutil.rmtree(tmp_path / "home")
+    (tmp_path / "home").touch()
+    folder = paths.cache_folder("triton")
+    assert folder == tmp_path / f"temporary/clap_ds-{os.geteuid()}/triton"
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+def test_cache_without_home_and_with_its_place_taken_is_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_without_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", raise_without_home)
+    monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path))
+    # Somebody else may have made what is expected to be a folder.
+    taken = tmp_path / f"clap_ds-{os.geteuid()}"
+    taken.touch()
+    paths._process_folder.cache_clear()
+    folders = [paths.cache_folder(name) for name in ("inductor", "triton")]
+    paths._process_folder.cache_clear()
+    assert folders[0].parent == folders[1].parent
+    assert folders[0].parent != taken
+    assert stat.S_IMODE(folders[0].parent.stat().st_mode) == 0o700
 
 
 def test_commit_is_of_the_checkout_and_not_of_a_repository_around_it(
