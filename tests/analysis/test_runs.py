@@ -48,13 +48,6 @@ def test_log_of_a_known_model_has_tflops_and_mfu(tmp_path: Path) -> None:
     assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
 
 
-def test_gpus_that_a_log_states_have_precedence_over_its_name(tmp_path: Path) -> None:
-    log = write(tmp_path / "gpu2.log", WORLD_SIZE.format(16) + BATCH + STEPS)
-    run = read_one(log, gpus_per_node=4)
-    assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
-    assert "log's name" not in run.notes
-
-
 def test_batch_and_scale_of_the_input_have_precedence_over_options() -> None:
     run = read_one(DATA / "deepspeed_1rank_accumulating.log", nodes=7, gpus=28)
     assert (run.nodes, run.gpus) == (1, 1)
