@@ -19,7 +19,6 @@ from tests.analysis.samples import DATA, ROOT, TINY, make_options, record, runni
 LOG = DATA / "deepspeed_2ranks.log"
 STEPS = running_log([1.0] * 20, batch=64)
 BATCH = "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n"
-WORLD_SIZE = "world_size ................... {}\n"
 
 
 def read_one(path: Path, **options: Any) -> Run:
