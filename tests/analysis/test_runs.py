@@ -19,7 +19,6 @@ from tests.analysis.samples import DATA, ROOT, TINY, make_options, record, runni
 LOG = DATA / "deepspeed_2ranks.log"
 STEPS = running_log([1.0] * 20, batch=64)
 BATCH = "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n"
-WORLD_SIZE = "world_size ................... {}\n"
 
 
 def read_one(path: Path, **options: Any) -> Run:
@@ -46,13 +45,6 @@ def test_log_of_a_known_model_has_tflops_and_mfu(tmp_path: Path) -> None:
     assert run.achieved_tflops == pytest.approx(8 * 0.075709, rel=1e-4)
     assert run.mfu_model_percent == pytest.approx(100 * 8 * 0.075709 / 10, rel=1e-4)
     assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
-
-
-def test_gpus_that_a_log_states_have_precedence_over_its_name(tmp_path: Path) -> None:
-    log = write(tmp_path / "gpu2.log", WORLD_SIZE.format(16) + BATCH + STEPS)
-    run = read_one(log, gpus_per_node=4)
-    assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
-    assert "log's name" not in run.notes
 
 
 def test_batch_and_scale_of_the_input_have_precedence_over_options() -> None:

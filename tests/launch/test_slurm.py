@@ -104,3 +104,9 @@ def test_requeue_comes_before_changes_of_the_job(
 ) -> None:
     assert requeue(1, excluded, changes) is None
     assert job.lines("asked") == ["requeue 42", *updates]
+
+
+def test_error_of_requeueing_is_returned(job: FakeSlurm) -> None:
+    script = '[ "$1" != requeue ] || { echo disabled >&2; exit 1; }; cat job'
+    job.write_program("scontrol", script)
+    assert requeue(1, ["n1"]) == "scontrol requeue 42: disabled"
