@@ -33,7 +33,8 @@ from benchmarks.baselines import EngineSide, Side, make_batch
 from benchmarks.common import make_parser, show, table
 from clap_ds.config.model import load_preset
 from clap_ds.cpu_kernels.patch_model import report
-from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.process_group import initialize
 from clap_ds.metrics.intervals import median_interval
 from clap_ds.run_records.environment import device_name
 from clap_ds.utils.errors import run_alone

@@ -29,7 +29,8 @@ from benchmarks.dropout_check import check_dropout
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
-from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.process_group import initialize
 from clap_ds.engine.compile import compile_towers, reason_of
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.kernel_fallback import replace_failing_kernels

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.testing import do_bench
 
 from benchmarks.common import make_parser, save, table
 from clap_ds.config.model import AudioConfig, load_preset
@@ -139,8 +140,6 @@ def text_cases(clips: int) -> Iterator[Case]:
 
 
 def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -> float:
-    from triton.testing import do_bench
-
     return float(do_bench(function, warmup=warmup, rep=rep, return_mode="median"))
 
 

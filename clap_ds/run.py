@@ -28,7 +28,8 @@ from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.collectives import gather, raise_on_all_ranks, run_on_rank0
 from clap_ds.distributed.error_file import find_fault, is_connection_lost, write_error_file
-from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.process_group import initialize
 from clap_ds.engine.engine import ClapEngine, NonFiniteError
 from clap_ds.engine.factory import build_model, fetch_from_hub
 from clap_ds.engine.loss import build_loss

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clap_ds.distributed.hostfile import format_hostfile, free_port
-from clap_ds.distributed.rendezvous import create_key
+from clap_ds.distributed.hostfile import create_key, format_hostfile, free_port
 from clap_ds.utils.files import write_atomically
 from clap_ds.utils.paths import PACKAGE
 

@@ -18,6 +18,7 @@ if not __package__:  # run as a file
 
 from clap_ds.config.arguments import (
     add_config,
+    find_config,
     find_field,
     locate,
     make_parser,
@@ -29,7 +30,6 @@ from clap_ds.config.arguments import (
 from clap_ds.launch.jobs import Job, Jobs, clean_name, utc_timestamp
 from clap_ds.launch.sbatch import Request, add_request, build_request
 from clap_ds.utils.errors import UserError, count_of, exit_code_of
-from clap_ds.utils.paths import find_config
 
 
 def start(arguments: argparse.Namespace) -> None:

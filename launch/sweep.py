@@ -20,6 +20,7 @@ if not __package__:  # run as a file
 
 from clap_ds.config.arguments import (
     add_config,
+    find_config,
     make_parser,
     parse_assignment,
     parse_varied,
@@ -29,7 +30,6 @@ from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.launch.jobs import Job, Jobs, clean_name, utc_timestamp
 from clap_ds.launch.sbatch import add_limits, add_request, build_request, get_limits
 from clap_ds.utils.errors import UserError, count_of, exit_code_of, printable
-from clap_ds.utils.paths import find_config
 
 DONE = ("completed", "out_of_memory")  # states that a retry would not change
 LONGEST_NOTE = 120

@@ -41,11 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     # Importing torch and transformers takes seconds: options are parsed before.
-    from clap_ds.checkpoint.exporters import export
-    from clap_ds.checkpoint.load_weights import load_weights
+    from clap_ds.checkpoint import exporters, load_weights
 
-    weights = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
-    export(weights, arguments.folder, arguments.tokenizer, arguments.format)
+    weights = load_weights.load_weights(
+        arguments.checkpoint, best=arguments.best, raw=arguments.no_ema
+    )
+    exporters.export(weights, arguments.folder, arguments.tokenizer, arguments.format)
     print(f"exported: {weights.description}, model {weights.config.name}")
     print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from clap_ds.utils.errors import UserError, did_you_mean
 from clap_ds.utils.files import parse_json, read_object
-from clap_ds.utils.paths import PACKAGE, find_config
+from clap_ds.utils.paths import CONFIGS, PACKAGE
 
 COMMAND = "clap-ds"
 
@@ -252,3 +252,17 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
         return name, parse_json(f"[{values}]")
     # Some of the values are texts without quotes.
     return name, [parse_assignment(f"{name}={value}")[1] for value in values.split(",")]
+
+
+def find_config(path: Path) -> Path:
+    """Return the path of a run's JSON: this file, or the packaged one of that name (`htsat_tiny`).
+    Raises UserError with the packaged names if there is neither."""
+    packaged = {file.stem: file for file in sorted(CONFIGS.glob("*.json"))}
+    is_name = path.parent == Path() and path.suffix in ("", ".json")
+    if is_name and path.stem in packaged and not path.is_file():
+        return packaged[path.stem]
+    if not path.exists():
+        hint = did_you_mean(path.stem, packaged, most_listed=0)
+        names = ", ".join(packaged)
+        raise UserError(f"{path}: no such file{hint} (packaged configurations: {names})")
+    return path

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from clap_ds.config import schema
-from clap_ds.config.arguments import find_field, locate, with_assignments
+from clap_ds.config.arguments import find_config, find_field, locate, with_assignments
 from clap_ds.config.batch_sizes import NAMES, BatchSizes
 from clap_ds.config.deepspeed_fields import (
     FIELDS,
@@ -32,7 +32,6 @@ from clap_ds.config.model import MOST, ClapConfig, Section
 from clap_ds.config.schema import NonNegativeInt, SyntheticData
 from clap_ds.utils.errors import UserError, did_you_mean, explain
 from clap_ds.utils.files import flatten, read_object
-from clap_ds.utils.paths import find_config
 
 # fields of which DeepSpeed takes one value at stage 0
 WITHOUT_ZERO: dict[str, Any] = {

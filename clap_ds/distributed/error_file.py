@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
-from clap_ds.utils.errors import CollectiveUserError
+from clap_ds.utils.errors import CollectiveUserError, printable
 from clap_ds.utils.files import hold_folder, read_json, write_atomically
 from clap_ds.utils.redaction import redact_all
 
@@ -184,3 +185,24 @@ def is_connection_lost(error: BaseException) -> bool:
         if isinstance(error, getattr(distributed, name, ())):
             return True
     return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+
+
+class UnreachableError(RuntimeError):
+    """A rank or host, named in the message, is unreachable.
+
+    Attributes:
+        hosts: those of the missing ranks.
+        fault: LINK on a rank that can't reach another one, of which either may be broken.
+    """
+
+    def __init__(self, message: str, hosts: Sequence[str] = (), fault: str = PROGRAM) -> None:
+        super().__init__(message)
+        self.hosts = list(hosts)
+        self.fault = fault
+
+
+def exit_unreachable(error: UnreachableError) -> NoReturn:
+    """Record and print the error, and exit at once."""
+    write_error_file(UNREACHABLE, str(error), 1, hosts=error.hosts, fault=error.fault)
+    print("error:", printable(str(error)), file=sys.stderr, flush=True)
+    os._exit(1)

@@ -15,6 +15,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from clap_ds.utils.files import read_bytes
 
@@ -22,6 +24,7 @@ from clap_ds.utils.files import read_bytes
 # default.
 PORTS = range(16000, 32000)
 PORT_TRIES = 100
+KEY_FILE = "rendezvous_key"  # in the folder of a job's attempt
 MAX_HOSTS = 65536  # SLURM's own limit for a range of nodes
 MAX_ARGUMENT_LENGTH = 100_000  # characters; Linux limits an argument to 131,071 bytes
 # GPUs of a host with one task. A step inherits its job's request, too, but may have fewer.
@@ -246,3 +249,9 @@ def free_port() -> int:
             listener.bind(("127.0.0.1", port))
             return port
     raise OSError(f"no free port among {PORT_TRIES} tried from {PORTS[0]} to {PORTS[-1]}")
+
+
+def create_key(folder: Path) -> None:
+    """Create the key of a job's attempt in its folder. Only this user can read it."""
+    with open(folder / KEY_FILE, "xb", opener=partial(os.open, mode=0o600)) as file:
+        file.write(os.urandom(32))

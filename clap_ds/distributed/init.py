@@ -1,4 +1,4 @@
-"""Identify this process's rank under any launcher; join and leave the process group.
+"""Identify this process's rank under any launcher; run a command on it, and leave it.
 
 Top-level imports are light: a rank rejects a wrong configuration before importing torch and
 DeepSpeed.
@@ -17,10 +17,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -28,11 +26,13 @@ from typing import TYPE_CHECKING, NoReturn
 from clap_ds.config.arguments import add_config, make_parser
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
-from clap_ds.distributed.accelerator import choose_device, explain_no_gpu
+from clap_ds.distributed.accelerator import explain_no_gpu
 from clap_ds.distributed.error_file import (
     ERROR,
     LOST_PEER,
     USER,
+    UnreachableError,
+    exit_unreachable,
     find_fault,
     is_connection_lost,
     set_error_dir,
@@ -42,17 +42,10 @@ from clap_ds.distributed.error_file import (
 from clap_ds.distributed.hostfile import (
     derive_port,
     expand,
-    free_port,
     list_rank_hosts,
     parse_tasks,
     this_host,
 )
-from clap_ds.distributed.rendezvous import (
-    UnreachableError,
-    exit_unreachable,
-    join_process_group,
-)
-from clap_ds.distributed.root_cause import prepare_flight_recorder
 from clap_ds.utils.errors import (
     INTERRUPTED,
     USER_ERROR,
@@ -62,14 +55,10 @@ from clap_ds.utils.errors import (
     how_to_install,
     printable,
 )
-from clap_ds.utils.paths import describe_software
 
 if TYPE_CHECKING:
-    import torch
-
     from clap_ds.config.schema import DebugSettings
 
-COLLECTIVE_TIMEOUT_S = 1800.0  # must cover one rank's slow start (compiling, downloading)
 FAILED = 1
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to report a mistake that other ranks found, too
 LAUNCHERS = (
@@ -221,62 +210,6 @@ def make_run_parser(doc: str | None) -> argparse.ArgumentParser:
     add_config(parser)
     add_rank_options(parser)
     return parser
-
-
-def initialize(
-    ranks: Ranks,
-    *,
-    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    allow_mixed_code: bool = False,
-) -> torch.device:
-    """Choose this rank's device and join the process group. Raises UserError if there is none, the
-    port is in use, or hosts have different software and that isn't allowed."""
-    software = None
-    if ranks.local_rank == 0:
-        # One rank of each host reads files and asks git, while it imports torch.
-        software = ThreadPoolExecutor(1).submit(describe_software)
-    device = choose_device(ranks.rank, ranks.local_rank)
-
-    import deepspeed
-    import torch
-
-    _complete_address(ranks)
-    if "OMP_NUM_THREADS" not in os.environ:
-        # Oversubscribed cores slow the optimizer on CPUs by up to 80 times.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
-    if device.type == "cpu":
-        keep_freed_memory()
-        deepspeed.ops.__compatible_ops__ = {}  # reading it would try to compile every operation
-    # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the
-    # ranks.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    prepare_flight_recorder()
-    if not torch.distributed.is_initialized():
-        # As DeepSpeed does when it creates the group.
-        binds_device = backend == "nccl" and ranks.world_size > 1
-        join_process_group(
-            ranks,
-            backend,
-            device if binds_device else None,
-            software.result() if software else None,
-            allow_mixed_code=allow_mixed_code,
-        )
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
-    # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of
-    # its own.
-    deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
-    return device
-
-
-def _complete_address(ranks: Ranks) -> None:
-    """Set what DeepSpeed reads, if a single rank was started without a launcher."""
-    # A job's script may have set an address for other steps, but no rank.
-    has_address = all(map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT")))
-    if ranks.world_size == 1 and not has_address:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 def announce_accelerator(ranks: Ranks) -> None:

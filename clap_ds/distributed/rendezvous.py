@@ -1,4 +1,4 @@
-"""Rendezvous of ranks with a timeout that names missing ranks. Top-level imports are light.
+"""Rendezvous of ranks with a timeout that names missing ranks.
 
 torch's store is neither encrypted nor authenticated. What the ranks of a job say about themselves
 is signed with a key in the job's folder, so that another program that reaches the port can't take a
@@ -16,24 +16,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-from clap_ds.distributed.error_file import LINK, PROGRAM, UNREACHABLE, this_rank, write_error_file
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from clap_ds.distributed.error_file import LINK, UnreachableError, exit_unreachable, this_rank
+from clap_ds.distributed.hostfile import KEY_FILE
+from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.software import Versions, describe_differences
-from clap_ds.utils.errors import CollectiveUserError, first_line, printable, some, warn
+from clap_ds.utils.errors import CollectiveUserError, first_line, some, warn
 from clap_ds.utils.files import read_bytes
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store
-
-    from clap_ds.distributed.init import Ranks
 
 # For all ranks to connect, and for one that no longer responds: some import from disk what others
 # have cached.
@@ -44,29 +44,7 @@ RESOLVE_LIMIT_S = 20.0  # for a host to resolve rank 0's name
 READ_GRACE_S = 1.0  # for other ranks to read the store, which ends with rank 0
 REPORT_INTERVAL_S = 10.0
 HEARTBEAT_INTERVAL_S = 1.0
-KEY_FILE = "rendezvous_key"  # in the folder of a job's attempt
 SIGNATURE_DIGITS = 64
-
-
-class UnreachableError(RuntimeError):
-    """A rank or host, named in the message, is unreachable.
-
-    Attributes:
-        hosts: those of the missing ranks.
-        fault: LINK on a rank that can't reach another one, of which either may be broken.
-    """
-
-    def __init__(self, message: str, hosts: Sequence[str] = (), fault: str = PROGRAM) -> None:
-        super().__init__(message)
-        self.hosts = list(hosts)
-        self.fault = fault
-
-
-def exit_unreachable(error: UnreachableError) -> NoReturn:
-    """Record and print the error, and exit at once."""
-    write_error_file(UNREACHABLE, str(error), 1, hosts=error.hosts, fault=error.fault)
-    print("error:", printable(str(error)), file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _send_heartbeats(store: Store, rank: int) -> None:
@@ -111,12 +89,6 @@ def _report_missing_ranks(store: Store, ranks: Ranks, joined: threading.Event) -
         if silent_s >= START_LIMIT_S and not joined.is_set():
             message = f"{names} didn't connect within {START_LIMIT_S:.0f} s"
             exit_unreachable(UnreachableError(message, hosts))
-
-
-def create_key(folder: Path) -> None:
-    """Create the key of a job's attempt in its folder. Only this user can read it."""
-    with open(folder / KEY_FILE, "xb", opener=partial(os.open, mode=0o600)) as file:
-        file.write(os.urandom(32))
 
 
 class SignedStore:
@@ -171,8 +143,6 @@ def join_process_group(
         CollectiveUserError: on rank 0, if the address is another host's or the port is in use; on
             all, if software differs.
     """
-    import torch.distributed as dist
-
     joined = threading.Event()
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -211,8 +181,6 @@ def _connect(
     joined: threading.Event,
 ) -> tuple[Store, str]:
     """Return the store, and how hosts' software differs, once all ranks have connected."""
-    import torch.distributed as dist
-
     _wait_until_resolved(ranks.host, address, port)
     _choose_interface(ranks)
     # Under torchrun, its agent listens.
@@ -271,8 +239,6 @@ def _wait_until_resolved(host: str, address: str, port: int) -> None:
 def _choose_interface(ranks: Ranks) -> None:
     """Give gloo the interface to other hosts if this host's name has no address that they can
     reach, but 127.0.1.1 or none."""
-    import psutil  # not at the top: a supervisor outside of the ranks' container may lack it
-
     with suppress(OSError):
         if not socket.gethostbyname(socket.gethostname()).startswith("127."):
             return

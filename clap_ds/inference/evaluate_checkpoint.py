@@ -11,7 +11,8 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import raise_on_all_ranks
-from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.process_group import initialize
 from clap_ds.engine.engine import NonFiniteError
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.evaluation.metrics import Evaluation

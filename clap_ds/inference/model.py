@@ -16,7 +16,8 @@ from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
-from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
+from clap_ds.distributed.accelerator import choose_accelerator
+from clap_ds.distributed.device import set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import (
     audio_batches,

@@ -9,10 +9,19 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.distributed.collectives import gather
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.process_group import initialize
 from clap_ds.metrics.timers import seconds
 
 REPEATS = 3  # the first one also connects the ranks
 FP32_BYTES = 4
+
+
+def join_and_time_all_reduce(ranks: Ranks, num_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """Join the process group, with a time limit for collectives, and return `time_all_reduce`. Hosts
+    may have different code."""
+    device = initialize(ranks, collective_timeout_s=timeout_s, allow_mixed_code=True)
+    return time_all_reduce(num_bytes, device)
 
 
 def time_all_reduce(num_bytes: int, device: torch.device) -> dict[str, Any]:

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 from clap_ds.config.arguments import make_parser
 from clap_ds.distributed.accelerator import find_gpu, nvidia_smi
 from clap_ds.distributed.hostfile import this_host
-from clap_ds.distributed.init import Ranks, add_rank_options, initialize, run_command
+from clap_ds.distributed.init import Ranks, add_rank_options, run_command
 from clap_ds.utils.files import write_object
 from clap_ds.utils.paths import describe_software, version
 
@@ -62,11 +62,10 @@ def main(ranks: Ranks) -> None:
     report = describe_host(ranks, options.packages)
     write_object(options.job_folder / f"rank-{ranks.rank:05}.json", report)
     try:
-        device = initialize(ranks, collective_timeout_s=TIMEOUT_S, allow_mixed_code=True)
         # Not at the top: torch may be what this host lacks.
-        from clap_ds.throughput_bench.bandwidth import time_all_reduce
+        from clap_ds.throughput_bench.bandwidth import join_and_time_all_reduce
 
-        measured = time_all_reduce(ALL_REDUCE_BYTES, device)
+        measured = join_and_time_all_reduce(ranks, ALL_REDUCE_BYTES, TIMEOUT_S)
     except Exception:
         time.sleep(REPORT_GRACE_S)
         raise

@@ -83,23 +83,6 @@ def make_private(folder: Path) -> Path:
     return folder
 
 
-def find_config(path: Path) -> Path:
-    """Return the path of a run's JSON: this file, or the packaged one of that name (`htsat_tiny`).
-    Raises UserError with the packaged names if there is neither."""
-    # not at the top: setup.py runs this file alone
-    from clap_ds.utils.errors import UserError, did_you_mean
-
-    packaged = {file.stem: file for file in sorted(CONFIGS.glob("*.json"))}
-    is_name = path.parent == Path() and path.suffix in ("", ".json")
-    if is_name and path.stem in packaged and not path.is_file():
-        return packaged[path.stem]
-    if not path.exists():
-        hint = did_you_mean(path.stem, packaged, most_listed=0)
-        names = ", ".join(packaged)
-        raise UserError(f"{path}: no such file{hint} (packaged configurations: {names})")
-    return path
-
-
 def commit() -> str | None:
     """Return the commit of this code, or None if unknown.
 

@@ -48,7 +48,8 @@ def list_wrong_gradients(*assignments: str) -> list[str]:
 
 
 TRITON = """
-from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.process_group import initialize
 from tests.benchmarks.test_gradient_check import list_wrong_gradients
 initialize(Ranks.from_environment())
 print("wrong:", *list_wrong_gradients(*(f"clap.model.{part}_impl=triton" for part in ("attention", "mlp", "text_attention"))))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clap_ds.distributed import accelerator
-from clap_ds.distributed.accelerator import choose_accelerator, choose_device
+from clap_ds.distributed import accelerator, device
+from clap_ds.distributed.accelerator import choose_accelerator
+from clap_ds.distributed.device import choose_device
 from clap_ds.utils.errors import UserError
 from tests.conftest import ROOT
 
@@ -57,7 +58,7 @@ def test_rank_takes_its_only_gpu_and_needs_one_of_its_number(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
-    monkeypatch.setattr(accelerator, "set_up_cuda", lambda: None)
+    monkeypatch.setattr(device, "set_up_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     # `--gpus-per-task`
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")

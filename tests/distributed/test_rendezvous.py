@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.distributed import rendezvous
+from clap_ds.distributed.error_file import UnreachableError
+from clap_ds.distributed.hostfile import KEY_FILE, create_key
 from clap_ds.distributed.init import Ranks
-from clap_ds.distributed.rendezvous import KEY_FILE, SignedStore, UnreachableError, create_key
+from clap_ds.distributed.rendezvous import SignedStore
 from tests.processes import Command, launcher_variables
 from tests.rank_pool import free_port
 from tests.training.training_commands import wait_until
@@ -22,7 +24,8 @@ from tests.training.training_commands import wait_until
 # Joins, prints the device, and waits without making a step.
 JOIN = """
 import sys, time
-from clap_ds.distributed.init import initialize, run_command
+from clap_ds.distributed.init import run_command
+from clap_ds.distributed.process_group import initialize
 
 def main(ranks):
     print(initialize(ranks, allow_mixed_code="--allow" in sys.argv), flush=True)

@@ -30,7 +30,8 @@ import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from clap_ds.distributed import error_file, watchdog
-from clap_ds.distributed.init import Ranks, initialize, leave
+from clap_ds.distributed.init import Ranks, leave
+from clap_ds.distributed.process_group import initialize
 
 def crash():
     ctypes.string_at(0)

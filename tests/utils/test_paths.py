@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from clap_ds.config.arguments import find_config
 from clap_ds.utils import paths
 from clap_ds.utils.errors import UserError
-from clap_ds.utils.paths import CONFIGS, commit, find_config
+from clap_ds.utils.paths import CONFIGS, commit
 
 ROOT = Path(__file__).resolve().parents[2]
 
