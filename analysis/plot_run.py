@@ -36,7 +36,9 @@ CURVES = {
 }
 # Curves that are drawn as moving means.
 NOISY = ("loss", "gradient_norm", "speed")
-PHASE_COLORS = dict(zip(STEP_PHASES, [COLORS[index] for index in (4, 0, 3, 5, 1, 2)], strict=True))
+# One more than a picture's series, for waits for features.
+_COLORS = [COLORS[4], COLORS[0], "#b04fa0", *(COLORS[index] for index in (3, 5, 1, 2))]
+PHASE_COLORS = dict(zip(STEP_PHASES, _COLORS, strict=True))
 # Metrics of the evaluation panel.
 MAX_METRICS = 4
 

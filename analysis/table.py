@@ -71,6 +71,7 @@ class Row:
     energy_kwh: float | None = None
     data_wait_s: float | None = None
     forward_s: float | None = None
+    feature_wait_s: float | None = None
     loss_s: float | None = None
     backward_s: float | None = None
     exposed_communication_s: float | None = None

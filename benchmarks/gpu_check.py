@@ -34,14 +34,16 @@ from clap_ds.utils.paths import cache_folder, work_folder
 
 class Check(NamedTuple):
     """`run`: a configuration's name and changed fields. `command`: arguments of `python`.
-    `variables`: its environment's."""
+    `variables`: its environment's. `least_gpus`: with fewer the step is left out."""
 
     most_s: float
     run: str = "htsat_tiny"
     command: str = "-m clap_ds.bench --deepspeed_config {config}"
     variables: tuple[str, ...] = ()
+    least_gpus: int = 1
 
 
+ALL_GPUS = "-m deepspeed.launcher.runner --num_gpus {num_gpus} clap_ds/bench.py --deepspeed_config {config}"
 PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
 JOIN = (
     "-m benchmarks.plan_validation --profiles {call}/.. --gpu {gpu} --output {call}/efficiencies.md"
@@ -69,6 +71,10 @@ CALLS = {
         "profile_compiled": Check(80, "htsat_tiny clap.compile=towers", PROFILE),
         "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
         "htsat_base": Check(200, "htsat_base"),
+        "all_gpus": Check(120, command=ALL_GPUS, least_gpus=2),
+        "all_gpus_deepspeed": Check(
+            90, "htsat_tiny clap.gradient_sync=deepspeed", ALL_GPUS, least_gpus=2
+        ),
         "text_attention_torch": Check(100, TORCHS_TEXT_ATTENTION),
         "htsat_tiny_again": Check(60),
         "text_attention_torch_again": Check(60, TORCHS_TEXT_ATTENTION),
@@ -113,7 +119,7 @@ COLUMNS = (
 )
 
 
-def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
+def run_step(step: Check, folder: Path, limit_s: float, gpu: str, num_gpus: int) -> dict[str, Any]:
     """Run one step in a new folder, print its output and return its table row."""
     call = folder.parent
     # Fields and values of the configuration.
@@ -121,6 +127,7 @@ def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, A
     content = changed(Path(name), [*SHORT.split(), *assignments])
     values: dict[str, Any] = {
         "gpu": gpu,
+        "num_gpus": num_gpus,
         "call": call,
         "folder": folder,
         "config": folder / "config.json",
@@ -220,6 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TRITON_CACHE_DIR"] = f"{caches}/triton"
     rows: list[dict[str, Any]] = []
     for name, step in CALLS[options.call].items():
+        if len(gpus) < step.least_gpus:
+            continue
         row: dict[str, Any] = {"step": name, "state": "no time left", "seconds": 0.0}
         rows.append(row)
         began_s = time.time()
@@ -229,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
             if left_s >= FEWEST_S:
                 # Stays, if this call is ended now.
                 row["state"] = "interrupted"
-                row |= run_step(step, folder / name, min(step.most_s, left_s), gpu)
+                row |= run_step(step, folder / name, min(step.most_s, left_s), gpu, len(gpus))
         finally:
             # Also if this call is ended.
             compare_losses(rows)

@@ -126,7 +126,7 @@ def setup_engine(
     augmentation."""
     clap = run.clap
     with raise_on_all_ranks():
-        loss = build_loss(clap.loss, run.precision, timer.peer_wait)
+        loss = build_loss(clap.loss, run.precision, timer.feature_wait)
         engine = ClapEngine(model, loss, run.deepspeed, clap, clap.train, timer)
     torch.manual_seed(clap.seed + 1 + ranks.rank)
     return engine

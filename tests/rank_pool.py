@@ -65,9 +65,10 @@ def _serve(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(launcher_variables(rank, world_size, port))
     if grouped:
-        from clap_ds.distributed import init
+        from clap_ds.distributed.init import Ranks
+        from clap_ds.distributed.process_group import initialize
 
-        init.initialize(init.Ranks.from_environment())
+        initialize(Ranks.from_environment())
     while True:
         function, arguments = pipe.recv()
         try:

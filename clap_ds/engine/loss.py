@@ -35,7 +35,7 @@ CPU_TILE = 1024
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 PeerWait = Callable[[], AbstractContextManager[object]]
-"""Makes a context manager for waits for other ranks, such as `StepTimer.peer_wait`."""
+"""Makes a context manager for waits for other ranks, such as `StepTimer.feature_wait`."""
 LossAndGradients = tuple[Tensor, tuple[Tensor, ...]]
 
 

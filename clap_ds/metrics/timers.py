@@ -18,6 +18,7 @@ import torch
 # The phase that is timed even while throughput is measured.
 ALWAYS_TIMED = "data_wait"
 PEER_WAIT = "peer_wait"
+FEATURE_WAIT = "feature_wait"
 
 # A CUDA event, or seconds of the host's clock.
 _Mark = Any
@@ -77,8 +78,8 @@ class StepTimer:
     after each step, `stop()`.
 
     GPU phases are times on the device: `data_wait` is how long it waited for data or their copy.
-    Other phases are timed only in `instrumented` windows, with the device synchronized before and
-    after, which slows the step. Nothing is recorded between windows.
+    Other phases are timed only in `instrumented` windows, which wait for the device's work before
+    and after each, so that the step is slower. Nothing is recorded between windows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,7 +155,14 @@ class StepTimer:
         if self._marks:
             self._spans[-1].append(_Span(PEER_WAIT, 1, begin, _mark(self.device)))
 
+    @contextmanager
+    def feature_wait(self) -> Iterator[None]:
+        """Record the body as a wait for other ranks' features, which is a phase of its own."""
+        with self(FEATURE_WAIT), self.peer_wait():
+            yield
+
     def _edge(self) -> _Mark:
-        if self._instrumented:
-            synchronize(self.device)
+        if self._instrumented and self.device.type == "cuda":
+            # Not for the whole device: a gather on another stream would end in the forward pass.
+            torch.cuda.current_stream(self.device).synchronize()
         return _mark(self.device)

@@ -35,7 +35,9 @@ FORMER_PHASES = {"window": "timed"}
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
 # phases of a step, in order
-STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
+STEP_PHASES = (
+    "data_wait", "forward", "feature_wait", "loss", "backward", "exposed_communication", "optimizer",
+)  # fmt: skip
 
 
 def upgrade_summary(summary: Mapping[str, Any]) -> dict[str, Any]:

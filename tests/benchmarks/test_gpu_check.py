@@ -103,6 +103,22 @@ def test_step_that_ends_badly_is_a_row_and_all_results_are_saved(
         assert (restored / "gpu_check" / f"step{number}").exists()
 
 
+@pytest.mark.parametrize(("num_gpus", "steps"), [(1, ["one"]), (4, ["one", "all"])])
+def test_all_gpus_are_compared_if_there_are_several(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, steps: list[str]
+) -> None:
+    gpus = gpu_check.nvidia_smi() * num_gpus
+    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: gpus)
+    checks = {
+        "one": Check(60, command="-c pass"),
+        "all": Check(60, command='-c "assert {num_gpus} == 4"', least_gpus=2),
+    }
+    monkeypatch.setattr(gpu_check, "CALLS", {1: checks})
+    assert gpu_check.main(["1", "--output", str(work_dir / "out")]) == 0
+    rows = json.loads((work_dir / TABLE).read_text())
+    assert [row["step"] for row in rows] == steps
+
+
 def test_configurations_of_all_calls_are_valid(tmp_path: Path) -> None:
     for steps in CALLS.values():
         for step in steps.values():
@@ -110,7 +126,7 @@ def test_configurations_of_all_calls_are_valid(tmp_path: Path) -> None:
             content = changed(Path(config), [*gpu_check.SHORT.split(), *changes])
             (tmp_path / "run.json").write_text(json.dumps(content))
             load_run(tmp_path / "run.json", 1)
-    assert {"test_triton_kernels", "test_window_attention"} <= CALLS[2].keys()
+    assert {"test_triton_kernels", "test_engine"} <= CALLS[2].keys()
 
 
 IMPORTS = """

@@ -57,7 +57,7 @@ def test_rank_takes_its_only_gpu_and_needs_one_of_its_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
+    monkeypatch.setattr(device, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(device, "set_up_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     # `--gpus-per-task`

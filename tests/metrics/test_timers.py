@@ -70,6 +70,22 @@ def test_phases_exclude_nested_ones_and_need_instrumentation(
     assert phases_s["loss"] == 0
 
 
+def test_feature_wait_is_a_phase_within_the_loss_and_not_own_time(
+    advance: Callable[[float], None],
+) -> None:
+    timer = StepTimer(CPU)
+    timer.start(instrumented=True)
+    with timer("loss"):
+        advance(2.0)
+        with timer.feature_wait():
+            advance(5.0)
+        advance(1.0)
+    timer.mark()
+    times = timer.stop()
+    assert times.phases_s == [{"loss": 3.0, "feature_wait": 5.0}]
+    assert times.own_s == [3.0]
+
+
 class FakeDevice:
     """A GPU and its host with a clock: queued work delays only a host that synchronizes."""
 

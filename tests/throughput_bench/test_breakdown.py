@@ -14,7 +14,14 @@ from clap_ds.run_records.schema import STEP_PHASES
 from clap_ds.throughput_bench.breakdown import measure_breakdown, median_step
 from tests.rank_pool import RankPool
 
-SECONDS = {"data_wait": 1.0, "forward": 2.0, "loss": 4.0, "backward": 32.0, "optimizer": 16.0}
+SECONDS = {
+    "data_wait": 1.0,
+    "forward": 2.0,
+    "feature_wait": 64.0,
+    "loss": 4.0,
+    "backward": 32.0,
+    "optimizer": 16.0,
+}
 LOCAL_BACKWARD_S = 8.0
 
 
