@@ -32,7 +32,7 @@ def test_host_is_described_even_without_a_measurement(
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     monkeypatch.setattr(preflight_rank, "REPORT_GRACE_S", 0)
-    monkeypatch.setattr(preflight_rank, "initialize", fail)
+    monkeypatch.setattr(bandwidth, "initialize", fail)
     arguments = ["--job_folder", str(tmp_path), "torch", "webdatasset"]
     monkeypatch.setattr(sys, "argv", ["preflight_rank.py", *arguments])
     with pytest.raises(RuntimeError, match="no network"):
