@@ -73,7 +73,7 @@ def test_efficiency_of_each_class_is_that_of_its_kernels(
     result = json.loads((tmp_path / "efficiencies.json").read_text())
     assert result["device"] == "NVIDIA H200"
     efficiencies = {name: figures["efficiency"] for name, figures in result["classes"].items()}
-    eager = ("thin product", "other product", "triton window attention")
+    eager = ("thin product", "other product", "narrow window attention")
     assert efficiencies == pytest.approx(dict.fromkeys(eager, 0.0005) | {FUSED: 0.00025})
     assert (tmp_path / "efficiencies.md").read_text().count("not in the plan: Memcpy HtoD") == 2
 

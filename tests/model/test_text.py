@@ -30,7 +30,7 @@ def test_packed_captions_on_a_gpu_in_16_bits_keep_attention_dropout(
 
     mask = (torch.arange(16) < torch.tensor([16, 5])[:, None]).long()
     row, packing = pack([(torch.full((2, 16), 7), mask)], 8)
-    layout = compute_layout(packing, len(row))
+    layout = compute_layout(packing, len(row), 2)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(text_attention, "_attend_varlen", note_call)
     heads = torch.randn(1, 2, len(row), 4, dtype=torch.bfloat16)

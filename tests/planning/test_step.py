@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.analytic import TextLengths, forward_components, recomputed_flops
+from clap_ds.model.clap import ClapModel
 from clap_ds.planning.inductor import fused_kernels
 from clap_ds.planning.step import Step, compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
@@ -125,6 +126,29 @@ def test_loss_and_buckets_grow_with_ranks(trace: TraceRun) -> None:
     products = [op for op in among.recorder.operations if op.part == "loss" and op.flops]
     assert sum(op.flops for op in products) == 6 * 2 * BATCH * (64 * BATCH) * 32
     assert {(op.name, op.dtype) for op in products} == {("aten.mm", torch.bfloat16)}
+
+
+def test_traffic_is_what_a_rank_sends(trace: TraceRun) -> None:
+    model = ClapModel(load_preset("micro")).bfloat16()
+    for norm in model.batch_norms():
+        norm.float()
+    gradient_bytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    # Both stages of this model are early ones, so that only the last norm's gradients come first.
+    early = {
+        name: num_bytes
+        for name, num_bytes in gradient_bytes.items()
+        if name.startswith("audio.") and not name.startswith("audio.norm.")
+    }
+    step = trace(gradient_accumulation_steps=3, clap={"compile": "towers"})
+    assert step.gradient_bytes == sum(gradient_bytes.values())
+    assert step.last_gradient_bytes == sum(early.values())
+    # 32 dimensions in bf16, for each micro-batch.
+    assert (step.feature_bytes, step.num_gathers) == (BATCH * 32 * 2, 3)
+    bucket = trace(clap={"compile": "off", "bucket_cap_mb": 0.01})
+    assert bucket.last_gradient_bytes == round(0.01 * 2**20)
+    for clap in ({"gradient_sync": "deepspeed"}, {"train": {"freeze": ["audio"]}}):
+        step = trace(clap={"compile": "towers", **clap})
+        assert step.last_gradient_bytes == step.gradient_bytes
 
 
 def test_foreign_optimizer_is_rejected(write_run: WriteRun) -> None:
