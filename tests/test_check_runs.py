@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.conftest import micro_run
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_checked_files_are_refused_in_one_process_without_torch(tmp_path: Path) -> None:
+def test_checked_files_are_refused_in_one_process_without_torch(tmp_path):
     runs = {
         "valid": micro_run(clap={"train": {"max_samples": 64}}),
         "no_samples": micro_run(),
@@ -62,8 +61,8 @@ SHARDS = {"source": "webdataset", "shards": "here.tar", "tokenizer": "roberta-ba
     ],
 )
 def test_check_of_missing_path_in_existing_folder_is_refused(
-    field: str, value: Any, is_missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    field, value, is_missing, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.tar").touch()
     (tmp_path / "folder.tar").mkdir()
@@ -78,18 +77,14 @@ def test_check_of_missing_path_in_existing_folder_is_refused(
     ("shards", "options"),
     [("/none/x.tar", {}), ("/x.tar", {}), ("x.tar", {"may_appear": True})],
 )
-def test_check_of_path_that_hosts_may_have_prints_a_note(
-    shards: str, options: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_path_that_hosts_may_have_prints_a_note(shards, options, tmp_path, capsys):
     run = micro_run(clap={"data": SHARDS | {"shards": shards}})
     (tmp_path / "run.json").write_text(json.dumps(run))
     check_runs.check([tmp_path / "run.json"], train=False, **options)
     assert f"no such file: {shards}" in capsys.readouterr().out
 
 
-def test_check_of_shards_without_webdataset_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_of_shards_without_webdataset_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(json.dumps(micro_run(clap={"data": SHARDS})))
     monkeypatch.setattr(check_runs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"webdataset, .* run `pip install 'clap-ds\[train\]'`"):

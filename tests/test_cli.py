@@ -36,7 +36,7 @@ def find_parser(command: str) -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_help_has_example_and_describes_every_option(command: str) -> None:
+def test_command_help_has_example_and_describes_every_option(command):
     parser = find_parser(command)
     assert parser.prog == f"clap-ds {command}"
     assert (parser.description or "").endswith(".")
@@ -51,7 +51,7 @@ def test_command_help_has_example_and_describes_every_option(command: str) -> No
             assert "(default: " in formatter._expand_help(action), action.dest
 
 
-def test_pages_name_existing_commands_and_options() -> None:
+def test_pages_name_existing_commands_and_options():
     names = ("README.md", "CONTRIBUTING.md", "analysis/FLOPS.md")
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in names)]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
@@ -69,7 +69,7 @@ def test_pages_name_existing_commands_and_options() -> None:
     assert not re.search(by_path, text)
 
 
-def test_command_help_imports_no_heavy_package() -> None:
+def test_command_help_imports_no_heavy_package():
     """In a new process: this one has imported everything."""
     program = """
 import contextlib, io, sys
@@ -91,7 +91,7 @@ for name in cli.MODULES:
     assert done.returncode == 0, done.stderr
 
 
-def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_lists_all_commands(capsys):
     assert cli.main([]) == 0
     output = capsys.readouterr().out
     for name in cli.MODULES:
@@ -107,9 +107,7 @@ def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None
         ("shards size", "choose from"),
     ],
 )
-def test_wrong_command_is_refused_with_a_hint(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_command_is_refused_with_a_hint(command, message, capsys):
     try:
         code = cli.main(command.split())
     except SystemExit as stop:
@@ -118,7 +116,7 @@ def test_wrong_command_is_refused_with_a_hint(
     assert message in capsys.readouterr().err
 
 
-def test_options_with_dashes_equal_those_with_underscores() -> None:
+def test_options_with_dashes_equal_those_with_underscores():
     parser = make_parser("Do something.")
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("more", nargs="*")
@@ -126,7 +124,7 @@ def test_options_with_dashes_equal_those_with_underscores() -> None:
     assert (arguments.micro_batch, arguments.more) == (3, ["--micro-batch"])
 
 
-def test_presets_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_command_lists_all(capsys):
     assert cli.main(["presets"]) == 0
     output = capsys.readouterr().out
     for name in (*list_presets(), *(path.stem for path in CONFIGS.glob("*.json"))):

@@ -29,7 +29,7 @@ def read_table() -> list[str]:
     return paths
 
 
-def test_contributing_table_lists_every_package_and_module_once() -> None:
+def test_contributing_table_lists_every_package_and_module_once():
     paths = read_table()
     assert len({*paths}) == len(paths)
     missing = list_architecture() - {*paths}

@@ -105,9 +105,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_reader_of_hostile_file_ends_in_bounded_memory(
-    tmp_path: Path, name: str, bomb: str
-) -> None:
+def test_reader_of_hostile_file_ends_in_bounded_memory(tmp_path, name, bomb):
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     make_checkpoint(tmp_path, 1)
     path = tmp_path / name
@@ -137,7 +135,7 @@ def deep_folder(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", tmp_path], check=True)
 
 
-def test_deeply_nested_folder_is_refused_by_readers_and_fails_no_start(deep_folder: Path) -> None:
+def test_deeply_nested_folder_is_refused_by_readers_and_fails_no_start(deep_folder):
     for read in (audio_files_in, lambda path: read_runs([path], make_options())):
         with pytest.raises((UserError, OSError), match=r"nested|File name too long"):
             read(deep_folder)
@@ -204,9 +202,7 @@ def download_history(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("names", WRITERS, ids=" ".join)
-def test_writer_follows_no_planted_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-) -> None:
+def test_writer_follows_no_planted_link(tmp_path, monkeypatch, names):
     victim = tmp_path / "victim"
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")

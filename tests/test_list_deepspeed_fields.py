@@ -30,19 +30,19 @@ def collect_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     return section
 
 
-def test_table_is_of_the_installed_deepspeed() -> None:
+def test_table_is_of_the_installed_deepspeed():
     table = json.loads(json.dumps(list_fields()))
     advice = "run `python .ci/list_deepspeed_fields.py`, then the command of the page in docs/"
     assert table == TABLE, advice
 
 
-def test_every_name_that_deepspeed_reads_is_in_the_table_or_refused() -> None:
+def test_every_name_that_deepspeed_reads_is_in_the_table_or_refused():
     refused = {name for name in REFUSED if "." not in name}
     assert record_parser().defaults.keys() == FIELDS.keys() | refused
     assert not FIELDS.keys() & refused
 
 
-def test_deepspeed_parses_every_default_of_the_table() -> None:
+def test_deepspeed_parses_every_default_of_the_table():
     config = {**collect_defaults(FIELDS), **BATCH}
     config["optimizer"]["type"] = "AdamW"
     config["scheduler"] |= {"type": "WarmupLR", "params": {}}
@@ -58,9 +58,7 @@ def test_deepspeed_parses_every_default_of_the_table() -> None:
         ("Adafactor", {"eps": [-1, 0.1]}),
     ],
 )
-def test_argument_that_torch_rejects_is_rejected_by_the_table(
-    kind: str, params: dict[str, Any]
-) -> None:
+def test_argument_that_torch_rejects_is_rejected_by_the_table(kind, params):
     with pytest.raises(ValueError, match=r"Invalid|should"):
         getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(1))], **params)
     model: Any = make_deepspeed_model(kind, None)

@@ -148,7 +148,7 @@ def texts_for(pattern: re.Pattern[Any]) -> Iterator[Any]:
         yield text.encode("latin-1") if isinstance(pattern.pattern, bytes) else text
 
 
-def test_patterns_are_fast_on_their_own_literals_repeated() -> None:
+def test_patterns_are_fast_on_their_own_literals_repeated():
     patterns, computed = collect_patterns()
     advice = "make these modules' patterns constants, so that this test tries them"
     assert computed <= COMPUTED, advice
@@ -184,7 +184,7 @@ REPEATED = (
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_function_for_text_of_others_is_fast(name: str) -> None:
+def test_function_for_text_of_others_is_fast(name):
     for text in REPEATED:
         assert not is_slow(FUNCTIONS[name], text * (LENGTH // len(text))), text
 
@@ -206,7 +206,5 @@ def merge_rows(names: list[str]) -> object:
         merge_rows,
     ],
 )
-def test_function_for_many_names_of_others_is_fast(
-    function: Callable[[list[str]], object],
-) -> None:
+def test_function_for_many_names_of_others_is_fast(function):
     assert not is_slow(function, [f"name{number}" for number in range(20_000)])

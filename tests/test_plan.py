@@ -37,18 +37,14 @@ def plan_run(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> PlanRun
     return run
 
 
-def test_ramp_prints_the_nodes_that_can_share_each_batch(
-    write_run: WriteRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ramp_prints_the_nodes_that_can_share_each_batch(write_run, capsys):
     path = write_run(clap={"train": {"max_samples": 99, "batch_ramp": [[0, 24], [480, 64]]}})
     plan.main(["--config", str(path), "--gpu", "h100-sxm", "--gpus_per_node", "2", "--ramp"])
     rows = [re.findall(r"[\d–]+", line) for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [["0", "24", "3", "6", "12"], ["480", "64", "8", "16", "32"]]
 
 
-def test_report_is_consistent_and_printed(
-    plan_run: PlanRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_is_consistent_and_printed(plan_run, monkeypatch):
     # Tested in test_inductor.py.
     monkeypatch.setattr(prediction, "compiled_kernels", lambda *_: [])
     # Tested in test_prediction.py; each of its tries records a step.
@@ -88,9 +84,7 @@ def test_report_is_consistent_and_printed(
     assert "does NOT fit" in plan.render({**report, "fits": False})
 
 
-def test_memory_grows_with_ranks_and_is_compared_with_the_gpus(
-    plan_run: PlanRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_grows_with_ranks_and_is_compared_with_the_gpus(plan_run, monkeypatch):
     num_ranks = 8192
     many = plan_run(f"--gpus_per_node 1 --nodes 1 {num_ranks}")
     assert many["fits"] is True
@@ -127,7 +121,7 @@ def make_prediction(step_s: float, traffic: Traffic = NOTHING_SENT) -> dict[str,
     }
 
 
-def test_a_step_grows_by_communication_and_by_the_loss_over_more_samples() -> None:
+def test_a_step_grows_by_communication_and_by_the_loss_over_more_samples():
     traffic = replace(NOTHING_SENT, gradient_bytes=1e9, last_gradient_bytes=1e9)
     gpu = gpu_named("h100-sxm")
     rows = plan.predict_scales(4, make_prediction(0.1, traffic), gpu, [1, 3, 5], ARGUMENTS)
@@ -144,7 +138,7 @@ def test_a_step_grows_by_communication_and_by_the_loss_over_more_samples() -> No
     assert rows[2]["efficiency_percent"] == pytest.approx(100 * last / first)
 
 
-def test_range_of_efficiency_ends_at_the_published_jitter() -> None:
+def test_range_of_efficiency_ends_at_the_published_jitter():
     # The step of the published runs on one node, so that both kinds of growth are theirs.
     prediction = make_prediction(616 / 623.7)
     gpu = gpu_named("gh200")
@@ -161,14 +155,14 @@ def test_range_of_efficiency_ends_at_the_published_jitter() -> None:
     ("options", "message"),
     [("--gpu h100-sxn", "did you mean 'h100-sxm'"), ("--nodes 1 2", "train_batch_size")],
 )
-def test_mistakes_are_user_errors(write_run: WriteRun, options: str, message: str) -> None:
+def test_mistakes_are_user_errors(write_run, options, message):
     # On four GPUs, two passes per step.
     path = write_run(train_batch_size=32, gradient_accumulation_steps=None)
     with pytest.raises(UserError, match=message):
         plan.main(["--config", str(path), "--gpu", "h200", *options.split()])
 
 
-def test_gpus_in_docs_and_help_are_known() -> None:
+def test_gpus_in_docs_and_help_are_known():
     texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
     names = {*re.findall(r"--gpu ([a-z][\w-]*)", "\n".join([*texts, plan.__doc__ or ""]))}
     assert len(names) > 3

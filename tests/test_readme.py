@@ -80,11 +80,11 @@ def read_archived(record: str, pattern: str) -> str:
         return file.read().decode()
 
 
-def test_readme_first_section_has_the_main_commands() -> None:
+def test_readme_first_section_has_the_main_commands():
     assert read_outputs().keys() == MAIN_COMMANDS
 
 
-def test_readme_benchmark_output_is_in_its_record() -> None:
+def test_readme_benchmark_output_is_in_its_record():
     (output,) = (
         lines for command, lines in read_outputs().items() if command.startswith("deepspeed")
     )
@@ -98,7 +98,7 @@ def test_readme_benchmark_output_is_in_its_record() -> None:
 RECORDED_RUNS = {"call1/compile_off": "call1", "call1/htsat_tiny": "call1", "step": "step"}
 
 
-def test_readme_results_on_a_gpu_equal_their_records() -> None:
+def test_readme_results_on_a_gpu_equal_their_records():
     rows = re.findall(r"^\| \w{8} \(\[record\].+", PAGES["README.md"], re.MULTILINE)
     for row, (folder, record) in zip(rows, RECORDED_RUNS.items(), strict=True):
         assert f"(results/h200/{record}.md)" in row
@@ -116,7 +116,7 @@ def test_readme_results_on_a_gpu_equal_their_records() -> None:
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("name", ["flops", "scaling", "plot"])
-def test_readme_command_prints_the_lines_below_it(name: str, tmp_path: Path) -> None:
+def test_readme_command_prints_the_lines_below_it(name, tmp_path):
     ((command, output),) = (
         item for item in read_outputs().items() if item[0].startswith(f"clap-ds {name}")
     )
@@ -131,12 +131,12 @@ def test_readme_command_prints_the_lines_below_it(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_links_lead_to_existing_files(page: str) -> None:
+def test_page_links_lead_to_existing_files(page):
     links = re.findall(r"\]\(([^)#:]+)\)", PAGES[page])
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
-def test_pages_name_existing_fields() -> None:
+def test_pages_name_existing_fields():
     fields = set()
     for section, table in re.findall(r"^## `([\w.]+)`.*\n([^#]*)", reference(), re.MULTILINE):
         names = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
@@ -148,9 +148,7 @@ def test_pages_name_existing_fields() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_configurations_are_valid(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_configurations_are_valid(page, tmp_path, monkeypatch):
     # as if the package for s3:// were installed
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)
     if page in PARTS:
@@ -164,7 +162,7 @@ def test_page_configurations_are_valid(
             load_run(file)
 
 
-def test_page_commands_that_are_not_run_here_name_existing_files() -> None:
+def test_page_commands_that_are_not_run_here_name_existing_files():
     scripts = r"clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+"
     commands = find_commands(rf"(deepspeed|torchrun|python) .*{scripts}")
     assert commands
@@ -198,7 +196,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.end_to_end
-def test_page_commands_run_one_after_the_other(checkout: Path) -> None:
+def test_page_commands_run_one_after_the_other(checkout):
     names = r"scaling|plot|compare|extrapolate|report|shards (prepare|size)"
     commands = find_commands(rf"python -m examples\.synthetic_sounds .*|clap-ds ({names}) .*")
     assert len(commands) > 5
@@ -219,7 +217,7 @@ def test_page_commands_run_one_after_the_other(checkout: Path) -> None:
 
 
 @pytest.mark.end_to_end
-def test_training_page_example_builds_parts_without_a_run() -> None:
+def test_training_page_example_builds_parts_without_a_run():
     (program,) = (
         block for block in find_blocks("python", "docs/training.md") if "ClapEngine" in block
     )
@@ -228,7 +226,7 @@ def test_training_page_example_builds_parts_without_a_run() -> None:
     assert len({*losses}) == 3
 
 
-def test_recipe_changes_of_the_template_are_valid(tmp_path: Path) -> None:
+def test_recipe_changes_of_the_template_are_valid(tmp_path):
     for block in find_blocks("json", *PARTS):
         content = json.loads((ROOT / "ds_configs" / "fine_tune.json").read_text())
         for name, value in flatten(json.loads(block)).items():

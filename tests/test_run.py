@@ -45,7 +45,7 @@ OTHER_ERRORS: list[Exception] = [
 
 
 @pytest.mark.parametrize("error", MEMORY_ERRORS + CONNECTION_ERRORS + OTHER_ERRORS, ids=str)
-def test_memory_errors_and_lost_connections_are_recognized(error: Exception) -> None:
+def test_memory_errors_and_lost_connections_are_recognized(error):
     assert is_out_of_memory(error) == (error in MEMORY_ERRORS)
     assert is_connection_lost(error) == (error in CONNECTION_ERRORS)
 
@@ -92,17 +92,8 @@ def _end(folder: Path, error: BaseException, rank: int = 0) -> Any:
     ],
 )
 def test_failed_run_is_recorded_printed_and_left(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    left: list[int],
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-    kind: str,
-    state: str,
-    recorded: str,
-    printed: str,
-) -> None:
+    tmp_path, monkeypatch, left, capsys, error, code, kind, state, recorded, printed
+):
     monkeypatch.setattr("clap_ds.run.peak_memory_bytes", lambda device: 3 * 10**9)
     monkeypatch.setattr("clap_ds.run.environment.device_name", lambda device: "H100")
     RunDirectory(tmp_path).update_summary(micro_batch_per_gpu=616)
@@ -115,15 +106,13 @@ def test_failed_run_is_recorded_printed_and_left(
     assert printed in capsys.readouterr().err
 
 
-def test_error_of_all_ranks_is_printed_by_rank_0_only(
-    tmp_path: Path, left: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_of_all_ranks_is_printed_by_rank_0_only(tmp_path, left, capsys):
     _end(tmp_path, NonFiniteError("NaN at step 2"), rank=1)
     assert left == [1]
     assert capsys.readouterr().err == ""
 
 
-def test_user_error_is_recorded_and_raised(tmp_path: Path, left: list[int]) -> None:
+def test_user_error_is_recorded_and_raised(tmp_path, left):
     with pytest.raises(TooLittleMemoryError):
         _end(tmp_path, TooLittleMemoryError("needs 9 GB"))
     summary = RunDirectory(tmp_path).summary()
@@ -132,8 +121,8 @@ def test_user_error_is_recorded_and_raised(tmp_path: Path, left: list[int]) -> N
 
 
 def test_signal_that_a_library_catches_ends_the_run_but_not_while_its_blocks_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[int]
-) -> None:
+    tmp_path, monkeypatch, left
+):
     """Blocks that the exception leaves may wait for checkpoints."""
     monkeypatch.setattr("clap_ds.run.SWALLOWED_S", 0.1)
     with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), CPU):

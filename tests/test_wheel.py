@@ -53,7 +53,7 @@ def run_installed(site: Path, *command: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_wheel_has_all_files_of_the_package(wheel: Path) -> None:
+def test_wheel_has_all_files_of_the_package(wheel):
     files = set()
     for folder, _, names in os.walk(ROOT / "clap_ds", followlinks=True):
         paths = [Path(folder, name) for name in names]
@@ -62,13 +62,13 @@ def test_wheel_has_all_files_of_the_package(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_installed_command_prints_help(site: Path, name: str) -> None:
+def test_installed_command_prints_help(site, name):
     done = run_installed(site, "clap-ds", name, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: clap-ds {name} ")
 
 
-def test_installed_command_finds_packaged_configuration(site: Path) -> None:
+def test_installed_command_finds_packaged_configuration(site):
     done = run_installed(site, "clap-ds", "train", "--deepspeed_config", "htsat_base")
     assert done.returncode == 2
     assert "clap.train" in done.stderr

@@ -1,7 +1,6 @@
 """Repeats from known distributions: how often ± covers the truth."""
 
 import math
-from pathlib import Path
 from statistics import stdev
 
 import pytest
@@ -17,7 +16,7 @@ THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.
 HALF = 2.7764 * math.sqrt((0.00080008 + 0.00024695) / 4)
 
 
-def test_interval_is_students_t_of_the_pooled_spread() -> None:
+def test_interval_is_students_t_of_the_pooled_spread():
     base, row, single = scaling_table([run(nodes, rate) for nodes, rate in THREE_SCALES])
     assert (base.rate, base.repeats, row.samples_per_s, single.repeats) == (100.0, 3, 720.0, 1)
     assert base.samples_per_s_per_gpu_ci95 == pytest.approx(100 * HALF / 3**0.5, rel=1e-4)
@@ -31,7 +30,7 @@ def test_interval_is_students_t_of_the_pooled_spread() -> None:
     assert "not repeated" not in base.notes
 
 
-def test_scale_with_a_far_larger_spread_uses_its_own() -> None:
+def test_scale_with_a_far_larger_spread_uses_its_own():
     quiet = [run(nodes, rate) for nodes in (1, 2, 4) for rate in (99.9, 100.0, 100.1)]
     noisy = scaling_table([*quiet, *(run(8, rate) for rate in (80.0, 90.0, 100.0))])[-1]
     deviation = stdev(math.log(rate) for rate in (80, 90, 100))
@@ -40,13 +39,13 @@ def test_scale_with_a_far_larger_spread_uses_its_own() -> None:
     assert noisy.samples_per_s_per_gpu_ci95 == pytest.approx(expected, rel=1e-4)
 
 
-def test_spread_is_at_least_half_the_last_digit_of_a_table(tmp_path: Path) -> None:
+def test_spread_is_at_least_half_the_last_digit_of_a_table(tmp_path):
     rows = "1,4,600.1\n" * 3
     runs = read_table_runs(write(tmp_path / "t.csv", f"nodes,gpus,samples_per_s_per_gpu\n{rows}"))
     assert pool_spread([runs]) == RunSpread(pytest.approx(0.05 / 600.1), 2, 3)  # type: ignore[arg-type]
 
 
-def test_outlying_repeat_is_named() -> None:
+def test_outlying_repeat_is_named():
     quiet = [run(1, rate) for rate in (99.6, 100.0, 104.9)]
     outlying = [run(8, 95.2), run(8, 95.0), run(8, 76.0, source="a/slow")]
     first, second = scaling_table([*quiet, *outlying])
@@ -54,7 +53,7 @@ def test_outlying_repeat_is_named() -> None:
     assert "slow is -20.0% from the median repeat" in second.notes
 
 
-def test_row_of_a_table_keeps_its_interval() -> None:
+def test_row_of_a_table_keeps_its_interval():
     stated = {
         "kind": "table",
         "repeats": 3,

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ def pair_rates(a_rates: list[float], b_rates: list[float]) -> tuple[Scale, Scale
     return pair
 
 
-def test_interval_is_welchs_with_the_larger_spread_on_both_sides() -> None:
+def test_interval_is_welchs_with_the_larger_spread_on_both_sides():
     """By hand: deviations of logs a = 0.0100 and b = 0.0182. Degrees are (a² + b²)² / ((a⁴ + b⁴) /
     2) = 3.12, at most 1.5·2, for which t is 5.841. Half the interval of the logarithm is
     5.841·b·√(2/3) = 0.0867."""
@@ -41,9 +40,7 @@ def test_interval_is_welchs_with_the_larger_spread_on_both_sides() -> None:
         ([99.0, 101.0], [150.0], "significance unknown"),
     ],
 )
-def test_conclusion_follows_from_the_interval(
-    a: list[float], b: list[float], conclusion: str
-) -> None:
+def test_conclusion_follows_from_the_interval(a, b, conclusion):
     assert conclusion in describe_significance(*pair_rates(a, b))
 
 
@@ -67,22 +64,18 @@ def compute_significant_percent(
 
 
 @pytest.mark.parametrize(("counts", "noises"), [((3, 3), (0.003, 0.03)), ((2, 6), (0.03, 0.003))])
-def test_programs_of_equal_speed_differ_in_one_of_a_hundred_comparisons_at_most(
-    counts: tuple[int, int], noises: tuple[float, float]
-) -> None:
+def test_programs_of_equal_speed_differ_in_one_of_a_hundred_comparisons_at_most(counts, noises):
     assert compute_significant_percent(counts, noises, 1000) <= 1.5
 
 
-def test_power_is_that_of_the_page() -> None:
+def test_power_is_that_of_the_page():
     """`docs/benchmarking.md` states that 5% are found in 36% and 99% of comparisons."""
     for count, percent, tolerance in ((3, 36, 6), (5, 99, 1.5)):
         power = compute_significant_percent((count, count), (0.01, 0.01), 500, gain=0.05)
         assert power == pytest.approx(percent, abs=tolerance)
 
 
-def test_tables_without_a_model_match_each_other_and_any_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_without_a_model_match_each_other_and_any_run(tmp_path, capsys):
     a_lines = "1,4,600.1\n1,4,600.9\n2,8,580.2,timeout\n"
     a_table = write(tmp_path / "before.csv", f"{HEADER},state\n{a_lines}")
     b_table = write(tmp_path / "after.csv", f"{HEADER}\n1,4,700.1\n1,4,700.9\n2,8,590.2\n")
@@ -95,14 +88,14 @@ def test_tables_without_a_model_match_each_other_and_any_run(
     assert [(a.gpus, b.gpus) for a, b in pairs] == [(8, 8)]
 
 
-def test_rows_are_paired_by_scale_and_variant() -> None:
+def test_rows_are_paired_by_scale_and_variant():
     p_run = run(1, 9.0, variant="p")
     q_run = run(1, 10.0, variant="q")
     pairs = pair_rows([p_run, q_run], [q_run, p_run])
     assert [(a.variant, b.variant) for a, b in pairs] == [("p", "p"), ("q", "q")]
 
 
-def test_rows_without_a_partner_are_listed(tmp_path: Path) -> None:
+def test_rows_without_a_partner_are_listed(tmp_path):
     a_runs = read_table_runs(write(tmp_path / "a.csv", f"{HEADER},model\n1,4,600.1,mine\n"))
     b_runs = [run(1, 9.0, model="micro"), run(2, 8.0, model="micro")]
     b_rows = r"B: micro.* on 1 node, 4 GPUs, .* on 2 nodes, 8 GPUs"

@@ -1,7 +1,6 @@
 """Output of projections, and of the command that made the committed one."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.analysis import samples
 TINY = make_series(scaling_table(read_table_runs(samples.TINY)))
 
 
-def test_two_scales_are_projected_by_the_root_without_a_band() -> None:
+def test_two_scales_are_projected_by_the_root_without_a_band():
     pair = TINY.head(2)
     text = render(pair)
     percent = pair.percent_by(DEFAULT_FIT, 8)
@@ -26,9 +25,7 @@ def test_two_scales_are_projected_by_the_root_without_a_band() -> None:
     assert ABOUT_BAND in render(TINY)
 
 
-def test_series_without_a_projection_is_a_warning_and_alone_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_series_without_a_projection_is_a_warning_and_alone_an_error(tmp_path, capsys):
     header = "nodes,gpus,samples_per_s_per_gpu,model,state\n"
     projected = "1,4,600,a,completed\n2,8,580,a,timeout\n"
     doubtful = "1,4,600,b,completed\n2,8,700,b,completed\n"
@@ -42,9 +39,7 @@ def test_series_without_a_projection_is_a_warning_and_alone_an_error(
         samples.run_main(extrapolate.main, table)
 
 
-def test_committed_projection_is_that_of_the_command_in_the_docs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_committed_projection_is_that_of_the_command_in_the_docs(monkeypatch, tmp_path, capsys):
     page = (samples.ROOT / "docs" / "benchmarking.md").read_text()
     pattern = r"^\$ clap-ds extrapolate (.*) > results/projection/published.md$"
     (line,) = re.findall(pattern, page, re.MULTILINE)

@@ -60,7 +60,7 @@ def title_of(figure: FigureBuilder) -> str:
     return figure.figure.get_suptitle().replace("\n", " ")
 
 
-def test_benchmark_is_drawn_with_its_numbers(tmp_path: Path) -> None:
+def test_benchmark_is_drawn_with_its_numbers(tmp_path):
     figure = draw_benchmark(benchmark(tmp_path / "run"))
     rates = "10.00 samples/s/rank (windows: 9.00 – 11.00)"
     settings = "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"
@@ -74,7 +74,7 @@ def test_benchmark_is_drawn_with_its_numbers(tmp_path: Path) -> None:
     assert bars == [(0, 100), (100, 200)]
 
 
-def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
+def test_curves_are_the_steps_and_their_moving_mean(tmp_path):
     figure = draw_training([training(tmp_path / "run")])
     loss, _, _, norm, speed, evaluation = figure.panels
     (mean,) = (line.get_xydata().tolist() for line in loss.lines)
@@ -88,7 +88,7 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     assert title_of(figure).endswith(": 400 samples")
 
 
-def test_command_draws_curves_of_several_runs(tmp_path: Path) -> None:
+def test_command_draws_curves_of_several_runs(tmp_path):
     run_dirs = [training(tmp_path / name, state="terminated") for name in ("first", "second")]
     output = tmp_path / "new" / "run.png"
     plot_scaling.main(["--curves", *map(str, run_dirs), "--output", str(output)])
@@ -99,7 +99,7 @@ def test_command_draws_curves_of_several_runs(tmp_path: Path) -> None:
     assert "terminated" in first
 
 
-def test_breakdown_has_a_bar_per_scale_in_milliseconds() -> None:
+def test_breakdown_has_a_bar_per_scale_in_milliseconds():
     figure = draw_breakdown([Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)])
     _, backward = figure.panels[0].containers
     bars = [(bar.get_x(), bar.get_width()) for bar in backward]
@@ -108,7 +108,7 @@ def test_breakdown_has_a_bar_per_scale_in_milliseconds() -> None:
     assert labels == {"backward 88.9%", "forward 11.1%"}
 
 
-def test_run_without_steps_is_rejected(tmp_path: Path) -> None:
+def test_run_without_steps_is_rejected(tmp_path):
     summary = dict.fromkeys(("step_time_s", "samples_per_s_per_gpu", "micro_batch_per_gpu"))
     failed = benchmark(tmp_path / "failed", **summary, state="failed")
     untrained = benchmark(tmp_path / "untrained", command="train")

@@ -1,7 +1,6 @@
 """Scaling figures show the table's data; pages contain figures."""
 
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def band_extents(axes: Any) -> Any:
     return band.get_paths()[0].get_extents()
 
 
-def test_panels_have_the_numbers_of_the_table(tmp_path: Path) -> None:
+def test_panels_have_the_numbers_of_the_table(tmp_path):
     failed = Row(8, 32, model="micro", scaling="weak", state="failed")
     write_csv(tmp_path / "t.csv", [*MICRO, failed])
     curves = read_curves(make_options(inputs=[tmp_path / "t.csv"]))
@@ -72,7 +71,7 @@ def test_panels_have_the_numbers_of_the_table(tmp_path: Path) -> None:
     assert bar_ends(efficiency)[-1] == pytest.approx((92.86 - error, 92.86 + error), abs=0.01)
 
 
-def test_published_tables_are_drawn_with_source_band_and_scales() -> None:
+def test_published_tables_are_drawn_with_source_band_and_scales():
     figure = draw_runs(*read_table_runs(TINY), *read_table_runs(BASE))
     title = "LAION's published runs, GH200, amp_bf16, weak scaling, 4–512 GPUs"
     assert figure.figure.get_suptitle() == title
@@ -86,7 +85,7 @@ def test_published_tables_are_drawn_with_source_band_and_scales() -> None:
     assert (band.y0, band.y1) == pytest.approx((bands[128][0], bands[1][1]))
 
 
-def test_axis_names_all_units_and_starts_at_0_or_50_percent() -> None:
+def test_axis_names_all_units_and_starts_at_0_or_50_percent():
     on_cpu = run(1, 3.0, gpus=2, device="Intel(R) Xeon(R) Processor")
     slow = [run(nodes, 600.0 / nodes, device="NVIDIA H100") for nodes in (1, 4)]
     for runs, start, label in (([on_cpu, *slow], 0, "ranks or GPUs"), ([on_cpu], 50, "ranks")):
@@ -95,20 +94,20 @@ def test_axis_names_all_units_and_starts_at_0_or_50_percent() -> None:
         assert throughput.get_xlim()[0] == 0
 
 
-def test_series_of_one_scale_has_a_rate_and_no_efficiency() -> None:
+def test_series_of_one_scale_has_a_rate_and_no_efficiency():
     efficiency, throughput = draw_runs(run(1, 300.0)).panels
     assert curve_points(throughput) == [[[4, 1200]]]
     assert [text.get_text() for text in efficiency.texts] == ["needs two scales"]
 
 
-def test_legend_names_scales_that_did_not_complete_or_exceed_100_percent() -> None:
+def test_legend_names_scales_that_did_not_complete_or_exceed_100_percent():
     figure = draw_runs(run(1, 600.0), run(2, 640.0), run(4, 500.0, state="timeout"))
     _, label = legend_labels(figure)
     assert "above 100% on 2 nodes, 8 GPUs" in label
     assert "timeout on 4 nodes, 16 GPUs" in label
 
 
-def test_legend_has_only_the_differences_between_series() -> None:
+def test_legend_has_only_the_differences_between_series():
     runs = [run(2**power, 600.0, variant="gradient_sync=deepspeed") for power in range(1, 10)]
     runs += [run(2**power, 600.0, variant="compile=off") for power in range(2, 10)]
     figure = draw_runs(*runs)
@@ -120,7 +119,7 @@ def test_legend_has_only_the_differences_between_series() -> None:
     assert ["relative to 2 nodes" in label for label in labels] == [False, True, False]
 
 
-def test_projection_has_measurements_line_and_band() -> None:
+def test_projection_has_measurements_line_and_band():
     series = make_series(scaling_table(read_table_runs(TINY)))
     (axes,) = draw_projection([series]).panels
     labeled = {line.get_label().rpartition(", ")[2].partition(":")[0]: line for line in axes.lines}
@@ -136,7 +135,7 @@ def test_projection_has_measurements_line_and_band() -> None:
     assert (extents.y0, extents.y1) == pytest.approx((bands[512][0], bands[128][1]))
 
 
-def test_page_embeds_figures_and_escapes_text(tmp_path: Path) -> None:
+def test_page_embeds_figures_and_escapes_text(tmp_path):
     figure = FigureBuilder()
     figure.add_title("an answer")
     for name, start in (("s.png", b"\x89PNG\r\n\x1a\n"), ("s.svg", b"<?xml"), ("s.pdf", b"%PDF")):

@@ -34,7 +34,7 @@ def change_summary(record: Path, **changes: Any) -> Path:
     return record
 
 
-def test_record_has_every_field_of_its_files(record: Path) -> None:
+def test_record_has_every_field_of_its_files(record):
     changes = {
         "schema": 3,
         "samples_per_s_per_gpu": RATES,
@@ -54,12 +54,12 @@ def test_record_has_every_field_of_its_files(record: Path) -> None:
     assert read_record(change_summary(record, **changes)).batch_per_gpu == 12
 
 
-def test_former_name_of_a_preset_is_another_model(record: Path) -> None:
+def test_former_name_of_a_preset_is_another_model(record):
     models = [read_record(change_summary(record, schema=schema)).model for schema in (3, 4)]
     assert models == ["clap_htsat_tiny_roberta_base", "htsat_tiny_roberta_base"]
 
 
-def test_record_of_an_older_schema_has_current_names(record: Path) -> None:
+def test_record_of_an_older_schema_has_current_names(record):
     straggler = {"rank": 1, "lag_s": 0.5}
     former = {"slow_ranks": [straggler], "text_tokens": 7}
     former["samples_per_s_per_gpu"] = {"mean": 2.0, "low": 1.0, "high": 3.0}
@@ -73,7 +73,7 @@ def test_record_of_an_older_schema_has_current_names(record: Path) -> None:
     assert len(read_steps(record, "timed")) == text.count('"window",') > 0
 
 
-def test_run_that_ended_early_has_its_measurements(record: Path) -> None:
+def test_run_that_ended_early_has_its_measurements(record):
     write(record / "summary.json", json.dumps({"state": "running", "samples_per_s_per_gpu": RATES}))
     run = read_record(record)
     assert (run.state, run.gpus, run.rate) == ("running", 2, 1.5)
@@ -97,7 +97,7 @@ time.sleep(600)
 """
 
 
-def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
+def test_killed_run_is_not_shown_as_running(tmp_path):
     process = Command(["-c", RUNNING, tmp_path])
     wait_until(lambda: process.stdout)
     assert (read_record(tmp_path).state, read_record(tmp_path).error) == ("running", "")
@@ -121,15 +121,13 @@ def test_killed_run_is_not_shown_as_running(tmp_path: Path) -> None:
         ("environment", '{"versions": true}', r"environment\.versions.* expected"),
     ],
 )
-def test_record_that_is_not_of_its_schema_is_rejected(
-    record: Path, name: str, content: str, message: str
-) -> None:
+def test_record_that_is_not_of_its_schema_is_rejected(record, name, content, message):
     write(record / f"{name}.json", content)
     with pytest.raises(UserError, match=message):
         read_record(record)
 
 
-def test_summary_names_no_file_but_a_history(record: Path) -> None:
+def test_summary_names_no_file_but_a_history(record):
     steps = read_steps(record, "timed")
     line = json.dumps({"phase": "timed", "step": 7, "loss": float("nan")})
     for name, expected in (("history.jsonl", 1), ("private.jsonl", len(steps))):
@@ -146,7 +144,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: str) -> None:
+def test_value_of_a_wrong_type_is_a_message_or_harmless(record, name):
     content = json.loads((RECORD / f"{name}.json").read_text())
     for field, value in itertools.product(FIELDS[name].split(), WRONG):
         write(record / f"{name}.json", json.dumps({**content, field: value}))
@@ -157,7 +155,7 @@ def test_value_of_a_wrong_type_is_a_message_or_harmless(record: Path, name: str)
             find_evaluation(run, "zero_shot_top1", 0.5)
 
 
-def test_only_numbers_of_a_step_are_used(record: Path) -> None:
+def test_only_numbers_of_a_step_are_used(record):
     line = {"phase": "train", "step": 1, "loss": "x", "lr": 1e308, "time_s": 2.0}
     line["chance"] = {"a": [1], "b": 0.5}
     lines = [json.dumps(line), json.dumps({"phase": "train", "step": [1]})]

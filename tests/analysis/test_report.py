@@ -33,7 +33,7 @@ def read_section(folder: Path, title: str) -> str:
     return markdown.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_report_has_every_section_and_picture_and_needs_no_other_file(folder: Path) -> None:
+def test_report_has_every_section_and_picture_and_needs_no_other_file(folder):
     text = (folder / "report.html").read_text()
     sections = ["Summary", "Efficiency", "Where a step's time goes", "Projection", "Runs"]
     assert re.findall("<h2>(.*?)</h2>", text) == sections
@@ -47,7 +47,7 @@ def test_report_has_every_section_and_picture_and_needs_no_other_file(folder: Pa
     assert not re.search(r"\b(nan|None|inf)\b", re.sub(r'src="data:.*?"', "", text))
 
 
-def test_report_has_the_numbers_and_versions_of_its_inputs(folder: Path) -> None:
+def test_report_has_the_numbers_and_versions_of_its_inputs(folder):
     efficiency = read_section(folder, "Efficiency")
     assert re.search(r"\| +128 \| +512 \| +1 \| +544\.6 \| +[0-9.]+ \| +87\.3 ", efficiency)
     steps = read_section(folder, "Where a step's time goes")
@@ -74,7 +74,7 @@ def add_payload(content: Any) -> Any:
     return f"{content} {PAYLOAD}" if isinstance(content, str) else content
 
 
-def test_text_of_a_record_is_no_markup(tmp_path: Path) -> None:
+def test_text_of_a_record_is_no_markup(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     slow = {"rank": 1, "host": "n1", "lag_s": 1.0, "lag_percent": 2.0, "data_wait_s": 0.1}

@@ -29,13 +29,13 @@ def read_one(path: Path, **options: Any) -> Run:
 @pytest.mark.parametrize(
     "options", [{"nodes": 2, "gpus_per_node": 4}, {"gpus": 8, "gpus_per_node": 4}]
 )
-def test_scale_that_a_log_lacks_is_that_of_the_options(tmp_path: Path, options: Any) -> None:
+def test_scale_that_a_log_lacks_is_that_of_the_options(tmp_path, options):
     run = read_one(write(tmp_path / "bare.log", STEPS), **options)
     assert (run.nodes, run.gpus) == (2, 8)
     assert run.rate == run.deepspeed_samples_per_s_per_gpu == 8.0
 
 
-def test_log_of_a_known_model_has_tflops_and_mfu(tmp_path: Path) -> None:
+def test_log_of_a_known_model_has_tflops_and_mfu(tmp_path):
     log = write(tmp_path / "bare.log", BATCH + STEPS)
     model = "HTSAT-tiny-Roberta-base"
     run = read_one(log, nodes=2, gpus=8, model=model, peak_tflops=10.0)
@@ -47,7 +47,7 @@ def test_log_of_a_known_model_has_tflops_and_mfu(tmp_path: Path) -> None:
     assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
 
 
-def test_batch_and_scale_of_the_input_have_precedence_over_options() -> None:
+def test_batch_and_scale_of_the_input_have_precedence_over_options():
     run = read_one(DATA / "deepspeed_1rank_accumulating.log", nodes=7, gpus=28)
     assert (run.nodes, run.gpus) == (1, 1)
     assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (128, 64, 2)
@@ -55,7 +55,7 @@ def test_batch_and_scale_of_the_input_have_precedence_over_options() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPUS8_NODES2.OUT", "nodes_2/slurm.out", "nodes_4/n2-gpus8.log"])
-def test_scale_in_a_log_name_is_used_and_noted(tmp_path: Path, name: str) -> None:
+def test_scale_in_a_log_name_is_used_and_noted(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     log = write(tmp_path / name, STEPS)
     names_gpus = "gpus" in name.lower()
@@ -84,9 +84,7 @@ TITLED: Any = {
         ("", {"preset": "open_clip:CLAP-NaFlex"}),
     ],
 )  # fmt: skip
-def test_title_of_this_project_states_model_batch_and_tokens(
-    tmp_path: Path, prefix: str, changes: dict[str, Any]
-) -> None:
+def test_title_of_this_project_states_model_batch_and_tokens(tmp_path, prefix, changes):
     """A benchmark prints its title before the first step and above its results, which begin no new
     start."""
     summary = TITLED | changes
@@ -108,14 +106,12 @@ def test_title_of_this_project_states_model_batch_and_tokens(
         ({"nodes": 4, "gpus": 2}, "2 GPUs on 4 nodes"),
     ],
 )
-def test_scale_that_is_missing_or_impossible_is_named(
-    tmp_path: Path, options: dict[str, int], message: str
-) -> None:
+def test_scale_that_is_missing_or_impossible_is_named(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         read_one(write(tmp_path / "run.log", STEPS), **options)
 
 
-def test_input_without_runs_is_named(tmp_path: Path) -> None:
+def test_input_without_runs_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nothing: can't be read \(No such file"):
         read_one(tmp_path / "nothing")
     write(tmp_path / "x.md", "")
@@ -123,9 +119,7 @@ def test_input_without_runs_is_named(tmp_path: Path) -> None:
         read_one(tmp_path)
 
 
-def test_runs_of_a_sweep_are_found_and_their_logs_ignored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_a_sweep_are_found_and_their_logs_ignored(tmp_path, capsys):
     runs = tmp_path / "sweep" / "runs"
     for nodes in (2, 4):
         folder = runs / f"n{nodes:03}"
@@ -154,7 +148,7 @@ def write_record(folder: Path, rate: float, second: int) -> Path:
     return record(folder, [], **summary, state="completed", finished=finished)
 
 
-def test_copies_of_a_record_count_once_with_a_note(tmp_path: Path) -> None:
+def test_copies_of_a_record_count_once_with_a_note(tmp_path):
     for number, rate in enumerate((600.0, 601.0)):
         run_dir = write_record(tmp_path / "runs" / f"a{number}", rate, second=number)
         shutil.copytree(run_dir, tmp_path / "backup" / f"old-{number}")
@@ -179,7 +173,7 @@ COPIES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", COPIES)
-def test_copies_of_other_inputs_count_once(tmp_path: Path, kind: str) -> None:
+def test_copies_of_other_inputs_count_once(tmp_path, kind):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -188,7 +182,7 @@ def test_copies_of_other_inputs_count_once(tmp_path: Path, kind: str) -> None:
     assert "1 of its copies" in run.notes
 
 
-def test_command_runs_as_a_script_without_torch() -> None:
+def test_command_runs_as_a_script_without_torch():
     command = [sys.executable, "-X", "importtime", "analysis/scaling.py", str(LOG)]
     command += ["--model", "HTSAT-tiny-Roberta-base"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -35,7 +35,7 @@ def make_sweep(rates: dict[int, float], **columns: Any) -> list[Run]:
     return [run(nodes, rate, **columns) for nodes, rate in rates.items()]
 
 
-def test_partial_run_counts_only_if_no_run_completed() -> None:
+def test_partial_run_counts_only_if_no_run_completed():
     partial = run(1, 50.0, state="timeout")
     (row,) = scaling_table([run(1, 100.0), partial])
     assert (row.rate, row.repeats, row.state) == (100.0, 1, "1 completed, 1 timeout")
@@ -43,7 +43,7 @@ def test_partial_run_counts_only_if_no_run_completed() -> None:
     assert (row.rate, row.state) == (50.0, "timeout")
 
 
-def test_failed_run_has_a_row_without_rate() -> None:
+def test_failed_run_has_a_row_without_rate():
     failed = run(2, None, state="out_of_memory", error="CUDA out of memory;\n tried 2 GiB")
     _, row = scaling_table([run(1, 100.0), failed])
     assert (row.state, row.rate, row.repeats) == ("out_of_memory", None, 0)
@@ -58,9 +58,7 @@ def test_failed_run_has_a_row_without_rate() -> None:
         ("strong", {1: 100.0, 2: 80.0, 4: 60.0}, [1.0, 1.6, 2.4]),
     ],
 )
-def test_batches_decide_between_weak_and_strong_scaling(
-    kind: str, rates: dict[int, float], speedups: list[float]
-) -> None:
+def test_batches_decide_between_weak_and_strong_scaling(kind, rates, speedups):
     runs = []
     for nodes, rate in rates.items():
         runs.append(run(nodes, rate, batch_per_gpu=64 if kind == "weak" else 64 // nodes))
@@ -70,7 +68,7 @@ def test_batches_decide_between_weak_and_strong_scaling(
     assert [row.speedup for row in rows] == pytest.approx(speedups)
 
 
-def test_several_batches_per_gpu_are_series() -> None:
+def test_several_batches_per_gpu_are_series():
     sweep = make_sweep({1: 100.0, 2: 95.0}, batch_per_gpu=64)
     rows = scaling_table([*sweep, run(1, 50.0, batch_per_gpu=32)])
     variants = ["batch per GPU 64", "batch per GPU 64", "batch per GPU 32"]
@@ -78,7 +76,7 @@ def test_several_batches_per_gpu_are_series() -> None:
     assert {row.scaling for row in rows} == {"weak"}
 
 
-def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
+def test_baseline_is_the_smallest_scale_with_a_rate():
     sweep = make_sweep({2: 90.0, 4: 72.0})
     rows = scaling_table([run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), *sweep])
     assert percents(rows) == pytest.approx([100, 100 / 1.1, 90 / 1.1, 72 / 1.1])
@@ -89,7 +87,7 @@ def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
     assert percents(rows) == [None, 100.0, pytest.approx(80.0)]
 
 
-def test_exposed_communication_is_a_percentage_of_the_step() -> None:
+def test_exposed_communication_is_a_percentage_of_the_step():
     parts = {
         "forward_s": 0.4,
         "backward_s": 0.8,
@@ -108,14 +106,14 @@ STATED: Any = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_ci95": 10.0
     [(103.0, {}, True), (103.0, STATED, False)],
 )
 def test_efficiency_above_100_percent_by_more_than_its_interval_is_doubted(
-    rate: float, columns: Any, is_doubted: bool
-) -> None:
+    rate, columns, is_doubted
+):
     rows = scaling_table(make_sweep({1: 100.0, 2: rate, 4: 90.0}, **columns))
     assert ["above 100%" in row.notes for row in rows] == [False, is_doubted, False]
     assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
 
-def test_rates_that_spread_by_more_than_half_are_doubted() -> None:
+def test_rates_that_spread_by_more_than_half_are_doubted():
     (row,) = scaling_table([run(1, rate) for rate in (620.0, 1240.0, 2480.0)])
     assert "repeats of one scale" in row.notes
 
@@ -137,7 +135,7 @@ def configured(
     return run(nodes, rate, config=config, environment=environment or {}, batch_per_gpu=batch)
 
 
-def test_settings_that_differ_make_series() -> None:
+def test_settings_that_differ_make_series():
     runs = []
     for nodes in (1, 2):
         for rate, sync in ((90.0, "deepspeed"), (91.0, "deepspeed"), (99.0, "overlap")):
@@ -166,22 +164,18 @@ def test_settings_that_differ_make_series() -> None:
         ({"a": 1, "b": 1}, {"a": 2, "b": 2}, ["a=1", "a=2"]),
     ],
 )
-def test_series_differ_in_configuration_code_and_hardware(
-    first: Any, second: Any, names: list[str]
-) -> None:
+def test_series_differ_in_configuration_code_and_hardware(first, second, names):
     """They don't differ in seeds, labels, paths and for how long is measured."""
     rows = scaling_table([configured(1, 90.0, **first), configured(2, 91.0, **second)])
     assert {row.variant for row in rows} == set(names)
 
 
-def test_gpus_are_never_mixed() -> None:
+def test_gpus_are_never_mixed():
     rows = scaling_table([run(1, 100.0, device="H100"), run(2, 95.0, device="A100")])
     assert percents(rows) == [100, 100]
 
 
-def test_deepspeed_logs_alone_give_the_efficiency_of_each_scale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeed_logs_alone_give_the_efficiency_of_each_scale(tmp_path, capsys):
     """Names of files give the scales; steps take 1, 1.05 and 1.25 s."""
     logs = []
     for nodes, step_s in ((2, 1.0), (4, 1.05), (8, 1.25)):
@@ -196,7 +190,7 @@ def test_deepspeed_logs_alone_give_the_efficiency_of_each_scale(
     assert "relative to 2 nodes" in capsys.readouterr().out
 
 
-def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path: Path) -> None:
+def test_rate_of_deepspeed_in_run_directories_is_that_of_the_summary(tmp_path):
     folders = []
     for nodes, rate, deepspeed_rate in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
         gpus = 4 * nodes
@@ -236,7 +230,7 @@ kWh | energy_kwh | 26
 """
 
 
-def test_cell_has_the_value_of_its_heading() -> None:
+def test_cell_has_the_value_of_its_heading():
     cells = [line.split(" | ") for line in CELLS.strip().splitlines()]
     values: Any = {column: int(value) for _, column, value in cells}
     lines = [line for line in render([Row(**values)]).splitlines() if line.startswith("|")]
@@ -258,9 +252,7 @@ def trained(
     record(folder, lines, **summary, state="completed", micro_batch_per_gpu=8)
 
 
-def test_time_to_target_is_that_of_each_scale_with_its_interval(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_time_to_target_is_that_of_each_scale_with_its_interval(tmp_path, capsys):
     """Three runs need 100, 200 and 300 s: ± is 4.303 · 100 / √3 = 248.4."""
     for step in (50, 100, 150):
         trained(tmp_path / f"a{step}", 1, {25: 0.2, step: 0.9, 200: 0.3}, energy_kwh=0.5)
@@ -275,9 +267,7 @@ def test_time_to_target_is_that_of_each_scale_with_its_interval(
     ]
 
 
-def test_time_to_target_of_a_table_or_without_value_is_rejected(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_time_to_target_of_a_table_or_without_value_is_rejected(capsys):
     with pytest.raises(UserError, match="run directories"):
         run_main(scaling.main, TINY, "--time_to", "score=0.8")
     with pytest.raises(SystemExit):
@@ -295,7 +285,7 @@ EXCEPTIONS = {
 
 
 @pytest.mark.parametrize("path", [TINY, BASE])
-def test_published_digits_follow_from_the_rates_with_three_exceptions(path: Path) -> None:
+def test_published_digits_follow_from_the_rates_with_three_exceptions(path):
     rows = scaling_table(read_table_runs(path))
     for row, published in zip(rows, csv.DictReader(path.open()), strict=True):
         for column, text in published.items():
@@ -305,7 +295,7 @@ def test_published_digits_follow_from_the_rates_with_three_exceptions(path: Path
             assert value == expected, (published["nodes"], column)
 
 
-def test_page_of_published_results_has_these_tables() -> None:
+def test_page_of_published_results_has_these_tables():
     page = (ROOT / "docs" / "published_results.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| (\d.*) \|$", page, re.MULTILINE)
     expected = []

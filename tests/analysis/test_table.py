@@ -1,7 +1,6 @@
 """Tables are read as they were written, and other files are rejected."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.analysis.samples import TINY, make_options, write
 HEADER = TINY.read_text().splitlines(keepends=True)[0]
 
 
-def test_written_table_is_read_equally_and_begins_as_published(tmp_path: Path) -> None:
+def test_written_table_is_read_equally_and_begins_as_published(tmp_path):
     common = {"model": "micro", "state": "x"}
     rows = [
         Row(1, 4, 623.7, 2494.8, 21.0, 100.0, uncertainty_from="2σ over 3 repeats", **common),
@@ -34,7 +33,7 @@ def test_written_table_is_read_equally_and_begins_as_published(tmp_path: Path) -
     assert [FORMER_COLUMNS.get(name, name) for name in published] == [*COLUMNS[:6]]
 
 
-def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
+def test_former_names_of_columns_are_read(tmp_path):
     names = "nodes,gpus,samples_per_s_per_gpu,samples_per_s_per_gpu_2sigma,scaling_efficiency_2sigma_percent"
     text = f"{names},mfu_percent,engine_samples_per_s_per_gpu\n1,4,100,2.5,0.5,20.5,110\n"
     (run,) = read_table_runs(write(tmp_path / "old.csv", text))
@@ -58,9 +57,7 @@ NAMES = "nodes,gpus,samples_per_s_per_gpu"
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
 )
-def test_bad_table_is_rejected_with_row_and_column(
-    tmp_path: Path, text: str | bytes, message: str
-) -> None:
+def test_bad_table_is_rejected_with_row_and_column(tmp_path, text, message):
     path = write(tmp_path / "bad.csv", text)
     with pytest.raises(UserError, match=rf"bad\.csv.*{message}"):
         read_table_runs(path)
@@ -75,12 +72,12 @@ def test_bad_table_is_rejected_with_row_and_column(
         ("utf-8", "nodes\tgpus\tsamples_per_s_per_gpu\r1\t4\t600.5\r2\t8\t580\r"),
     ],
 )
-def test_table_of_a_spreadsheet_is_read(tmp_path: Path, text: str, encoding: str) -> None:
+def test_table_of_a_spreadsheet_is_read(tmp_path, text, encoding):
     rows = read_runs([write(tmp_path / "T.TSV", text.encode(encoding))], make_options())
     assert [(row.nodes, row.gpus, row.rate) for row in rows] == [(1, 4, 600.5), (2, 8, 580.0)]
 
 
-def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path: Path) -> None:
+def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path):
     text = HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n"
     agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", text))
     assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
@@ -88,14 +85,14 @@ def test_rate_is_the_middle_of_the_range_of_both_printed_columns(tmp_path: Path)
     assert (agreeing.notes, "contradicts" in contradicting.notes) == ("", True)
 
 
-def test_markdown_has_dashes_for_gaps_and_no_markup_of_records() -> None:
+def test_markdown_has_dashes_for_gaps_and_no_markup_of_records():
     row = Row(1, 4, model="![x](http://a.b)", device="<img src=a>|`b`\n")
     assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "
     table = markdown_table(("a", "bb", "c"), [("1", "", ""), ("2", "3", "")])
     assert table.splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |", "| 2 |  3 |"]
 
 
-def test_formulas_in_a_table_are_text_and_come_back(tmp_path: Path) -> None:
+def test_formulas_in_a_table_are_text_and_come_back(tmp_path):
     texts = {"device": "@SUM(A1)", "variant": "-2+3", "notes": "'quoted"}
     write_csv(tmp_path / "t.csv", [Row(1, 4, 5.0, model="=1+1", speedup=1e-7, **texts)])
     assert not re.search(r"(^|,)[=@+-]", (tmp_path / "t.csv").read_text(), re.MULTILINE)

@@ -118,7 +118,7 @@ def open_clip_log(epochs: list[list[float]], batch: int, every: int = 10, droppe
     return text
 
 
-def test_rate_of_a_deepspeed_log_is_that_of_its_steps() -> None:
+def test_rate_of_a_deepspeed_log_is_that_of_its_steps():
     log = DATA / "deepspeed_2ranks.log"
     rates = re.findall(r"CurrSamplesPerSec=([\d.]+)", log.read_text())
     run = read_log(log)
@@ -145,9 +145,7 @@ def test_rate_of_a_deepspeed_log_is_that_of_its_steps() -> None:
         ("exits with return code = -9", "state", "failed"),
     ],
 )
-def test_facts_of_other_lines_are_read(
-    tmp_path: Path, lines: str, field: str, value: object
-) -> None:
+def test_facts_of_other_lines_are_read(tmp_path, lines, field, value):
     steps = running_log([1.0] * 20)
     text = f"{steps}{lines}" if field == "state" else f"{lines}\n{steps}"
     assert getattr(read_log(write(tmp_path / "x.log", text)), field) == value
@@ -166,9 +164,7 @@ def test_facts_of_other_lines_are_read(
         ),
     ],
 )
-def test_rate_of_open_clip_and_laion_clap_counts_every_step(
-    read: Read, pattern: str, replacement: str
-) -> None:
+def test_rate_of_open_clip_and_laion_clap_counts_every_step(read, pattern, replacement):
     """Two epochs of 1,000 steps of 8 × 616 samples; every tenth step takes 1 s longer."""
     epoch = [2.0 if step % 10 == 9 else 1.0 for step in range(1000)]
     lines = re.sub(pattern, replacement, open_clip_log([epoch] * 2, 8 * 616, 100))
@@ -183,9 +179,7 @@ def test_rate_of_open_clip_and_laion_clap_counts_every_step(
 
 
 @pytest.mark.parametrize("dropped", [0, 500])
-def test_epoch_without_its_incomplete_batch_counts_trained_samples(
-    read: Read, dropped: int
-) -> None:
+def test_epoch_without_its_incomplete_batch_counts_trained_samples(read, dropped):
     epochs = [[10.0, *[1.0] * 39]] * 4
     run = read(parameters(616) + open_clip_log(epochs, 616, dropped=dropped))
     assert run.rate == pytest.approx(616 * (160 - 11) / (160 - 11 + 3 * 9), rel=1e-3)
@@ -194,9 +188,7 @@ def test_epoch_without_its_incomplete_batch_counts_trained_samples(
 @pytest.mark.parametrize(
     "line", ["dist_world_size=8\n", "using world size: 8, data-parallel-size: 4\n"]
 )
-def test_data_parallel_size_of_deepspeed_is_not_the_number_of_gpus(
-    tmp_path: Path, line: str
-) -> None:
+def test_data_parallel_size_of_deepspeed_is_not_the_number_of_gpus(tmp_path, line):
     dump = "train_micro_batch_size_per_gpu  4\ngradient_accumulation_steps .. 2\nworld_size ................... 4\n"
     # This program's rate depends on the batch.
     run = read_log(write(tmp_path / "x.log", line + dump + open_clip_log([[1.0] * 40], 32)))
@@ -204,7 +196,7 @@ def test_data_parallel_size_of_deepspeed_is_not_the_number_of_gpus(
     assert (run.batch_per_gpu, run.micro_batch, run.accumulation) == (4, 4, 2)
 
 
-def test_rounding_of_step_times_is_noted_if_it_is_coarse(read: Read) -> None:
+def test_rounding_of_step_times_is_noted_if_it_is_coarse(read):
     run = read(parameters(16) + open_clip_log([[10.0, *[0.0304] * 99]] * 2, 16))
     assert "rounds" in run.notes
     # NeMo's times lack their last zeros.
@@ -213,7 +205,7 @@ def test_rounding_of_step_times_is_noted_if_it_is_coarse(read: Read) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRESS)
-def test_rate_of_another_program_is_that_of_its_steps(read: Read, program: str) -> None:
+def test_rate_of_another_program_is_that_of_its_steps(read, program):
     """400 steps of 64 samples. The first ten take 9 s each, later ones 2 or 3."""
     _, text = PROGRESS[program]
     times = [9.0] * 10 + [2.0, 3.0] * 195
@@ -229,7 +221,7 @@ def test_rate_of_another_program_is_that_of_its_steps(read: Read, program: str) 
     assert (run.deepspeed_samples_per_s_per_gpu is not None) == program.startswith("DeepSpeed")
 
 
-def test_summary_of_hugging_face_is_the_rate_of_the_last_run(read: Read) -> None:
+def test_summary_of_hugging_face_is_the_rate_of_the_last_run(read):
     text = "  Instantaneous batch size per device = 8\n  Gradient Accumulation steps = 4\n"
     for seconds, rate in ((100.0, 5.0), (1175.4751, 250.552)):
         text += (
@@ -244,7 +236,7 @@ def lightning_line(epoch: int, step: int, seconds: int) -> str:
     return f"Epoch {epoch}:  47%|██| {step}/9999 [{clock(seconds)}<00:00,  2.06it/s]\r"
 
 
-def test_epochs_of_lightning_add_up(read: Read) -> None:
+def test_epochs_of_lightning_add_up(read):
     steps = (0, 25, 100)
     epochs = [
         "".join(lightning_line(epoch, step, 2 * step) for step in steps) for epoch in range(3)
@@ -252,7 +244,7 @@ def test_epochs_of_lightning_add_up(read: Read) -> None:
     assert read("".join(epochs), batch_per_gpu=6).rate == pytest.approx(3)
 
 
-def test_batch_that_grows_counts_the_samples_of_each_line(read: Read) -> None:
+def test_batch_that_grows_counts_the_samples_of_each_line(read):
     """Of Megatron-LM's lines, 100 steps of 64 samples and 100 of 128 take 1 s each."""
     text = ""
     for step in range(10, 201, 10):
@@ -262,7 +254,7 @@ def test_batch_that_grows_counts_the_samples_of_each_line(read: Read) -> None:
     assert read(text).rate == pytest.approx((90 * 64 + 100 * 128) / 190, rel=0.02)
 
 
-def test_rate_of_two_programs_is_that_with_the_wait_for_data(read: Read) -> None:
+def test_rate_of_two_programs_is_that_with_the_wait_for_data(read):
     text = ""
     for step in range(1, 101):
         text += throughput_line(step, 80.0) + progress_line("Megatron-DeepSpeed", step)
@@ -274,25 +266,25 @@ def test_rate_of_two_programs_is_that_with_the_wait_for_data(read: Read) -> None
     assert "timer" in run.notes
 
 
-def test_torchtitan_log_without_sequence_length_names_it(read: Read) -> None:
+def test_torchtitan_log_without_sequence_length_names_it(read):
     run = read("".join(progress_line("torchtitan", step, tps=9) for step in range(1, 40)))
     assert run.rate is None
     assert "sequence length" in run.notes
 
 
-def test_warm_up_of_a_resumed_run_is_not_counted(read: Read) -> None:
+def test_warm_up_of_a_resumed_run_is_not_counted(read):
     """The first ten steps take 9 s each, and later ones 2 s."""
     lines = [progress_line("Megatron-LM", 5001, 9.0), progress_line("Megatron-LM", 5010, 9.0)]
     lines += [progress_line("Megatron-LM", 5000 + step, 2.0) for step in range(20, 101, 10)]
     assert read("".join(lines)).rate == pytest.approx(32, rel=1e-3)
 
 
-def test_restart_at_another_print_interval_is_noticed(read: Read) -> None:
+def test_restart_at_another_print_interval_is_noticed(read):
     text = running_log([1.0] * 100, every=10) + running_log([2.0] * 300, every=75)
     assert read(text).rate == pytest.approx(32)
 
 
-def test_only_the_last_start_counts(tmp_path: Path) -> None:
+def test_only_the_last_start_counts(tmp_path):
     head = LAUNCHER.format(1, 1)
     # The steps of the second start don't begin again.
     text = running_log([1.0] * 12) + FAILURE + head + running_log([2.0] * 30, every=10)
@@ -300,7 +292,7 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
     assert (run.rate, run.gpus, run.state) == (pytest.approx(32), 1, "unknown")
 
 
-def test_repeated_impossible_and_damaged_lines_are_skipped(read: Read) -> None:
+def test_repeated_impossible_and_damaged_lines_are_skipped(read):
     good = running_log([1.0] * 16).splitlines(keepends=True)
     impossible = [throughput_line(17, value) for value in (0.0, float("-inf"), float("nan"), -5.0)]
     torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,")
@@ -311,7 +303,7 @@ def test_repeated_impossible_and_damaged_lines_are_skipped(read: Read) -> None:
     assert read("".join([*doubled, *impossible, torn, late])).rate == pytest.approx(64)
 
 
-def test_file_without_a_rate_is_rejected_with_the_reason(tmp_path: Path) -> None:
+def test_file_without_a_rate_is_rejected_with_the_reason(tmp_path):
     log = write(tmp_path / "bad.log", b"\x7fELF\0\0\0\1" * 40)
     programs = r"DeepSpeed, open_clip.*Megatron.*torchtitan.*NeMo"
     with pytest.raises(UserError, match=rf"bad\.log: no .* lines.*{programs}.*csv.*nodes, gpus"):
@@ -320,20 +312,20 @@ def test_file_without_a_rate_is_rejected_with_the_reason(tmp_path: Path) -> None
         read_log(tmp_path)
 
 
-def test_log_shorter_than_the_warm_up_has_its_running_average(tmp_path: Path) -> None:
+def test_log_shorter_than_the_warm_up_has_its_running_average(tmp_path):
     text = LAUNCHER.format(1, 4) + running_log([1.0, 1.0, 2.0, 4.0], batch=12)
     run = read_log(write(tmp_path / "short.log", text))
     assert run.rate == pytest.approx(12 / 3 / 4)
     assert "too short" in run.notes
 
 
-def test_failed_log_without_steps_has_its_state(tmp_path: Path) -> None:
+def test_failed_log_without_steps_has_its_state(tmp_path):
     text = LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"
     run = read_log(write(tmp_path / "oom.log", text))
     assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)
 
 
-def test_endless_line_is_cut_and_a_file_of_one_is_rejected(tmp_path: Path) -> None:
+def test_endless_line_is_cut_and_a_file_of_one_is_rejected(tmp_path):
     steps = running_log([0.1] * 30).encode()
     path = write(tmp_path / "run.log", b"\0" * 3 * LONGEST_LINE + b"\n" + steps)
     assert read_log(path, default_batch=16).rate

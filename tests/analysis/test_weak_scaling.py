@@ -81,7 +81,7 @@ def simulate_bands(name: str) -> tuple[list[bool], list[float]]:
     return is_held, widths
 
 
-def test_bands_hold_as_many_efficiencies_as_the_output_states() -> None:
+def test_bands_hold_as_many_efficiencies_as_the_output_states():
     simulated = {name: simulate_bands(name) for name in GROWTHS}
     percents = {name: 100 * np.mean(is_held) for name, (is_held, _) in simulated.items()}
     worst = min(percents, key=lambda name: percents[name])
@@ -100,7 +100,7 @@ def test_bands_hold_as_many_efficiencies_as_the_output_states() -> None:
 @pytest.mark.parametrize(
     ("law", "growth"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)]
 )
-def test_fit_recovers_the_law_of_the_data(law: str, growth: float) -> None:
+def test_fit_recovers_the_law_of_the_data(law, growth):
     """A sample takes 1.5 ms plus 0.16 ms per unit of growth. For 512 nodes, log n is 6.2383, 2·(√n -
     1) is 43.2548, and n - 1 is 511."""
     known_fit = ScalingFit(LAWS[law], 1.5e-3, 0.16e-3)
@@ -108,7 +108,7 @@ def test_fit_recovers_the_law_of_the_data(law: str, growth: float) -> None:
     assert 1 / fit.rate(512) == pytest.approx(1.5e-3 + 0.16e-3 * growth, rel=1e-5)
 
 
-def test_hold_outs_are_fitted_to_smaller_scales_alone() -> None:
+def test_hold_outs_are_fitted_to_smaller_scales_alone():
     (_, one), (_, two), (_, four) = TINY.rates[:3]
     # a + b·√n through two points, by hand.
     time = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)
@@ -140,8 +140,6 @@ def make_run_series(rates: dict[int, float], **columns: Any) -> Series:
         ({1: 600.0, 2: 630.0, 4: 625.0}, {}, "efficiency above 100% on 2 nodes, 8 GPUs"),
     ],
 )
-def test_series_without_a_projection_is_rejected(
-    rates: dict[int, float], columns: Any, message: str
-) -> None:
+def test_series_without_a_projection_is_rejected(rates, columns, message):
     with pytest.raises(UserError, match=message):
         make_run_series(rates, **columns)

@@ -42,7 +42,7 @@ def compare(folder: Path, *options: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_loops_have_the_heads_of_the_preset_and_equal_losses_without_masks(tmp_path: Path) -> None:
+def test_loops_have_the_heads_of_the_preset_and_equal_losses_without_masks(tmp_path):
     sizes = load_preset("micro").model_dump(exclude={"name"})
     head = {"hidden_dim": 24, "activation": "gelu", "bias": False}
     sizes["text"] |= {"pooling": "mean", "projection": head}
@@ -62,7 +62,7 @@ def test_loops_have_the_heads_of_the_preset_and_equal_losses_without_masks(tmp_p
         assert abs(masked[side] - loss) > 1e-4
 
 
-def test_towers_of_transformers_have_equal_losses_and_ratios_of_their_times(tmp_path: Path) -> None:
+def test_towers_of_transformers_have_equal_losses_and_ratios_of_their_times(tmp_path):
     options = ["--preset", "micro", "--text", "packed", "--caption_lengths", "3", "9"]
     bf16, fp32 = compare(tmp_path, *options, "--against", "transformers")
     assert (len(bf16["sides"]), len(fp32["sides"])) == (3, 2)

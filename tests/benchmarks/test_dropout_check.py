@@ -34,19 +34,19 @@ def elements_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("elements_alone")
-def test_hashed_dropout_has_no_wrong_property() -> None:
+def test_hashed_dropout_has_no_wrong_property():
     assert list_wrong_rows() == []
 
 
 @pytest.mark.usefixtures("elements_alone")
-def test_constant_seed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_seed_is_detected(monkeypatch):
     monkeypatch.setattr(torch, "randint", draw_constant_seed)
     properties = [name.split(", ")[1] for name in list_wrong_rows()]
     assert properties == [f"{name} have different masks" for name in ("layers", "steps", "ranks")]
 
 
 @pytest.mark.usefixtures("elements_alone")
-def test_other_probability_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_probability_is_detected(monkeypatch):
     scale = (1 - 2 * dropout_check.P) / (1 - dropout_check.P)
     wrong_dropout = lambda values, p: scale * dropout.hash_dropout(values, 2 * p)  # noqa: E731
     monkeypatch.setattr(dropout_check, "hash_dropout", wrong_dropout)
@@ -63,7 +63,7 @@ print("constant:", len(list_wrong_rows()))
 
 
 @pytest.mark.end_to_end
-def test_dropout_of_the_text_attention_kernel_is_right_and_a_constant_seed_detected() -> None:
+def test_dropout_of_the_text_attention_kernel_is_right_and_a_constant_seed_detected():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", TRITON]
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -70,13 +70,8 @@ open(os.environ['TRITON_CACHE_DIR'] + '/../{folder.name}', 'w')
     ],
 )
 def test_step_that_ends_badly_is_a_row_and_all_results_are_saved(
-    work_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    code: str,
-    state: str,
-    note: str,
-) -> None:
+    work_dir, monkeypatch, capfd, code, state, note
+):
     bad_step = GOOD + code.replace("PID_OF_TEST", str(os.getpid()))
     set_steps(monkeypatch, GOOD, bad_step, GOOD, most_s=5)
     (work_dir / "cache" / "clap_ds" / "gpu_check" / "triton").mkdir(parents=True)
@@ -104,9 +99,7 @@ def test_step_that_ends_badly_is_a_row_and_all_results_are_saved(
 
 
 @pytest.mark.parametrize(("num_gpus", "steps"), [(1, ["one"]), (4, ["one", "all"])])
-def test_all_gpus_are_compared_if_there_are_several(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, steps: list[str]
-) -> None:
+def test_all_gpus_are_compared_if_there_are_several(work_dir, monkeypatch, num_gpus, steps):
     gpus = gpu_check.nvidia_smi() * num_gpus
     monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: gpus)
     checks = {
@@ -119,7 +112,7 @@ def test_all_gpus_are_compared_if_there_are_several(
     assert [row["step"] for row in rows] == steps
 
 
-def test_configurations_of_all_calls_are_valid(tmp_path: Path) -> None:
+def test_configurations_of_all_calls_are_valid(tmp_path):
     for steps in CALLS.values():
         for step in steps.values():
             config, *changes = shlex.split(step.run)
@@ -185,7 +178,7 @@ assert "tensorboard" not in sys.modules
 
 
 @pytest.mark.end_to_end
-def test_modules_of_all_calls_import_with_the_packages_of_a_gpu_machine() -> None:
+def test_modules_of_all_calls_import_with_the_packages_of_a_gpu_machine():
     """Those are torch, torchaudio, transformers, what they require, and the Makefile's
     `CHECKED`."""
     command = [sys.executable, "-c", IMPORTS]
@@ -194,7 +187,7 @@ def test_modules_of_all_calls_import_with_the_packages_of_a_gpu_machine() -> Non
 
 
 @pytest.mark.end_to_end
-def test_profile_has_efficiencies(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_has_efficiencies(work_dir, monkeypatch):
     names = ("compile_off", "profile_eager", "efficiencies")
     steps = {name: CALLS[2][name]._replace(most_s=200) for name in names}
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})

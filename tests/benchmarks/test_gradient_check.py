@@ -57,7 +57,7 @@ print("wrong:", *list_wrong_gradients(*(f"clap.model.{part}_impl=triton" for par
 
 
 @pytest.mark.end_to_end
-def test_gradients_of_triton_kernels_are_right_except_a_planted_one() -> None:
+def test_gradients_of_triton_kernels_are_right_except_a_planted_one():
     """Triton's interpreter runs the kernels in compiled graphs."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", TRITON]

@@ -1,7 +1,6 @@
 """Rows of the kernels' table, with a linear layer in place of kernels."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import kernel_times
 from benchmarks.kernel_times import Case, attention_cases, measure, mlp_cases
-from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.config.model import load_preset
 
 SHAPES = [(6, 8, 16), (32, 16)]
 LINEAR = Case("linear", "16", F.linear, F.linear, SHAPES, moved=(1.0, 2.0), flops=(1.0, 2.0))
@@ -26,7 +25,7 @@ def raise_two_lines(*_: Tensor) -> Tensor:
     raise RuntimeError("no kernel image\nfor this device")
 
 
-def test_wrong_or_failing_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_or_failing_kernel_is_a_row(monkeypatch):
     monkeypatch.setattr(kernel_times, "median_ms", run_instead_of_timing)
     forward, backward = measure(LINEAR)
     assert (forward["pass"], backward["flops"]) == ("forward", 2.0)
@@ -38,9 +37,7 @@ def test_wrong_or_failing_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     assert failing["note"] == "no kernel image"
 
 
-def test_command_saves_the_rows_of_every_case(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_saves_the_rows_of_every_case(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "set_default_device", lambda device: None)
     for name, value in (("is_available", True), ("get_device_name", "GPU"), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -53,7 +50,7 @@ def test_command_saves_the_rows_of_every_case(
 
 
 @pytest.mark.parametrize("cases", [attention_cases, mlp_cases])
-def test_flops_are_those_of_torch(cases: Callable[[AudioConfig, int], Iterator[Case]]) -> None:
+def test_flops_are_those_of_torch(cases):
     case = next(cases(load_preset("htsat_tiny_roberta_base").audio, 1))
     inputs = [torch.ones(shape) for shape in case.shapes]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -57,9 +57,7 @@ def write_profile(folder: Path, compile_mode: str, efficiency: float) -> None:
     (folder / "profile.json").write_text(json.dumps({"events": events}))
 
 
-def test_efficiency_of_each_class_is_that_of_its_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_efficiency_of_each_class_is_that_of_its_kernels(tmp_path, monkeypatch):
     step = SimpleNamespace(
         work=lambda fused: [(operation, 1.0) for operation in [*PLANNED, *fused]]
     )
@@ -78,7 +76,7 @@ def test_efficiency_of_each_class_is_that_of_its_kernels(
     assert (tmp_path / "efficiencies.md").read_text().count("not in the plan: Memcpy HtoD") == 2
 
 
-def test_idle_time_is_between_kernels_of_the_busiest_stream() -> None:
+def test_idle_time_is_between_kernels_of_the_busiest_stream():
     events: list[dict[str, Any]] = []
     kernels = (("a", 0, 1000, 7), ("b", 5000, 1000, 7), ("c", 6000, 500, 7), ("copy", 0, 9000, 20))
     for name, start, duration, stream in kernels:

@@ -46,7 +46,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "out" / "tune.json").read_text()))
 
 
-def test_combinations_run_in_order(run: Callable[..., int], tmp_path: Path) -> None:
+def test_combinations_run_in_order(run, tmp_path):
     options = ["--vary", "clap.compile=off,step", "--vary", "train_micro_batch_size_per_gpu=8,16"]
     assert run(*options, "--set", "clap.bench.windows=3") == 0
     means = [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)]
@@ -58,7 +58,7 @@ def test_combinations_run_in_order(run: Callable[..., int], tmp_path: Path) -> N
     assert "158.00 | 157.00–159.00 | 1.463 | 2.00 | 3.000 | 4.000 |" in " ".join(table.split())
 
 
-def test_failed_run_is_a_row_with_its_reason(run: Callable[..., int], tmp_path: Path) -> None:
+def test_failed_run_is_a_row_with_its_reason(run, tmp_path):
     assert run("--vary", "clap.compile=off,towers,memory,slow", "--limit_s", "3") == 0
     assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
         ("completed", ""),

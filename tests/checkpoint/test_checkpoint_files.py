@@ -1,12 +1,10 @@
 """Damaged checkpoints are rejected with reasons, and a kill between operations leaves whole ones."""
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,7 @@ from clap_ds.checkpoint.checkpoint_files import (
 from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
 
 
-def test_step_saved_again_is_newest_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_step_saved_again_is_newest_and_overwrites_nothing(tmp_path):
     paths = [make_checkpoint(tmp_path, step) for step in (7, 3, 3)]
     assert [path.name for path in paths[1:]] == ["step-00000003", "step-00000003-2"]
     assert latest_valid(tmp_path) == CheckpointFolder.read(paths[2])
@@ -39,12 +37,8 @@ def test_step_saved_again_is_newest_and_overwrites_nothing(tmp_path: Path) -> No
     ],
 )
 def test_damaged_checkpoint_is_skipped_and_refused_with_reason(
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    name: str,
-    reason: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, damage, name, reason, capsys
+):
     good = make_checkpoint(tmp_path, 1)
     bad = make_checkpoint(tmp_path, 2)
     damage(bad / name)
@@ -54,7 +48,7 @@ def test_damaged_checkpoint_is_skipped_and_refused_with_reason(
     assert re.search(reason, warning)
 
 
-def test_best_valid_checkpoint_is_found(tmp_path: Path) -> None:
+def test_best_valid_checkpoint_is_found(tmp_path):
     # Of losses, the smallest is the best.
     metric = "retrieval_loss"
     make_checkpoint(tmp_path, 1, best_metric=metric)
@@ -68,9 +62,7 @@ def test_best_valid_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, best=True).manifest.step == 2
 
 
-def test_leftovers_of_kill_are_no_checkpoints_and_are_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_kill_are_no_checkpoints_and_are_cleared(tmp_path, monkeypatch):
     good = make_checkpoint(tmp_path, 1)
     old = make_checkpoint(tmp_path, 2)
     with monkeypatch.context() as patch:
@@ -86,7 +78,7 @@ def test_leftovers_of_kill_are_no_checkpoints_and_are_cleared(
 
 
 @pytest.mark.parametrize("name", ["../weights.safetensors", "tokenizer/../../x"])
-def test_manifest_with_outside_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_manifest_with_outside_file_is_refused(tmp_path, name):
     manifest = Manifest.read(make_checkpoint(tmp_path, 1))
     manifest.files[name] = manifest.files[WEIGHTS]
     with pytest.raises(DamagedError, match="isn't a checkpoint file"):
@@ -97,7 +89,7 @@ def test_manifest_with_outside_file_is_refused(tmp_path: Path, name: str) -> Non
     "change",
     [{"serial": -1}, {"step": True}, {"serial": 2**53 + 1}],
 )
-def test_manifest_with_impossible_number_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_manifest_with_impossible_number_is_refused(tmp_path, change):
     manifest = replace(Manifest.read(make_checkpoint(tmp_path, 1)), **change)
     with pytest.raises(DamagedError, match="can't be read"):
         Manifest.from_json(manifest.to_json(), tmp_path)

@@ -56,7 +56,7 @@ def assert_close(tensor: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 @torch.no_grad()
-def test_transformers_computes_same_embeddings(tokenizer: Path, tmp_path: Path) -> None:
+def test_transformers_computes_same_embeddings(tokenizer, tmp_path):
     model = random_model()
     # Untrained, so that it must not be used.
     model.logit_scale_text.fill_(3.0)
@@ -86,14 +86,14 @@ def test_transformers_computes_same_embeddings(tokenizer: Path, tmp_path: Path) 
     assert_close(read_back.encode_text(ids, mask), text, 2e-6)
 
 
-def test_inexpressible_model_is_refused_with_every_reason() -> None:
+def test_inexpressible_model_is_refused_with_every_reason():
     audio = MICRO.audio.model_copy(update={"num_samples": 48001})
     text = MICRO.text.model_copy(update={"pooling": "mean"})
     with pytest.raises(ValueError, match=r"pooling 'mean', not .*; its clips aren't"):
         config_to_transformers(MICRO.model_copy(update={"audio": audio, "text": text}))
 
 
-def test_open_clip_model_is_refused_with_file(tmp_path: Path) -> None:
+def test_open_clip_model_is_refused_with_file(tmp_path):
     model = random_model()
     model.config = MICRO.model_copy(update={"name": "open_clip:CLAP-HTSAT-tiny"})
     path = checkpoint_of(model, tmp_path / "run")
@@ -101,9 +101,7 @@ def test_open_clip_model_is_refused_with_file(tmp_path: Path) -> None:
         export.main([str(tmp_path / "run"), str(tmp_path / "out")])
 
 
-def test_exported_processor_truncates_at_trained_length(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exported_processor_truncates_at_trained_length(tokenizer, tmp_path, capsys):
     settings = {"clap": {"context_length": 12}}
     model = random_model(learns_bias=True)
     checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer, settings=settings)
@@ -127,9 +125,7 @@ def test_exported_processor_truncates_at_trained_length(
         processor(audio=np.tile(sound, 2), sampling_rate=48000)
 
 
-def test_failed_export_overwrites_nothing_and_leaves_nothing(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_failed_export_overwrites_nothing_and_leaves_nothing(tokenizer, tmp_path):
     path = checkpoint_of(random_model(), tmp_path / "run", tokenizer=tokenizer)
     (tmp_path / "out").mkdir()
     (tmp_path / "file").write_text("")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,9 +47,7 @@ def sources(model: ClapModel, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("source", ["file", "transformers", "checkpoint", "run"])
-def test_weights_with_sizes_are_rejected_for_another_model(
-    sources: dict[str, Path], model: ClapModel, source: str
-) -> None:
+def test_weights_with_sizes_are_rejected_for_another_model(sources, model, source):
     assert_weights(load_weights(sources[source]), model)
     # The same shapes, but other heads, which tensors don't show.
     audio = MICRO.audio.model_copy(update={"num_heads": [1, 4]})
@@ -59,7 +56,7 @@ def test_weights_with_sizes_are_rejected_for_another_model(
         load_weights(sources[source], heads)
 
 
-def test_checkpoint_of_other_version_keeps_sizes(model: ClapModel, tmp_path: Path) -> None:
+def test_checkpoint_of_other_version_keeps_sizes(model, tmp_path):
     """Unknown fields in the manifest and in the run's settings are ignored."""
     clap = {"train": {"shuffle_captions": True}, "context_length": 12}
     path = checkpoint_of(model, tmp_path, settings={"clap": clap})
@@ -100,12 +97,12 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nan.safetensors", r"NaN or infinity in 1 of \d+ tensors"),
     ],
 )
-def test_bad_file_is_rejected_with_reason(bad_files: Path, name: str, reason: str) -> None:
+def test_bad_file_is_rejected_with_reason(bad_files, name, reason):
     with pytest.raises(ValueError, match=reason):
         load_weights(bad_files / name)
 
 
-def test_learned_bias_shows_sigmoid_loss_and_fits_model_without(tmp_path: Path) -> None:
+def test_learned_bias_shows_sigmoid_loss_and_fits_model_without(tmp_path):
     with_bias = ClapModel(MICRO, learns_bias=True)
     without = ClapModel(MICRO)
     with_bias.load_state_dict({"logit_bias": torch.full((1,), -3.5)}, strict=False)
@@ -116,7 +113,7 @@ def test_learned_bias_shows_sigmoid_loss_and_fits_model_without(tmp_path: Path) 
     sigmoid.load_into(without)
 
 
-def test_manifest_describes_weights(model: ClapModel, tmp_path: Path) -> None:
+def test_manifest_describes_weights(model, tmp_path):
     checkpoint = checkpoint_of(
         model,
         tmp_path,
@@ -132,7 +129,7 @@ def test_manifest_describes_weights(model: ClapModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clap", [3, {"loss": {"kind": {}}, "context_length": True}])
-def test_wrong_settings_count_as_unknown(model: ClapModel, tmp_path: Path, clap: Any) -> None:
+def test_wrong_settings_count_as_unknown(model, tmp_path, clap):
     checkpoint_of(model, tmp_path, 1200, settings={"clap": clap})
     weights = load_weights(tmp_path)
     assert (weights.loss_kind, weights.longest_caption) == ("softmax", MICRO.text.max_tokens)
@@ -140,9 +137,7 @@ def test_wrong_settings_count_as_unknown(model: ClapModel, tmp_path: Path, clap:
 
 # The model has 64 positions.
 @pytest.mark.parametrize(("limit", "expected"), [(12, 12), (10**30, None), (1.5, None)])
-def test_transformers_folder_has_tokenizer_and_limit(
-    model: ClapModel, tmp_path: Path, limit: float, expected: int | None
-) -> None:
+def test_transformers_folder_has_tokenizer_and_limit(model, tmp_path, limit, expected):
     save_transformers(model, tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
     weights = load_weights(tmp_path / "hf")
@@ -150,9 +145,7 @@ def test_transformers_folder_has_tokenizer_and_limit(
 
 
 @pytest.mark.parametrize("name", ["/etc", "some/one", "open_clip:local-dir:/tmp"])
-def test_file_may_not_name_other_tokenizer_or_model(
-    model: ClapModel, tmp_path: Path, name: str
-) -> None:
+def test_file_may_not_name_other_tokenizer_or_model(model, tmp_path, name):
     """Only the user may name any path or repository."""
     weights = load_weights(checkpoint_of(model, tmp_path / "named", tokenizer=name))
     with pytest.raises(ValueError, match=rf"pass --tokenizer {name}"):

@@ -20,11 +20,10 @@ from clap_ds.engine.engine import NonFiniteError
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.utils.errors import UserError
 from tests.checkpoint import trained_engines as engines
-from tests.rank_pool import RankPool
 from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
 
 
-def test_folder_locked_by_another_run_is_left_alone(tmp_path: Path) -> None:
+def test_folder_locked_by_another_run_is_left_alone(tmp_path):
     other = FolderLock(tmp_path)
     other.acquire()
     with pytest.raises(UserError, match="is locked by"), Checkpointer(tmp_path):
@@ -74,7 +73,7 @@ def save_in_background(folder: str) -> tuple[list[SavedCheckpoint], list[float],
     return [during_steps, after_steps], uninterrupted, engines.train(other, 2, 3)
 
 
-def test_save_in_background_writes_state_at_beginning(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_save_in_background_writes_state_at_beginning(two_ranks, tmp_path):
     results = two_ranks.run(save_in_background, str(tmp_path))
     for (save, later_save), uninterrupted, resumed in results:
         assert (save.problem, later_save.problem) == (None, None)
@@ -97,7 +96,7 @@ def save_non_finite(folder: str) -> tuple[SavedCheckpoint, str]:
     return save, str(refusal.value)
 
 
-def test_save_of_non_finite_numbers_ends_training(one_rank: RankPool, tmp_path: Path) -> None:
+def test_save_of_non_finite_numbers_ends_training(one_rank, tmp_path):
     ((save, message),) = one_rank.run(save_non_finite, str(tmp_path))
     assert (save.saved, save.problem) == (False, message)
     assert "are NaN or infinite after step 1" in message
@@ -120,7 +119,7 @@ def save_on_full_disk(folder: str) -> tuple[SavedCheckpoint, list[str]]:
     return failed, warnings
 
 
-def test_full_disk_costs_one_checkpoint(one_rank: RankPool, tmp_path: Path) -> None:
+def test_full_disk_costs_one_checkpoint(one_rank, tmp_path):
     ((failed, (warning,)),) = one_rank.run(save_on_full_disk, str(tmp_path))
     assert not failed.saved
     assert f"step 2 could not be saved: {failed.problem}; training continues" in warning
@@ -139,9 +138,7 @@ def save_with_scores(folder: str, remote_sync: str, tokenizer: str, scores: list
     assert checkpointer.close() == []
 
 
-def test_last_and_best_are_kept_and_copied_with_tokenizer(
-    one_rank: RankPool, tmp_path: Path
-) -> None:
+def test_last_and_best_are_kept_and_copied_with_tokenizer(one_rank, tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("made up")
     local = tmp_path / "local"
@@ -159,7 +156,7 @@ def test_last_and_best_are_kept_and_copied_with_tokenizer(
     assert (newest / "tokenizer" / "tokenizer.json").read_text() == "made up"
 
 
-def test_rotation_keeps_other_runs_and_damaged_checkpoints(tmp_path: Path) -> None:
+def test_rotation_keeps_other_runs_and_damaged_checkpoints(tmp_path):
     for step in (2, 3, 4):
         make_checkpoint(tmp_path, step, run="ours")
     flip_bit(tmp_path / "step-00000004" / STATE, 9)
@@ -172,7 +169,7 @@ def test_rotation_keeps_other_runs_and_damaged_checkpoints(tmp_path: Path) -> No
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "4"]
 
 
-def test_without_valid_checkpoint_nothing_is_started_or_deleted(tmp_path: Path) -> None:
+def test_without_valid_checkpoint_nothing_is_started_or_deleted(tmp_path):
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step)
     (tmp_path / "step-00000001" / "manifest.json").unlink()
@@ -186,7 +183,7 @@ def test_without_valid_checkpoint_nothing_is_started_or_deleted(tmp_path: Path) 
     assert sorted(tmp_path.rglob("*")) == paths
 
 
-def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
+def test_checkpoints_at_urls_are_downloaded_once(tmp_path):
     for step in (1, 2):
         make_checkpoint(tmp_path / "remote", step)
     local = Checkpointer(tmp_path / "local")

@@ -56,7 +56,7 @@ def list_names(url: str) -> list[str]:
     return sorted(path.rsplit("/", 1)[1] for path in paths)
 
 
-def test_logs_are_uploaded_and_history_is_downloaded(url: str, tmp_path: Path) -> None:
+def test_logs_are_uploaded_and_history_is_downloaded(url, tmp_path):
     folder = tmp_path / "local"
     first, second, third = (make_checkpoint(folder, step) for step in (1, 2, 3))
     for name in ("history.jsonl", "tensorboard/events", "runs/run-1/errors/rank0.json"):
@@ -70,9 +70,7 @@ def test_logs_are_uploaded_and_history_is_downloaded(url: str, tmp_path: Path) -
     assert (tmp_path / "new" / "history.jsonl").read_text() == "history.jsonl"
 
 
-def test_interrupted_upload_is_no_checkpoint_and_is_warned_of(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_upload_is_no_checkpoint_and_is_warned_of(url, tmp_path, capsys):
     first, second = (make_checkpoint(tmp_path / "local", step) for step in (1, 2))
     assert copy(url, first) == []
     # Only one file of the second is uploaded.
@@ -88,9 +86,7 @@ def test_interrupted_upload_is_no_checkpoint_and_is_warned_of(
     assert list_names(url) == ["step-00000001", "step-00000003"]
 
 
-def test_damaged_copy_is_skipped_with_warning(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_copy_is_skipped_with_warning(url, tmp_path, capsys):
     assert copy(url, *(make_checkpoint(tmp_path / "local", step) for step in (1, 2))) == []
     weights = f"{url}/step-00000002/weights.safetensors"
     fsspec.url_to_fs(url)[0].pipe_file(weights, bytes(10**6))
@@ -100,9 +96,7 @@ def test_damaged_copy_is_skipped_with_warning(
     assert "step-00000002/weights.safetensors has more than" in capsys.readouterr().err
 
 
-def test_uploads_and_folders_of_others_stay(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uploads_and_folders_of_others_stay(url, tmp_path, capsys):
     files = fsspec.url_to_fs(url)[0]
     files.pipe_file(f"{url}/step-00000100/other_tools_model.pt", b"model")
     Unreliable.faults.extend([False, True])
@@ -120,7 +114,7 @@ def test_uploads_and_folders_of_others_stay(
     assert "manifest.json" in list_names(f"{url}/step-00000001")
 
 
-def test_target_is_tried_before_training(tmp_path: Path) -> None:
+def test_target_is_tried_before_training(tmp_path):
     remote.try_target(str(tmp_path / "new"))
     assert [*(tmp_path / "new").iterdir()] == []
     (tmp_path / "file").touch()
@@ -128,7 +122,7 @@ def test_target_is_tried_before_training(tmp_path: Path) -> None:
         remote.try_target(str(tmp_path / "file" / "run"))
 
 
-def test_links_at_target_are_left_alone(tmp_path: Path) -> None:
+def test_links_at_target_are_left_alone(tmp_path):
     """Rotation must not delete through links to other folders, and uploads must not write through
     them."""
     first, second, third = (
@@ -144,9 +138,7 @@ def test_links_at_target_are_left_alone(tmp_path: Path) -> None:
     CheckpointFolder.read(target / f"{third.name}-2").verify()
 
 
-def test_links_beside_checkpoints_are_not_copied(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_beside_checkpoints_are_not_copied(tmp_path, capsys):
     """They could lead to private files. `tests/test_hostile_files.py` has links in the other
     folder."""
     local = tmp_path / "local"
@@ -163,9 +155,7 @@ def test_links_beside_checkpoints_are_not_copied(
     assert copy(f"{target}2", saved) == [saved]
 
 
-def test_linked_history_is_not_downloaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_linked_history_is_not_downloaded(tmp_path, capsys):
     target = tmp_path / "target"
     saved = make_checkpoint(target, 1)
     (target / "history.jsonl").symlink_to(saved / "manifest.json")

@@ -59,9 +59,7 @@ def interrupt_and_resume(
 
 
 @pytest.mark.parametrize(("precision", "frozen"), [("bf16", ("audio",)), ("autocast", ())])
-def test_resumed_run_equals_uninterrupted(
-    two_ranks: RankPool, tmp_path: Path, precision: str, frozen: tuple[str, ...]
-) -> None:
+def test_resumed_run_equals_uninterrupted(two_ranks, tmp_path, precision, frozen):
     results = two_ranks.run(interrupt_and_resume, str(tmp_path), precision, frozen)
     for rank, (uninterrupted, resumed, progress) in enumerate(results):
         assert resumed == uninterrupted
@@ -100,12 +98,8 @@ TORCH_ADAM = {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}
     ids=["flat", "by parameter", "fp32"],
 )
 def test_checkpoint_in_another_order_of_parameters_resumes_exactly(
-    one_rank: RankPool,
-    tmp_path: Path,
-    precision: str,
-    optimizer: dict[str, Any],
-    alignments: tuple[int, int],
-) -> None:
+    one_rank, tmp_path, precision, optimizer, alignments
+):
     ((orders, losses),) = one_rank.run(
         resume_in_another_order, str(tmp_path), precision, optimizer, alignments
     )
@@ -170,8 +164,8 @@ def resume_with(
     ],
 )
 def test_changed_training_continues_from_weights_if_accepted(
-    one_rank: RankPool, saved: Path, precision: str, clap: dict[str, Any], reason: str
-) -> None:
+    one_rank, saved, precision, clap, reason
+):
     (refused,) = one_rank.run(resume_with, str(saved), precision, {"clap": clap})
     assert reason in refused["error"]
     assert "--resume_weights_only" in refused["error"]
@@ -180,7 +174,7 @@ def test_changed_training_continues_from_weights_if_accepted(
     assert accepted["has weights"]
 
 
-def test_changed_settings_are_warned_of_and_used(one_rank: RankPool, saved: Path) -> None:
+def test_changed_settings_are_warned_of_and_used(one_rank, saved):
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
     (result,) = one_rank.run(resume_with, str(saved), "bf16", {"optimizer": optimizer})
     assert "optimizer.params.lr: 0.005 there, 0.0001 here" in result["warning"]
@@ -189,7 +183,7 @@ def test_changed_settings_are_warned_of_and_used(one_rank: RankPool, saved: Path
     assert unchanged["warning"] == ""
 
 
-def test_new_schedule_continues_at_the_step(one_rank: RankPool, saved: Path) -> None:
+def test_new_schedule_continues_at_the_step(one_rank, saved):
     changes = {"scheduler": engines.SCHEDULER}
     (result,) = one_rank.run(resume_with, str(saved), "bf16", changes)
     assert "scheduler is None there, 'WarmupCosineLR' here" in result["warning"]
@@ -197,7 +191,7 @@ def test_new_schedule_continues_at_the_step(one_rank: RankPool, saved: Path) -> 
     assert result["rates"] == pytest.approx([5e-3 / 4, 5e-3 / 2])
 
 
-def test_changed_tokenizer_needs_acceptance(tmp_path: Path) -> None:
+def test_changed_tokenizer_needs_acceptance(tmp_path):
     # A setting of an earlier version isn't reported.
     settings = {"clap": {"train": {"shuffle_captions": True}}}
     path = checkpoint_of(ClapModel(MICRO), tmp_path, tokenizer="roberta-base", settings=settings)

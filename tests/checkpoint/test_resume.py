@@ -29,7 +29,6 @@ from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.weights.hub import train_tokenizer
 from tests.checkpoint import trained_engines as engines
 from tests.data.tars import marked_tars
-from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 from tests.weights.fake_checkpoints import checkpoint_of, make_checkpoint, save_safetensors
 
@@ -86,12 +85,7 @@ def copy_to_memory(shards: Path, target: Path) -> str:
         lambda shards, _: {f"{shards}/000.tar": 1.0, f"{shards}/00[12].tar": 1.0},
     ],
 )
-def test_run_with_moved_data_finds_checkpoints(
-    respell: Callable[[Path, Path], Any],
-    open_run: OpenRun,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_run_with_moved_data_finds_checkpoints(respell, open_run, tmp_path, capsys):
     run = open_run(marked_tars(tmp_path / "shards", 3, 4))
     folder = save(run)
     assert folder == run.checkpoint_folder
@@ -102,12 +96,7 @@ def test_run_with_moved_data_finds_checkpoints(
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 50), (4, 4, 0)], ids=["other", "more tars"])
-def test_other_contents_at_same_path_are_another_run(
-    sizes: tuple[int, int, int],
-    open_run: OpenRun,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_contents_at_same_path_are_another_run(sizes, open_run, tmp_path, capsys):
     """Their number, names and sizes may be the same, and a manifest may be older."""
     pattern = f"{tmp_path}/shards/*.tar"
     marked_tars(tmp_path / "shards", 3, 4)
@@ -123,9 +112,7 @@ def test_other_contents_at_same_path_are_another_run(
     assert find_folder(open_run(marked_tars(tmp_path / "shards", 3, 4))) == first
 
 
-def test_new_run_prints_runs_of_same_name(
-    open_run: OpenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_run_prints_runs_of_same_name(open_run, tmp_path, capsys):
     pattern = marked_tars(tmp_path / "shards", 2, 2)
     first = save(open_run(pattern))
     longer_name = first.with_name("lr[1e-3]-big-0a1b2c3d-checkpoints")
@@ -142,18 +129,14 @@ def test_new_run_prints_runs_of_same_name(
     assert f"--set clap.checkpoint.folder={first} (none of" in capsys.readouterr().out
 
 
-def test_checkpoints_of_earlier_versions_without_contents_are_found(
-    open_run: OpenRun, tmp_path: Path
-) -> None:
+def test_checkpoints_of_earlier_versions_without_contents_are_found(open_run, tmp_path):
     run = open_run(marked_tars(tmp_path / "shards", 2, 2))
     make_checkpoint(run.checkpoint_folder, 5, settings=run.resolved())
     assert find_folder(run) == run.checkpoint_folder
 
 
 @pytest.mark.parametrize("file", ["", "weights.safetensors"])
-def test_initial_weights_are_identified_by_content(
-    open_run: OpenRun, tmp_path: Path, file: str
-) -> None:
+def test_initial_weights_are_identified_by_content(open_run, tmp_path, file):
     pattern = marked_tars(tmp_path / "shards", 2, 2)
     for folder in ("a", "copies/a"):
         (tmp_path / folder).mkdir(parents=True)
@@ -169,13 +152,13 @@ def test_initial_weights_are_identified_by_content(
     assert find_folder(open_with("laion/clap-htsat-unfused")) != first
 
 
-def test_missing_data_and_weights_are_reported_at_once(open_run: OpenRun, tmp_path: Path) -> None:
+def test_missing_data_and_weights_are_reported_at_once(open_run, tmp_path):
     run = open_run(f"{tmp_path}/none-*.tar", pretrained=f"{tmp_path}/none.pt")
     with pytest.raises(ValueError, match=r"(?s)data\.shards: no file .*train\.pretrained: "):
         describe_run(run)
 
 
-def test_default_folder_keeps_name() -> None:
+def test_default_folder_keeps_name():
     """If the name differed between versions, `resume: auto` would find no checkpoint and start from
     scratch."""
     run = reference.settings(train={"max_samples": 8, "freeze": ["text"]})
@@ -190,7 +173,7 @@ def pretrained_model(
     return model
 
 
-def test_pretrained_weights_of_same_model_are_loaded(tmp_path: Path) -> None:
+def test_pretrained_weights_of_same_model_are_loaded(tmp_path):
     torch.manual_seed(9)
     model = ClapModel(MICRO)
     path = tmp_path / "weights.safetensors"
@@ -201,7 +184,7 @@ def test_pretrained_weights_of_same_model_are_loaded(tmp_path: Path) -> None:
         pretrained_model(path, preset="demo")
 
 
-def test_pretrained_weights_need_their_tokenizer(tmp_path: Path) -> None:
+def test_pretrained_weights_need_their_tokenizer(tmp_path):
     for name, caption in (("one", "a dog barks"), ("other", "rain on a roof")):
         train_tokenizer([caption] * 3, tmp_path / name, vocab_size=280)
     checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one")
@@ -250,12 +233,7 @@ def start_repeatedly(
     ids=["restart", "path", "auto"],
 )
 def test_repeated_command_takes_options_for_the_beginning_once(
-    one_rank: RankPool,
-    tmp_path: Path,
-    options: ResumeOptions,
-    source: str,
-    jobs: list[str],
-    expected: list[int],
-) -> None:
+    one_rank, tmp_path, options, source, jobs, expected
+):
     steps = one_rank.run(start_repeatedly, str(tmp_path / "checkpoints"), jobs, options, source)
     assert steps == [expected]

@@ -7,7 +7,7 @@ import pytest
 from clap_ds.checkpoint.train_state import TrainState
 
 
-def test_best_metrics_and_time_to_target_are_kept() -> None:
+def test_best_metrics_and_time_to_target_are_kept():
     targets = {"top1": 0.5, "retrieval_loss": 0.2}
     state = TrainState()
     for step, values in enumerate([(0.6, 0.4), (0.4, 0.1), (0.55, math.nan), (0.5, 0.2)], start=1):
@@ -23,6 +23,6 @@ def test_best_metrics_and_time_to_target_are_kept() -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"step": 1e999}'])
-def test_nonsensical_progress_is_rejected(text: str) -> None:
+def test_nonsensical_progress_is_rejected(text):
     with pytest.raises(ValueError):  # noqa: PT011  (each has a message of its own)
         TrainState.from_json(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, TRAINING, Submit, write_profile
+from tests.cluster.conftest import ENDLESS, TRAINING, write_profile
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import ROOT
 
@@ -28,9 +28,7 @@ sys.meta_path.insert(0, Kill())
 """
 
 
-def test_host_of_a_rank_that_is_killed_at_its_start_is_replaced(
-    submit: Submit, tmp_path: Path
-) -> None:
+def test_host_of_a_rank_that_is_killed_at_its_start_is_replaced(submit, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     job = submit(2, "torchrun", profile={"environment": variables}, request={"spare_nodes": 1})
@@ -40,7 +38,7 @@ def test_host_of_a_rank_that_is_killed_at_its_start_is_replaced(
     assert "node2" in first["error"]
 
 
-def test_host_without_python_is_replaced_and_named(submit: Submit, cluster: SlurmCluster) -> None:
+def test_host_without_python_is_replaced_and_named(submit, cluster):
     with cluster.mounted("node2", "-t", "tmpfs", "tmpfs", str(Path(sys.executable).parent)):
         job = submit(2, request={"spare_nodes": 1})
         job.check_end("COMPLETED", 0)
@@ -50,7 +48,7 @@ def test_host_without_python_is_replaced_and_named(submit: Submit, cluster: Slur
     assert "No such file or directory" in first["error"]
 
 
-def test_rank_that_stands_still_is_named(submit: Submit, cluster: SlurmCluster) -> None:
+def test_rank_that_stands_still_is_named(submit, cluster):
     """Ranks that wait for the stopped one aren't blamed."""
     job = submit(2, clap=ENDLESS)
     job.wait_for_steps()
@@ -73,9 +71,7 @@ def disconnect(cluster: SlurmCluster) -> Iterator[Callable[[str], None]]:
         yield disconnect
 
 
-def test_host_that_cannot_be_reached_is_named(
-    submit: Submit, disconnect: Callable[[str], None]
-) -> None:
+def test_host_that_cannot_be_reached_is_named(submit, disconnect):
     disconnect("node2")
     job = submit(2, sbatch=("--nodelist=node[1-2]",))
     assert job.wait(confirm_s=5) in ("FAILED", "COMPLETING")
@@ -84,8 +80,8 @@ def test_host_that_cannot_be_reached_is_named(
 
 
 def test_training_whose_first_host_is_lost_resumes_without_waiting_for_spares(
-    submit: Submit, cluster: SlurmCluster, disconnect: Callable[[str], None]
-) -> None:
+    submit, cluster, disconnect
+):
     """All nodes that are left are needed. The new start doesn't wait for the job that changes this,
     either."""
     train = {"max_samples": 10**9, "log_every_steps": 1}
@@ -113,7 +109,7 @@ def _preflight(cluster: SlurmCluster, folder: Path, *allocation: str) -> tuple[i
     return done.returncode, done.stdout + done.stderr
 
 
-def test_host_that_cannot_resolve_names_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_host_that_cannot_resolve_names_is_named(cluster, tmp_path):
     cluster.wait_until_idle()
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.99.0.2 node2\n")
     with cluster.mounted("node2", "--bind", str(tmp_path / "hosts"), "/etc/hosts"):
@@ -122,7 +118,7 @@ def test_host_that_cannot_resolve_names_is_named(cluster: SlurmCluster, tmp_path
     assert "node2 can't resolve node1" in output
 
 
-def test_step_that_slurm_refuses_blames_no_host(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_step_that_slurm_refuses_blames_no_host(cluster, tmp_path):
     cluster.wait_until_idle()
     code, output = _preflight(cluster, tmp_path, "--nodes=2", "--ntasks-per-node=1")
     assert code != 0

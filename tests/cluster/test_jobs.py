@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, PROGRAMS, STEPS, TRAINING, Submit
-from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.conftest import ENDLESS, PROGRAMS, STEPS, TRAINING
 from tests.conftest import ROOT, micro_run
 
 pytestmark = pytest.mark.end_to_end
@@ -19,9 +18,7 @@ SECRET = "not-for-others"
 TRICKY = """a "quoted" $HOME, `b` % \\n"""
 
 
-def test_jobs_share_nodes_hide_secrets_and_leave_nothing(
-    submit: Submit, cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_jobs_share_nodes_hide_secrets_and_leave_nothing(submit, cluster, tmp_path):
     """Two jobs at once on the same nodes have separate GPUs and consistent environments."""
     hosts = ("node1", "node2")
     variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
@@ -54,9 +51,7 @@ def test_jobs_share_nodes_hide_secrets_and_leave_nothing(
     assert subprocess.run(grep, capture_output=True, text=True).stdout == ""
 
 
-def test_training_is_requeued_without_a_bad_host_and_at_its_time_until_done(
-    submit: Submit, cluster: SlurmCluster
-) -> None:
+def test_training_is_requeued_without_a_bad_host_and_at_its_time_until_done(submit, cluster):
     request = {"train": True, "auto_requeue": True}
     job = submit(2, profile={"requeues": 1}, request=request, clap=TRAINING)
     job.wait_for_steps()
@@ -85,13 +80,8 @@ def test_training_is_requeued_without_a_bad_host_and_at_its_time_until_done(
     [("pdsh", 2, "", ["node1", "node2"]), ("slurm", 3, "1d", ["node2", "node3"])],
 )
 def test_deepspeeds_own_line_runs_on_the_hostfiles_hosts(
-    cluster: SlurmCluster,
-    tmp_path: Path,
-    launcher: str,
-    nodes: int,
-    hostfile_edit: str,
-    hosts: list[str],
-) -> None:
+    cluster, tmp_path, launcher, nodes, hostfile_edit, hosts
+):
     """Run the page's commands with a smaller model in salloc's shell on the login node. Hosts may be
     fewer than the allocation's. `hostfile_edit` is a `sed` expression."""
     page = (ROOT / "docs" / "clusters.md").read_text()

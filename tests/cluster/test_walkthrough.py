@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import write_profile
-from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import ROOT, micro_run
 
 pytestmark = pytest.mark.end_to_end
@@ -57,7 +56,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_line_prints_the_output_of_the_page(cluster: SlurmCluster, checkout: Path) -> None:
+def test_every_line_prints_the_output_of_the_page(cluster, checkout):
     cluster.wait_until_idle()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = ["env", f"PATH={path}", f"PYTHONPATH={checkout}"]

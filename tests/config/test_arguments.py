@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,14 @@ from clap_ds.utils.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_assignment_value_is_json_or_text() -> None:
+def test_assignment_value_is_json_or_text():
     assert parse_assignment("a.b=1e-4") == ("a.b", 1e-4)
     assert parse_assignment("a=text") == ("a", "text")
     assert parse_varied("a.b=1e-4,3,off") == ("a.b", [1e-4, 3, "off"])
     assert parse_varied('a=[],["x","y"]') == ("a", [[], ["x", "y"]])
 
 
-def test_run_with_assignments_has_their_values(write_run: Callable[..., Path]) -> None:
+def test_run_with_assignments_has_their_values(write_run):
     file = write_run()
     changes = ["clap.bench.windows=3", "optimizer.params.lr=1e-5", "clap.output.run_name=other"]
     run = load_run(file, 1, changes)
@@ -45,16 +44,12 @@ def test_run_with_assignments_has_their_values(write_run: Callable[..., Path]) -
         ("clap..windows=1", ".*expected NAME=VALUE"),
     ],
 )
-def test_wrong_assignment_is_named_instead_of_the_file(
-    write_run: Callable[..., Path], assignment: str, message: str
-) -> None:
+def test_wrong_assignment_is_named_instead_of_the_file(write_run, assignment, message):
     with pytest.raises(UserError, match=f"^--set {message}"):
         load_run(write_run(clap={"seed": 0}), 1, [assignment])
 
 
-def test_wrong_field_of_the_file_is_named_with_file_despite_assignments(
-    write_run: Callable[..., Path],
-) -> None:
+def test_wrong_field_of_the_file_is_named_with_file_despite_assignments(write_run):
     file = write_run(gradient_clappin=1)
     with pytest.raises(UserError, match=f"^{file}: gradient_clappin: "):
         load_run(file, 1, ["clap.bench.windows=3"])
@@ -63,7 +58,7 @@ def test_wrong_field_of_the_file_is_named_with_file_despite_assignments(
 @pytest.mark.parametrize(
     "command", ["bench", "train", "flops", "plan --gpu h100-sxm", "evaluate nothing"]
 )
-def test_command_takes_assignments(command: str, write_run: Callable[..., Path]) -> None:
+def test_command_takes_assignments(command, write_run):
     options = ["--config", str(write_run()), "--set", "clap.bench.widows=3"]
     argv = [sys.executable, "-m", "clap_ds", *command.split(), *options]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)

@@ -1,8 +1,6 @@
 """Batch sizes equal DeepSpeed's, and are rejected if DeepSpeed rejects them."""
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +30,7 @@ def by_us(numbers: tuple[Any, ...], world_size: int | None) -> tuple[int, ...] |
     return sizes.micro_batch, sizes.gradient_accumulation_steps, sizes.global_batch
 
 
-def test_batch_sizes_of_any_numbers_equal_deepspeeds() -> None:
+def test_batch_sizes_of_any_numbers_equal_deepspeeds():
     micro_batches = (None, 1, 3, 8)
     accumulation_steps = (None, 1, 2, 6)
     global_batches = (None, 1, 6, 24, 64)
@@ -43,7 +41,7 @@ def test_batch_sizes_of_any_numbers_equal_deepspeeds() -> None:
     assert by_us((8, None, 64), 2) == (8, 4, 64)
 
 
-def test_batch_sizes_without_world_size_are_of_the_fewest_ranks() -> None:
+def test_batch_sizes_without_world_size_are_of_the_fewest_ranks():
     assert by_us((8, 2, 64), None) == (8, 2, 64)
     assert by_us((None, None, 64), None) == (64, 1, 64)
     assert by_us((8, None, None), None) == (8, 1, 8)
@@ -57,9 +55,7 @@ def test_batch_sizes_without_world_size_are_of_the_fewest_ranks() -> None:
         ((True, None, 64), f"{NAMES[0]}: expected a whole number, at least 1, found true"),
     ],
 )
-def test_batch_sizes_that_contradict_are_refused_in_a_line(
-    numbers: tuple[Any, ...], message: str, write_run: Callable[..., Path]
-) -> None:
+def test_batch_sizes_that_contradict_are_refused_in_a_line(numbers, message, write_run):
     with pytest.raises(UserError, match=message):
         load_run(write_run(**dict(zip(NAMES, numbers, strict=True))), 2)
 
@@ -67,8 +63,6 @@ def test_batch_sizes_that_contradict_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("numbers", "filled"), [((None, 4, 64), [4, 4, 64]), ((8, None, None), [8, 1, None])]
 )
-def test_run_with_world_size_has_all_sizes_for_deepspeed(
-    numbers: tuple[Any, ...], filled: list[Any], write_run: Callable[..., Path]
-) -> None:
+def test_run_with_world_size_has_all_sizes_for_deepspeed(numbers, filled, write_run):
     run = load_run(write_run(**dict(zip(NAMES, numbers, strict=True))), 4)
     assert [run.deepspeed.get(name) for name in NAMES] == filled

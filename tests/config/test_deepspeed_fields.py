@@ -1,7 +1,6 @@
 """Mistakes inside DeepSpeed's sections are found when a run's JSON is read."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from clap_ds.config.settings import load_run
 from clap_ds.utils.errors import UserError
 from tests.conftest import micro_run
 
-WriteRun = Callable[..., Path]
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 ONE_CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, 0.1], "cycle_max_lr": 1}}
 # name that no field has → hint
@@ -59,9 +57,7 @@ VALUES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("field", "value", "word"), [*((name, True, hint) for name, hint in TYPOS.items()), *VALUES]
 )
-def test_section_with_mistake_is_refused_with_field_and_expectation(
-    field: str, value: Any, word: str, tmp_path: Path
-) -> None:
+def test_section_with_mistake_is_refused_with_field_and_expectation(field, value, word, tmp_path):
     path = tmp_path / "run.json"
     run = micro_run(scheduler=COSINE, zero_optimization={"stage": 0, "max_live_parameters": 1})
     path.write_text(json.dumps(with_field(run, field, value)))
@@ -83,12 +79,10 @@ def test_section_with_mistake_is_refused_with_field_and_expectation(
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}},
     ],
 )
-def test_section_with_documented_values_is_accepted(
-    changes: dict[str, Any], write_run: WriteRun
-) -> None:
+def test_section_with_documented_values_is_accepted(changes, write_run):
     load_run(write_run(**changes))
 
 
-def test_deepspeed_reference_page_is_current() -> None:
+def test_deepspeed_reference_page_is_current():
     page = Path(__file__).parents[2] / "docs" / "deepspeed_fields.md"
     assert page.read_text() == deepspeed_reference(), "regenerate it as its header says"

@@ -1,8 +1,6 @@
 """Model sizes read from a path are stored with the run; errors in them take one line."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ def with_sizes(section: str, **fields: Any) -> dict[str, Any]:
     return {**SIZES, section: {**SIZES[section], **fields}}
 
 
-def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(
-    write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(write_run, tmp_path):
     preset = tmp_path / "own.json"
     preset.write_text(json.dumps(with_sizes("text", num_layers=3)))
     run = load_run(write_run(clap={"model": {"preset": str(preset)}}))
@@ -58,9 +54,7 @@ def test_run_with_preset_path_keeps_sizes_after_the_file_is_deleted(
         ),
     ],
 )
-def test_preset_path_with_wrong_content_is_refused_in_a_line(
-    content: Any, message: str, write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_preset_path_with_wrong_content_is_refused_in_a_line(content, message, write_run, tmp_path):
     preset = tmp_path / "own.json"
     if content is not None:
         preset.write_text(json.dumps(content))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from clap_ds.config.settings import ClapSettings, load_run
 from clap_ds.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-WriteRun = Callable[..., Path]
 # fields of `clap`, and the message about them
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, "bench.windws: no such field; did you mean 'clap.bench.windows'?"),
@@ -79,9 +77,7 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ("changes", "message"),
     [({"clap": clap}, f"clap.{message}") for clap, message in MISTAKES] + MISTAKES_OUTSIDE,
 )
-def test_run_with_mistake_is_refused_with_file_field_and_hint(
-    changes: dict[str, Any], message: str, write_run: WriteRun
-) -> None:
+def test_run_with_mistake_is_refused_with_file_field_and_hint(changes, message, write_run):
     path = write_run(**changes)
     with pytest.raises(UserError, match=re.escape(message).replace("…", ".*")) as caught:
         load_run(path)
@@ -89,7 +85,7 @@ def test_run_with_mistake_is_refused_with_file_field_and_hint(
         assert line.startswith(f"{path}: ")
 
 
-def test_run_with_several_mistakes_lists_all(write_run: WriteRun) -> None:
+def test_run_with_several_mistakes_lists_all(write_run):
     with pytest.raises(UserError) as caught:
         load_run(write_run(train_micro_batch_size_per_gpu=0, clap={"seed": -1, "text_token": 3}))
     assert len(str(caught.value).splitlines()) == 3
@@ -103,15 +99,13 @@ def test_run_with_several_mistakes_lists_all(write_run: WriteRun) -> None:
         ('{"train_batch_size": 4}', r"gradient_clipping: missing; DeepSpeed's default is 1\.0"),
     ],
 )
-def test_file_without_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_file_without_configuration_is_refused(tmp_path, text, message):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UserError, match=message):
         load_run(tmp_path / "run.json")
 
 
-def test_resolved_run_loads_to_the_same_with_deepspeeds_part_unchanged(
-    write_run: WriteRun, tmp_path: Path
-) -> None:
+def test_resolved_run_loads_to_the_same_with_deepspeeds_part_unchanged(write_run, tmp_path):
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
     path = write_run(scheduler=scheduler, clap={"seed": 5})
     run = load_run(path)
@@ -124,14 +118,14 @@ def test_resolved_run_loads_to_the_same_with_deepspeeds_part_unchanged(
     assert run.resolved()["clap"].keys() == ClapSettings.model_fields.keys()
 
 
-def test_shipped_configurations_load() -> None:
+def test_shipped_configurations_load():
     paths = sorted((ROOT / "ds_configs").glob("*.json"))
     assert len(paths) >= 5
     for path in paths:
         load_run(path)
 
 
-def test_reference_page_is_current_and_describes_every_field() -> None:
+def test_reference_page_is_current_and_describes_every_field():
     page = reference()
     committed = (ROOT / "docs" / "reference.md").read_text()
     assert committed == page, "regenerate it as its header says"
@@ -149,12 +143,12 @@ def test_reference_page_is_current_and_describes_every_field() -> None:
         ("CLAP-HTSAT-base-Roberta-base", "htsat_base_roberta_base"),
     ],
 )
-def test_published_model_name_is_its_preset(name: str, preset: str, write_run: WriteRun) -> None:
+def test_published_model_name_is_its_preset(name, preset, write_run):
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
     assert clap.model.preset == load_preset(name).name == preset
 
 
-def test_captions_of_shards_are_packed_and_synthetic_ones_are_not(write_run: WriteRun) -> None:
+def test_captions_of_shards_are_packed_and_synthetic_ones_are_not(write_run):
     shards = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
     for clap, packs in (
         ({"data": shards}, True),

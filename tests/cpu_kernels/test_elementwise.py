@@ -27,7 +27,7 @@ def torch_norm(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tu
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["alone", "passed on", "of a sum"])
-def test_norms_are_exact_to_roundings(form: str, shape: tuple[int, ...]) -> None:
+def test_norms_are_exact_to_roundings(form, shape):
     x = numbers(*shape, seed=0, mean=3.0 if form == "alone" else 0.0)
     inputs = [x, numbers(shape[-1], seed=1, mean=1.0), numbers(shape[-1], seed=2)]
     upstream = [numbers(*shape, seed=3)]
@@ -38,7 +38,7 @@ def test_norms_are_exact_to_roundings(form: str, shape: tuple[int, ...]) -> None
     assert_within_roundings(norm, torch_norm, inputs, *upstream)
 
 
-def test_dropout_scales_or_zeroes_elements_and_gradients_alike() -> None:
+def test_dropout_scales_or_zeroes_elements_and_gradients_alike():
     torch.manual_seed(0)
     x = torch.ones(1 << 18, dtype=torch.bfloat16, requires_grad=True)
     y = native_dropout(x, 0.25)

@@ -48,11 +48,8 @@ def problem() -> str:
 
 
 def test_library_is_compiled_once_for_each_version_of_sources(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    source, tmp_path, monkeypatch, capsys
+):
     use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
     calls = tmp_path / "compiler.calls"
     with ThreadPoolExecutor(4) as pool:
@@ -69,9 +66,7 @@ def test_library_is_compiled_once_for_each_version_of_sources(
 
 
 @pytest.mark.parametrize("name", jit_build.IMPLEMENTATIONS)
-def test_kernels_of_every_implementation_compile(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_kernels_of_every_implementation_compile(monkeypatch, name):
     """Once per machine, because the result is stored in the runs' cache."""
     monkeypatch.delenv("CXX", raising=False)
     flags = *jit_build.FLAGS, *jit_build.IMPLEMENTATIONS[name].flags
@@ -93,9 +88,9 @@ def test_kernels_of_every_implementation_compile(
     ],
 )
 def test_missing_library_has_reason(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    script: str, environment: dict[str, str], expected: str,
-) -> None:  # fmt: skip
+    source, tmp_path, monkeypatch,
+    script, environment, expected
+):  # fmt: skip
     use_compiler(script, tmp_path, monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -54,9 +54,7 @@ def with_residual(linears: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_linear_and_mlp_are_exact_to_roundings(
-    rows: int, inputs: int, outputs: int, with_sum: bool
-) -> None:
+def test_linear_and_mlp_are_exact_to_roundings(rows, inputs, outputs, with_sum):
     """With a residual; and without one, with the passed input's gradient."""
     weight1 = numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     linear = [numbers(rows, inputs, seed=0), weight1, numbers(outputs, seed=2)]
@@ -73,7 +71,7 @@ def test_linear_and_mlp_are_exact_to_roundings(
     assert_within_roundings(native_mlp, torch_mlp, mlp, numbers(rows, inputs, seed=6), *upstream)
 
 
-def test_gelu_and_its_slope_of_every_bf16_number() -> None:
+def test_gelu_and_its_slope_of_every_bf16_number():
     """With identity weights, every bf16 number up to 100."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= 100)]

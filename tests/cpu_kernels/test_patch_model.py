@@ -103,7 +103,7 @@ def assert_within_roundings(build: Callable[[], nn.Module], inputs: tuple[Any, .
             assert (tensors[name] - exact).norm() <= 48 * ROUNDING * exact.norm(), name
 
 
-def test_native_audio_tower_is_exact_to_roundings() -> None:
+def test_native_audio_tower_is_exact_to_roundings():
     assert_within_roundings(audio_tower, mels())
     assert kinds(native(audio_tower())) == {
         "NativePatchEmbed": 1,
@@ -116,12 +116,12 @@ def test_native_audio_tower_is_exact_to_roundings() -> None:
     ("form", "pooling"),
     [("full", "mean"), ("padded", "mean"), ("padded", "cls_pooler"), ("packed", "cls_pooler")],
 )
-def test_native_text_tower_is_exact_to_roundings(form: str, pooling: str) -> None:
+def test_native_text_tower_is_exact_to_roundings(form, pooling):
     assert_within_roundings(functools.partial(text_tower, pooling), captions(form))
     assert kinds(native(text_tower(pooling))) == {"NativeTextLayer": 2}
 
 
-def test_native_front_end_equals_plain_one_and_has_gradients() -> None:
+def test_native_front_end_equals_plain_one_and_has_gradients():
     plain, patched = (LogMel(DEMO.audio) for _ in range(2))
     patch_model.patch_model(patched)
     waveforms = clips(3, DEMO.audio.num_samples, 0)
@@ -131,7 +131,7 @@ def test_native_front_end_equals_plain_one_and_has_gradients() -> None:
     assert torch.equal(patched.double()(waveforms), plain.double()(waveforms))
 
 
-def test_patched_model_keeps_parameters_hooks_and_copies() -> None:
+def test_patched_model_keeps_parameters_hooks_and_copies():
     model = ClapModel(DEMO, text_dropout=0.0, attention="matmul").to(BF16)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     hooked: list[str] = []
@@ -146,9 +146,7 @@ def test_patched_model_keeps_parameters_hooks_and_copies() -> None:
 @pytest.mark.parametrize(
     ("build", "inputs"), [(audio_tower, mels()), (text_tower, captions())], ids=["audio", "text"]
 )
-def test_unpatched_compiled_and_fp32_models_run_torch_operations(
-    build: Callable[[], nn.Module], inputs: tuple[Any, ...]
-) -> None:
+def test_unpatched_compiled_and_fp32_models_run_torch_operations(build, inputs):
     patched = native(build())
     plain = build().to(BF16)
     with torch.no_grad():
@@ -162,7 +160,7 @@ def test_unpatched_compiled_and_fp32_models_run_torch_operations(
     torch.testing.assert_close(results(fp32, inputs), results(build(), inputs), rtol=0, atol=0)
 
 
-def test_unsupported_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_blocks_stay(monkeypatch):
     """Kernels selected by name, unsupported sizes, and everything if kernels can't run or are
     disabled."""
     assert "NativeSwinBlock" not in kinds(native(audio_tower("sdpa")))

@@ -77,14 +77,14 @@ def draw(query_rows: int, key_rows: int, head_dim: int = 64) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_equal_pytorchs(name: str) -> None:
+def test_outputs_and_gradients_equal_pytorchs(name):
     query_rows, key_rows, segments = CASES[name]
     *inputs, probe = draw(query_rows, key_rows)
     assert_within_roundings(attention(segments), by_segment(segments), inputs, probe)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tensors_apart_and_side_by_side_are_equal(head_dim: int) -> None:
+def test_tensors_apart_and_side_by_side_are_equal(head_dim):
     segments = packed([50, 20])
     *inputs, probe = draw(70, 70, head_dim)
     attend = attention(segments)
@@ -98,7 +98,7 @@ def test_tensors_apart_and_side_by_side_are_equal(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.9])
-def test_dropout_drops_its_fraction_of_weights_alike_in_both_passes(dropout: float) -> None:
+def test_dropout_drops_its_fraction_of_weights_alike_in_both_passes(dropout):
     """With equal scores and one-hot values, each key's weight appears in its own column."""
     kernel = attention(padded(16), dropout)
     zeros = torch.zeros(16 * 77, HEADS * 96).bfloat16()

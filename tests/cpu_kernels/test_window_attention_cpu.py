@@ -33,12 +33,12 @@ def attend_natively(case: Case) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_is_exact_to_roundings(case: Case) -> None:
+def test_kernel_is_exact_to_roundings(case):
     *inputs, probe = draw(case, clips=1 if case.grid == 64 else 3)
     assert_within_roundings(attend_natively(case), by("sdpa", case), inputs, probe)
 
 
-def test_scores_beyond_range_of_their_powers_give_finite_weights() -> None:
+def test_scores_beyond_range_of_their_powers_give_finite_weights():
     """2^score alone would overflow or underflow; only each row's largest weights remain."""
     case = Case(16, 2, 32, 4)
     *inputs, probe = draw(case, clips=1, spread=12.0)

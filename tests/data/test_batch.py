@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from clap_ds.data.batch import Batch, LoaderThroughput, describe, join
-from clap_ds.data.shard_io import Kind
 
 CPU = torch.device("cpu")
 
@@ -21,7 +20,7 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
     assert batch.num_tokens == expected.num_tokens == expected.attention_mask.sum()
 
 
-def test_join_keeps_rows_in_order_without_sharing_audio() -> None:
+def test_join_keeps_rows_in_order_without_sharing_audio():
     whole = random_batch(10, seed=0)
     assert_equal(join([whole.rows(0, 3), whole.rows(3, 4), whole.rows(4, 10)], CPU), whole)
     single = join([whole], CPU)
@@ -29,7 +28,7 @@ def test_join_keeps_rows_in_order_without_sharing_audio() -> None:
     assert single.audio.data_ptr() != whole.audio.data_ptr()
 
 
-def test_join_with_packing_has_real_tokens_in_order() -> None:
+def test_join_with_packing_has_real_tokens_in_order():
     whole = random_batch(3, seed=0)
     batch = join([whole.rows(0, 2), whole.rows(2, 3)], CPU, pack_captions=True)
     _, tokens, mask, _ = batch.model_inputs()
@@ -51,7 +50,5 @@ def test_join_with_packing_has_real_tokens_in_order() -> None:
         ((50.0, 0, "encoded"), 25.0, "makes each step 50% longer"),
     ],
 )
-def test_describe_throughput_advises_num_workers(
-    throughput: tuple[float, int, Kind], needed: float, report: str
-) -> None:
+def test_describe_throughput_advises_num_workers(throughput, needed, report):
     assert report in describe(LoaderThroughput(*throughput), needed, ranks_per_host=2, cores=22)

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 import soundfile
 
 from tests.data.builds import (
@@ -41,9 +40,7 @@ def write_copies(folder: Path, num_sounds: int = 5) -> Path:
     return path
 
 
-def test_equal_audio_becomes_one_item_with_all_captions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_audio_becomes_one_item_with_all_captions(tmp_path, capsys):
     assert run(write_copies(tmp_path), tmp_path / "out", "--held_out", 1) == 0
     assert "merged 10 of 15 files" in capsys.readouterr().out
     fields = fields_in(tmp_path / "out")
@@ -55,7 +52,7 @@ def test_equal_audio_becomes_one_item_with_all_captions(
         assert item["take"] == "1"
 
 
-def test_unusable_files_are_each_listed_with_reason(tmp_path: Path) -> None:
+def test_unusable_files_are_each_listed_with_reason(tmp_path):
     """Also if their contents are equal. Reading a pipe without a writer would block forever."""
     mute = wav(np.zeros(99))
     contents = {"text.wav": b"no audio", "mute.wav": mute, "copy.wav": mute}
@@ -72,7 +69,7 @@ def test_unusable_files_are_each_listed_with_reason(tmp_path: Path) -> None:
     assert "silent" in reasons["mute.wav"]
 
 
-def test_format_unknown_to_training_becomes_flac(tmp_path: Path) -> None:
+def test_format_unknown_to_training_becomes_flac(tmp_path):
     stereo = np.stack([tone(0, 1.0), np.zeros(RATE)], axis=1)
     path = write_list(tmp_path, 1, "b.aiff,x\n")
     (tmp_path / "b.aiff").write_bytes(encode(stereo, RATE, "AIFF"))

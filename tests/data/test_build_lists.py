@@ -65,14 +65,12 @@ LISTS = {
 
 
 @pytest.mark.parametrize(("name", "content", "options", "captions"), LISTS.values(), ids=LISTS)
-def test_list_in_common_format_has_captions(
-    tmp_path: Path, name: str, content: str, options: str, captions: dict[str, list[str]]
-) -> None:
+def test_list_in_common_format_has_captions(tmp_path, name, content, options, captions):
     (tmp_path / name).write_text(content, encoding="utf-8", newline="")
     assert captions_in(tmp_path / name, options) == captions
 
 
-def test_multilabel_column_becomes_list(tmp_path: Path) -> None:
+def test_multilabel_column_becomes_list(tmp_path):
     (tmp_path / "list.csv").write_text('path,labels\n0.wav,"Car_horn, Music"\n')
     (entry,) = read(tmp_path / "list.csv", "--caption_columns labels --multilabel_column labels")
     assert entry.more["labels"] == ["Car_horn", "Music"]
@@ -80,7 +78,7 @@ def test_multilabel_column_becomes_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["a.txt", "a.wav", "list.csv"])
-def test_file_outside_folder_needs_follow_links(tmp_path: Path, source: str) -> None:
+def test_file_outside_folder_needs_follow_links(tmp_path, source):
     """Links of others could make a private file public. The folder itself may be a link, and a
     list's paths absolute."""
     target = tmp_path / "target"
@@ -113,9 +111,7 @@ def test_file_outside_folder_needs_follow_links(tmp_path: Path, source: str) -> 
         ("txt", "", [], "empty caption"),
     ],
 )
-def test_folder_has_caption_files_beside_audio(
-    tmp_path: Path, suffix: str, content: str, captions: list[str], problem: str
-) -> None:
+def test_folder_has_caption_files_beside_audio(tmp_path, suffix, content, captions, problem):
     (tmp_path / "within").mkdir()
     (tmp_path / "within" / "a.wav").touch()
     (tmp_path / "within" / f"a.{suffix}").write_text(content)
@@ -141,9 +137,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("content", "options", "message"), MISTAKES)
-def test_malformed_list_is_refused(
-    tmp_path: Path, content: str, options: str, message: str
-) -> None:
+def test_malformed_list_is_refused(tmp_path, content, options, message):
     suffix = options if options.startswith("json") else "csv"
     path = tmp_path / f"list.{suffix}"
     path.write_bytes(content.encode("cp1252"))
@@ -159,7 +153,7 @@ QUOTES = [
 
 
 @pytest.mark.parametrize(("rows", "line"), QUOTES)
-def test_csv_with_unmatched_quote_names_line_of_row(tmp_path: Path, rows: str, line: int) -> None:
+def test_csv_with_unmatched_quote_names_line_of_row(tmp_path, rows, line):
     path = tmp_path / "list.csv"
     path.write_text(f"path,caption\n{rows}")
     with pytest.raises(UserError, match=rf"list.csv:{line}: quotes"):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.build_shards.build import warn_of_few_captions
 from clap_ds.data.build_shards.caption_lists import Entry
@@ -15,9 +14,7 @@ from clap_ds.data.dataloader import build_batches
 from tests.data.builds import items_by_source, run, write_list
 
 
-def test_build_prints_settings_that_train(
-    tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_prints_settings_that_train(tmp_path, micro, capsys):
     """The printed settings load, and held-out items are separate."""
     out = tmp_path / "out"
     path = write_list(tmp_path, 20, "audio/gone.wav,x\n")
@@ -39,9 +36,7 @@ def test_build_prints_settings_that_train(
     assert statistics["num_broken_items"] == 0
 
 
-def test_build_with_too_many_skipped_exits_1_and_without_usable_file_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_with_too_many_skipped_exits_1_and_without_usable_file_2(tmp_path, capsys):
     path = write_list(tmp_path, 1, "audio/gone.wav,x\n")
     assert run(path, tmp_path / "out", "--max_left_out", 0.49) == 1
     assert "--max_left_out 0.49; the shards are usable" in capsys.readouterr().err
@@ -50,9 +45,7 @@ def test_build_with_too_many_skipped_exits_1_and_without_usable_file_2(
     assert "none of 2 items are usable; the first: " in capsys.readouterr().err
 
 
-def test_build_of_first_files_estimates_whole_list(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_of_first_files_estimates_whole_list(tmp_path, capsys):
     assert run(write_list(tmp_path, 130), tmp_path / "out", "--first", 101) == 0
     printed = capsys.readouterr().out
     assert "train: 101 items" in printed
@@ -61,9 +54,7 @@ def test_build_of_first_files_estimates_whole_list(
     assert total_min == pytest.approx(1.3 * elapsed_s / 60, rel=0.02)
 
 
-def test_build_into_other_contents_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_into_other_contents_is_refused(tmp_path, capsys):
     path = write_list(tmp_path, 3)
     out = tmp_path / "out"
     assert run(path, out) == 0
@@ -78,14 +69,12 @@ def test_build_into_other_contents_is_refused(
 
 
 @pytest.mark.parametrize(("num_captions", "warns"), [(1, True), (2, True), (3, False)])
-def test_few_captions_are_warned_of(
-    capsys: pytest.CaptureFixture[str], num_captions: int, warns: bool
-) -> None:
+def test_few_captions_are_warned_of(capsys, num_captions, warns):
     warn_of_few_captions([Entry(Path(), [str(number % num_captions)]) for number in range(150)])
     assert ("different caption(s) among 150 clips" in capsys.readouterr().err) == warns
 
 
-def test_metadata_named_like_captions_is_renamed(tmp_path: Path) -> None:
+def test_metadata_named_like_captions_is_renamed(tmp_path):
     path = write_list(tmp_path, 1)
     path.write_text("path,category,text,source\naudio/clip 00.wav,dog,a note,freesound\n")
     assert run(path, tmp_path / "out", "--caption_columns", "category") == 0

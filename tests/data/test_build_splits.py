@@ -39,21 +39,21 @@ def held_out(values: list[Any], **options: Any) -> set[int]:
     return {number for number, _ in of_split}
 
 
-def test_held_out_fraction_depends_on_seed() -> None:
+def test_held_out_fraction_depends_on_seed():
     values = list(range(40))
     numbers = held_out(values, held_out=0.2)
     assert len(numbers) == 8
     assert numbers != held_out(values, held_out=0.2, seed=3)
 
 
-def test_split_column_by_common_names_holds_out() -> None:
+def test_split_column_by_common_names_holds_out():
     names = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", "eval"]
     # equal audio in both sets
     values = [*names, ["train", "test"]]
     assert held_out(values, split_column="label") == set(range(2, 10))
 
 
-def test_fold_column_compares_as_text() -> None:
+def test_fold_column_compares_as_text():
     folds = ["1", "2", 1, [2, 1], "11"]
     assert held_out(folds, fold_column="label", held_out_fold="1") == {0, 2, 3}
     with pytest.raises(UserError, match="found 1, 11, 2"):
@@ -69,6 +69,6 @@ def test_fold_column_compares_as_text() -> None:
         ({"shards": 3}, "--shards 3 exceeds the 1 items"),
     ],
 )
-def test_divide_with_impossible_options_is_refused(options: dict[str, Any], message: str) -> None:
+def test_divide_with_impossible_options_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         divide_values(["development"], **options)

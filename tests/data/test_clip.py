@@ -2,7 +2,6 @@
 except for random crops."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +36,7 @@ AUDIO = FUSED_AUDIO.model_copy(update={"num_samples": 48000})
         ({"json": b'{"caption": ["", null, "a bell", "a gong"]}'}, ["a bell", "a gong"]),
     ],
 )
-def test_captions_are_read_in_order_of_names(
-    members: dict[str, bytes], captions: list[str]
-) -> None:
+def test_captions_are_read_in_order_of_names(members, captions):
     assert captions_of(members) == captions
 
 
@@ -52,12 +49,12 @@ def test_captions_are_read_in_order_of_names(
         ({"0 (clean).wav": b"", "0 (clean).txt": b"a bell"}, r"0 \(clean\)\.txt.* first dot"),
     ],
 )
-def test_missing_captions_are_refused_with_reason(members: dict[str, bytes], reason: str) -> None:
+def test_missing_captions_are_refused_with_reason(members, reason):
     with pytest.raises(BrokenItemError, match=reason):
         captions_of(members)
 
 
-def test_missing_audio_is_refused_with_names_of_files() -> None:
+def test_missing_audio_is_refused_with_names_of_files():
     with pytest.raises(BrokenItemError, match=r"0 \(clean\)\.wav.* first dot"):
         choose_clip({"__key__": "Track 2", "0 (clean).wav": b""}, "encoded")
 
@@ -71,7 +68,7 @@ def read(encoded: bytes, seed: int = 0) -> np.ndarray:
     return row.numpy()
 
 
-def test_features_are_cropped_at_frames() -> None:
+def test_features_are_cropped_at_frames():
     crops = {read(npy(FEATURES), seed).tobytes() for seed in range(40)}
     assert crops == {FEATURES[start : start + 10].tobytes() for start in range(3)}
 
@@ -93,15 +90,13 @@ def with_value(value: float) -> bytes:
         (with_value(-np.inf), "NaN or infinite"),
     ],
 )
-def test_unusable_features_are_refused_with_reason(encoded: bytes, reason: str) -> None:
+def test_unusable_features_are_refused_with_reason(encoded, reason):
     with pytest.raises(BrokenItemError, match=reason):
         read(encoded)
 
 
 @pytest.mark.parametrize("num_samples", [20_000, 48_480, 170_000])
-def test_fusion_equals_extractor_of_transformers(
-    num_samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fusion_equals_extractor_of_transformers(num_samples, monkeypatch):
     samples = noise(num_samples / 48000)[0]
     # The middle position, as in evaluation.
     monkeypatch.setattr(np.random, "choice", lambda positions: positions[(len(positions) - 1) // 2])
@@ -117,7 +112,7 @@ def test_fusion_equals_extractor_of_transformers(
 FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion": True})})
 
 
-def test_shards_are_fused_for_training(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_shards_are_fused_for_training(tmp_path, tokenizer_dir):
     """Clips shorter and longer than a second."""
     members = []
     for name, seconds in (("short", 0.6), ("long", 1.9)):

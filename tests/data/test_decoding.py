@@ -68,7 +68,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_rows_equal_libsndfile_numpy_and_torchaudio(name: str) -> None:
+def test_rows_equal_libsndfile_numpy_and_torchaudio(name):
     """The channel mean at the row's rate, cropped at random, or repeated and zero-padded."""
     encoded = FILES[name]
     samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
@@ -90,7 +90,7 @@ def test_rows_equal_libsndfile_numpy_and_torchaudio(name: str) -> None:
         assert (row_in_16_bits - to_int16(row)).abs().max() <= (0 if is_exact else 1)
 
 
-def test_crop_of_mostly_silent_audio_is_about_its_sound() -> None:
+def test_crop_of_mostly_silent_audio_is_about_its_sound():
     samples = np.zeros(2000, dtype=np.float32)
     samples[[70, 1500]] = 0.25, -0.5
     encoded = encode(samples, SECOND, "FLAC")
@@ -115,7 +115,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_unusable_audio_is_refused_with_reason(name: str) -> None:
+def test_unusable_audio_is_refused_with_reason(name):
     encoded, reason = UNUSABLE[name]
     with pytest.raises(BrokenItemError, match=reason):
         decode(encoded, num_samples=4 * SECOND)
@@ -132,7 +132,7 @@ AUDIO = load_preset("micro").audio
 
 @pytest.mark.parametrize("rate", [SECOND, SECOND // 3])
 @pytest.mark.parametrize("name", SILENT)
-def test_silence_for_model_is_refused_by_build_and_prepare(name: str, rate: int) -> None:
+def test_silence_for_model_is_refused_by_build_and_prepare(name, rate):
     """It is judged on the mean of the channels, in 16 bits."""
     silence = encode(SILENT[name], rate, "WAV", "FLOAT")
     for convert in (keep_file, Preparation("waveform", AUDIO).convert):
@@ -143,7 +143,7 @@ def test_silence_for_model_is_refused_by_build_and_prepare(name: str, rate: int)
 
 
 @pytest.mark.parametrize("rates", [(44100, 48000), (96000, 48000), (999, 1000)])
-def test_resample_at_once_and_in_blocks_equals_torchaudio(rates: tuple[int, int]) -> None:
+def test_resample_at_once_and_in_blocks_equals_torchaudio(rates):
     ratio = resampling_ratio(*rates)
     for length, block_sizes in ((1, [1]), (4321, [1000, 146, 5000])):
         waveform = torch.rand(length, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -157,7 +157,7 @@ def test_resample_at_once_and_in_blocks_equals_torchaudio(rates: tuple[int, int]
 
 
 @pytest.mark.parametrize("rate", [8000, 44100])
-def test_resampled_features_equal_librosa(rate: int) -> None:
+def test_resampled_features_equal_librosa(rate):
     """`librosa.load(path, sr=48000)` resamples by soxr's HQ, and returns ceil(frames * 48000 /
     rate) samples."""
     needs.package("soxr", "test")
@@ -180,7 +180,7 @@ def test_resampled_features_equal_librosa(rate: int) -> None:
 
 # Above 48 kHz, the ratio is rounded.
 @pytest.mark.parametrize(("rate", "tolerance"), [(44099, 1e-12), (999983, 1 / 90_000)])
-def test_ratio_of_odd_rate_needs_little_memory(rate: int, tolerance: float) -> None:
+def test_ratio_of_odd_rate_needs_little_memory(rate, tolerance):
     ratio = resampling_ratio(rate, SECOND)
     assert ratio == pytest.approx(SECOND / rate, rel=tolerance)
     # 40 MB

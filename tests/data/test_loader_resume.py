@@ -1,15 +1,12 @@
 """Test that interrupted and uninterrupted runs see the same samples."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.conftest import OpenSource
 from tests.data.tars import marked_tars, numbers_in, wav, write_tar
 
 NUM_BATCHES = 14
@@ -56,13 +53,8 @@ def mixture(folder: Path) -> dict[str, float]:
     ],
 )
 def test_resumed_loader_equals_uninterrupted(
-    tmp_path: Path,
-    shards: Path,
-    open_source: OpenSource,
-    patterns_in: Callable[[Path], Any],
-    stops: list[int],
-    settings: dict[str, Any],
-) -> None:
+    tmp_path, shards, open_source, patterns_in, stops, settings
+):
     """Over several passes, with broken items and a truncated tar; the final states are equal,
     too."""
     # Moved tars are read in the same order.
@@ -84,9 +76,7 @@ def test_resumed_loader_equals_uninterrupted(
             assert source.state() == states[-1]
 
 
-def test_resuming_with_other_settings_begins_new_order(
-    tmp_path: Path, open_source: OpenSource, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_with_other_settings_begins_new_order(tmp_path, open_source, capsys):
     pattern = marked_tars(tmp_path, 4, 10)
     changed = {"shuffle_buffer": 3, "num_workers": 2}
     with open_source(pattern, shuffle_buffer=9, world_size=2) as source:

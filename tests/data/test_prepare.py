@@ -62,7 +62,7 @@ def decode(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
     return row
 
 
-def test_prepared_mel_equals_live_features(tmp_path: Path) -> None:
+def test_prepared_mel_equals_live_features(tmp_path):
     """Short clips are repeated. Longer ones stay whole, and end at a frame."""
     names = ("short", "slow", "odd", "exact", "long")
     clips = {name: CLIPS[name][0] for name in names}
@@ -84,7 +84,7 @@ def test_prepared_mel_equals_live_features(tmp_path: Path) -> None:
     assert manifest.shards["a.tar"].seconds == pytest.approx(5.2)
 
 
-def test_prepared_waveform_equals_live_decoding(tmp_path: Path) -> None:
+def test_prepared_waveform_equals_live_decoding(tmp_path):
     shard = write_clips(tmp_path / "a.tar", {name: clip for name, (clip, _) in CLIPS.items()})
     assert run(shard, tmp_path / "wav", "--kind", "waveform") == 0
     for name, item in items_in(tmp_path / "wav").items():
@@ -96,7 +96,7 @@ def test_prepared_waveform_equals_live_decoding(tmp_path: Path) -> None:
         np.testing.assert_array_equal(samples, decode(clip, len(samples)))
 
 
-def test_tokenizer_beside_shards_is_copied_without_links_outside(tmp_path: Path) -> None:
+def test_tokenizer_beside_shards_is_copied_without_links_outside(tmp_path):
     shard = write_clips(tmp_path / "a.tar", {"short": CLIPS["short"][0]})
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
@@ -105,9 +105,7 @@ def test_tokenizer_beside_shards_is_copied_without_links_outside(tmp_path: Path)
     assert [path.name for path in (tmp_path / "wav" / "tokenizer").iterdir()] == ["tokenizer.json"]
 
 
-def test_interrupted_prepare_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_prepare_resumes(tmp_path, capsys, monkeypatch):
     """Finished shards stay, no partial ones remain, and those without a record are written
     again."""
     out = tmp_path / "out"

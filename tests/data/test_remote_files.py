@@ -82,9 +82,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", ["endless", "liar"])
-def test_received_bytes_are_limited(
-    server: str, tmp_path: Path, shard_cache: Path, path: str
-) -> None:
+def test_received_bytes_are_limited(server, tmp_path, shard_cache, path):
     files = RemoteFiles(f"{server}/{path}")
     with pytest.raises(RefusedFileError, match="bytes"):
         files.download("a", tmp_path / "a", 10**7)
@@ -96,24 +94,24 @@ def test_received_bytes_are_limited(
     assert Handler.sent < 3 * ENDLESS / 2 * len(BLOCK)
 
 
-def test_listing_of_hostile_server_ends(server: str) -> None:
+def test_listing_of_hostile_server_ends(server):
     with pytest.raises(RefusedFileError, match="bytes"):
         RemoteFiles(f"{server}/endless").ls()
     assert [*RemoteFiles(f"{server}/slow").ls()] == ["step-00000001"]
 
 
-def test_file_without_stated_length_is_received_whole(server: str, tmp_path: Path) -> None:
+def test_file_without_stated_length_is_received_whole(server, tmp_path):
     files = RemoteFiles(f"{server}/honest")
     assert files.read_start("a", 99_999) == CONTENT[:99_999]
     files.download("a", tmp_path / "a", len(CONTENT))
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
-def test_caches_of_fsspec_are_bypassed() -> None:
+def test_caches_of_fsspec_are_bypassed():
     assert type(RemoteFiles("simplecache::memory://a")._fs) is MemoryFileSystem
 
 
-def test_file_larger_than_disk_is_refused(tmp_path: Path) -> None:
+def test_file_larger_than_disk_is_refused(tmp_path):
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 2**43)
     with pytest.raises(OSError, match="room on the disk"):
@@ -123,9 +121,7 @@ def test_file_larger_than_disk_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize("name", ["link", "folder/secret"])
-def test_links_below_named_folder_are_not_followed(
-    tmp_path: Path, is_local: bool, name: str
-) -> None:
+def test_links_below_named_folder_are_not_followed(tmp_path, is_local, name):
     victim = tmp_path / "victim"
     target = tmp_path / "target"
     victim.mkdir()
@@ -159,7 +155,7 @@ def test_links_below_named_folder_are_not_followed(
     assert files.read_start("new", 9) == b"good"
 
 
-def test_only_remote_files_module_transfers() -> None:
+def test_only_remote_files_module_transfers():
     """In others, links and endless answers would be met again. `fsspec.get_filesystem_class`
     transfers nothing."""
     modules = set()

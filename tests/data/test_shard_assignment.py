@@ -3,12 +3,10 @@ are assigned evenly."""
 
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.dataloader import BatchSource
@@ -43,14 +41,8 @@ def read_steps(
     ],
 )
 def test_each_item_comes_once_an_epoch(
-    tmp_path: Path,
-    open_source: OpenSource,
-    sizes: list[int],
-    world_size: int,
-    num_workers: int,
-    micro_batch: int,
-    shuffle_buffer: int,
-) -> None:
+    tmp_path, open_source, sizes, world_size, num_workers, micro_batch, shuffle_buffer
+):
     """After S samples, each of N items has occurred S/N times, rounded up or down, at every step of
     three epochs."""
     num_items = 0
@@ -76,9 +68,7 @@ def test_each_item_comes_once_an_epoch(
         assert sorted(counts[number] for number in range(num_items)) == expected
 
 
-def test_broken_items_are_replaced_and_named_once(
-    tmp_path: Path, open_source: OpenSource, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_items_are_replaced_and_named_once(tmp_path, open_source, capfd):
     """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch
     has all other items, and as many again as are broken."""
     broken = set(range(5, 42, 6))
@@ -110,7 +100,7 @@ def test_broken_items_are_replaced_and_named_once(
 
 
 @pytest.mark.parametrize("num_shards", [13, 3])
-def test_every_shard_is_assigned_to_one_worker(micro: ClapConfig, num_shards: int) -> None:
+def test_every_shard_is_assigned_to_one_worker(micro, num_shards):
     """If there are too few for all workers, each worker still has one."""
     source = Source([f"{number:02d}.tar" for number in range(num_shards)], 1.0)
     data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=3)

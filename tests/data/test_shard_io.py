@@ -34,9 +34,7 @@ def content(shard: str, cache_bytes: float = 1e9) -> bytes:
     return open_shard(shard, cache_bytes).read(0, 10 * SIZE)
 
 
-def test_least_recently_used_copies_make_room(
-    urls: list[str], downloads: list[str], shard_cache: Path
-) -> None:
+def test_least_recently_used_copies_make_room(urls, downloads, shard_cache):
     """Open shards stay readable."""
     opened = open_shard(urls[0], 2.5 * SIZE)
     for number in (0, 1, 0, 2, 0, 1):
@@ -48,9 +46,7 @@ def test_least_recently_used_copies_make_room(
     assert opened.read(0, SIZE) == bytes(SIZE)
 
 
-def test_interrupted_download_is_no_copy(
-    urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_download_is_no_copy(urls, shard_cache, monkeypatch):
     def interrupt(self: object, path: str, local: str, **options: object) -> None:
         Path(local).write_bytes(b"begun")
 
@@ -62,7 +58,7 @@ def test_interrupted_download_is_no_copy(
     assert content(urls[1]) == bytes([1]) * SIZE
 
 
-def test_next_shard_is_downloaded_while_one_is_read(urls: list[str], downloads: list[str]) -> None:
+def test_next_shard_is_downloaded_while_one_is_read(urls, downloads):
     shards = iter(open_ahead([urls[0], urls[1], "memory://cache/gone.tar"], open_shard))
     name, open_first = next(shards)
     assert name == urls[0]
@@ -76,7 +72,7 @@ def test_next_shard_is_downloaded_while_one_is_read(urls: list[str], downloads: 
         open_missing()
 
 
-def test_simultaneous_requests_download_once(urls: list[str], downloads: list[str]) -> None:
+def test_simultaneous_requests_download_once(urls, downloads):
     for _, open_file in list(open_ahead([urls[2]] * 5, open_shard)):
         assert open_file().read(0, 1) == b"\2"
     assert len(downloads) == 1

@@ -9,7 +9,7 @@ from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.data.shard_assignment import expand_sources
-from clap_ds.data.shard_io import Kind, check_url
+from clap_ds.data.shard_io import check_url
 from clap_ds.data.shard_manifest import (
     Item,
     ShardManifest,
@@ -29,9 +29,7 @@ from tests.data.tars import marked_item, marked_items, put, write_tar
 @pytest.mark.parametrize(
     "shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar", "file://a-*.tar"]
 )
-def test_patterns_name_files_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str | list[str]
-) -> None:
+def test_patterns_name_files_in_order(tmp_path, monkeypatch, shards):
     monkeypatch.chdir(tmp_path)
     for number in (10, 9, 11):
         Path(f"a-{number:02d}.tar").touch()
@@ -50,12 +48,7 @@ def test_patterns_name_files_in_order(
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket contains credentials"),
     ],
 )
-def test_missing_shards_are_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shards: str | dict[str, float],
-    message: str,
-) -> None:
+def test_missing_shards_are_named(tmp_path, monkeypatch, shards, message):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.tar")
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -64,12 +57,12 @@ def test_missing_shards_are_named(
     assert "secret" not in str(error.value)
 
 
-def test_url_with_container_has_no_credentials() -> None:
+def test_url_with_container_has_no_credentials():
     check_url("memory://container@account/a.tar")
 
 
 @pytest.mark.parametrize("number", ["-5", "1" + "0" * 16, "true"])
-def test_manifest_with_impossible_number_is_refused(tmp_path: Path, number: str) -> None:
+def test_manifest_with_impossible_number_is_refused(tmp_path, number):
     record = f'"items": {number}, "bytes": 2, "seconds": 0.5, "sha256": ""'
     (tmp_path / "manifest.json").write_text(f'{{"shards": {{"a.tar": {{{record}}}}}}}')
     with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
@@ -80,7 +73,7 @@ def record_of(num_items: int) -> ShardRecord:
     return ShardRecord(num_items, bytes=0, seconds=0.0, sha256="")
 
 
-def test_samples_are_counted_from_manifest_or_headers(tmp_path: Path) -> None:
+def test_samples_are_counted_from_manifest_or_headers(tmp_path):
     """A sample has audio and a possible caption."""
     names = ("x.wav", "y.txt", "z.jpg", "e.FLAC", "e.json")
     write_tar(tmp_path / "0.tar", [*marked_item(1), *((name, b"") for name in names)])
@@ -122,9 +115,7 @@ def folders(tmp_path: Path, micro: ClapConfig) -> Path:
     # `bare` has no manifest.
     [(["wav"], "waveform"), (["mel"], "mel"), (["wav", "bare"], "encoded")],
 )
-def test_kind_is_that_of_manifests(
-    folders: Path, micro: ClapConfig, names: list[str], kind: Kind
-) -> None:
+def test_kind_is_that_of_manifests(folders, micro, names, kind):
     assert kind_of([f"{folders}/{name}/0.tar" for name in names], micro) == kind
 
 
@@ -136,16 +127,12 @@ def test_kind_is_that_of_manifests(
         (["other"], "mel_bins is 99, not 16, fmin"),
     ],
 )
-def test_kind_that_does_not_fit_is_refused(
-    folders: Path, micro: ClapConfig, names: list[str], message: str
-) -> None:
+def test_kind_that_does_not_fit_is_refused(folders, micro, names, message):
     with pytest.raises(ValueError, match=message):
         kind_of([f"{folders}/{name}/0.tar" for name in names], micro)
 
 
-def test_another_resampling_filter_is_warned_of(
-    folders: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_resampling_filter_is_warned_of(folders, micro, capsys):
     tars = [f"{folders}/{name}/0.tar" for name in ("wav", "bare", "filter")]
     kind_of(tars, micro)
     (line,) = capsys.readouterr().err.splitlines()
@@ -153,7 +140,7 @@ def test_another_resampling_filter_is_warned_of(
     assert "clap-ds shards prepare" in line
 
 
-def test_manifest_read_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_read_is_retried(monkeypatch):
     content = b'{"shards": {"a": {"items": 7, "bytes": 0, "seconds": 0, "sha256": ""}}}'
     put("memory://flaky/manifest.json", content)
     unreachable = FileNotFoundError("as fsspec raises it for HTTP")
@@ -173,7 +160,7 @@ def test_manifest_read_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
         read_manifest("memory://flaky")
 
 
-def test_manifest_of_others_is_ignored_and_invalid_one_refused() -> None:
+def test_manifest_of_others_is_ignored_and_invalid_one_refused():
     put("memory://other/manifest.json", b'["something else"]')
     assert read_manifest("memory://none") == read_manifest("memory://other") == ShardManifest({})
     put("memory://strange/manifest.json", b'{"shards": {}, "kind": "strange"}')
@@ -195,7 +182,7 @@ def tar(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "a.tar", marked_items(range(3)))
 
 
-def test_damaged_tar_is_reported_and_read_to_the_damage(tar: Path) -> None:
+def test_damaged_tar_is_reported_and_read_to_the_damage(tar):
     whole = tar.read_bytes()
     with tarfile.open(tar) as opened:
         members = opened.getmembers()
@@ -218,7 +205,7 @@ def test_damaged_tar_is_reported_and_read_to_the_damage(tar: Path) -> None:
     assert read_items(tar)[1] == []
 
 
-def test_unreadable_tar_is_reported(tar: Path) -> None:
+def test_unreadable_tar_is_reported(tar):
     write_tar(tar, [("a.wav", b""), ("a.txt", b""), ("a.wav", b"")])
     assert "duplicate file name" in read_items(tar)[1][0]
     tar.write_bytes(gzip.compress(tar.read_bytes()))
@@ -227,7 +214,7 @@ def test_unreadable_tar_is_reported(tar: Path) -> None:
     assert "No such file" in read_items(tar)[1][0]
 
 
-def test_header_that_points_backwards_ends_tar(tar: Path) -> None:
+def test_header_that_points_backwards_ends_tar(tar):
     header = tarfile.TarInfo("a.wav").tobuf()
     # a negative number of bytes, in base 256
     header = header[:124] + b"\xff" * 10 + b"\xf8\0" + b" " * 12 + header[148:]
@@ -241,7 +228,7 @@ def test_header_that_points_backwards_ends_tar(tar: Path) -> None:
     ("kind", "size"),
     [(tarfile.XHDTYPE, 10**5), (tarfile.GNUTYPE_LONGNAME, 4 * 10**9)],
 )
-def test_huge_extended_header_is_reported(tar: Path, kind: bytes, size: int) -> None:
+def test_huge_extended_header_is_reported(tar, kind, size):
     header = tarfile.TarInfo("a.wav")
     header.type = kind
     header.size = size

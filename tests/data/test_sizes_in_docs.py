@@ -41,7 +41,7 @@ def measure_tar(audio: bytes, num_items: int) -> int:
 
 
 @pytest.mark.parametrize("kind", CLIPS)
-def test_docs_state_bytes_of_a_clip_in_a_tar(kind: str) -> None:
+def test_docs_state_bytes_of_a_clip_in_a_tar(kind):
     page = (PACKAGE.parent / "docs/data.md").read_text()
     stated = re.search(rf"^\| {re.escape(kind)}[^|]*\| ([\d,]+) \|", page, re.MULTILINE)
     assert stated is not None

@@ -11,7 +11,6 @@ import pytest
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.data.staging import StagingFolder
-from tests.data.conftest import OpenSource
 from tests.data.tars import marked_tars
 
 
@@ -29,7 +28,7 @@ def limit_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=free))
 
 
-def test_shard_is_copied_once_per_host_until_it_changes(tmp_path: Path, disk: Path) -> None:
+def test_shard_is_copied_once_per_host_until_it_changes(tmp_path, disk):
     shard = tmp_path / "0.tar"
     shard.write_bytes(b"first")
     ranks = [StagingFolder("$LOCAL_DISK"), StagingFolder("$LOCAL_DISK")]
@@ -43,9 +42,7 @@ def test_shard_is_copied_once_per_host_until_it_changes(tmp_path: Path, disk: Pa
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_full_disk_is_warned_of_once_and_source_is_read(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_full_disk_is_warned_of_once_and_source_is_read(tmp_path, disk, monkeypatch, capfd):
     """Whether or not the system's free space tells that it is full; also in forked workers."""
     shards = [tmp_path / f"{number}.tar" for number in range(3)]
     for number, shard in enumerate(shards):
@@ -69,9 +66,7 @@ def test_full_disk_is_warned_of_once_and_source_is_read(
     assert not list(disk.glob("*/locks/*.part"))
 
 
-def test_exceeded_quota_ends_copying(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exceeded_quota_ends_copying(tmp_path, disk, monkeypatch):
     """Nothing tells how much is left of it."""
     downloads = []
 
@@ -89,14 +84,8 @@ def test_exceeded_quota_ends_copying(
 
 @pytest.mark.parametrize(("ranks_per_host", "warning"), [(1, ""), (2, "need 2.000 GB")])
 def test_too_little_room_is_warned_of_before_first_batch(
-    tmp_path: Path,
-    open_source: OpenSource,
-    disk: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    ranks_per_host: int,
-    warning: str,
-) -> None:
+    tmp_path, open_source, disk, monkeypatch, capfd, ranks_per_host, warning
+):
     """Each of four ranks reads a shard of 1 GB."""
     pattern = marked_tars(tmp_path / "source", 4, 8)
     records = {f"{tar:03d}.tar": ShardRecord(8, 10**9, 0.0, "") for tar in range(4)}
@@ -117,7 +106,7 @@ def test_too_little_room_is_warned_of_before_first_batch(
         ("$LOCAL_DISK/file/x", "Not a directory"),
     ],
 )
-def test_unusable_staging_folder_is_refused(disk: Path, stage_to: str, reason: str) -> None:
+def test_unusable_staging_folder_is_refused(disk, stage_to, reason):
     disk.mkdir()
     (disk / "file").touch()
     with pytest.raises(ValueError, match=rf"clap\.data\.stage_to: .* on .*{reason}"):

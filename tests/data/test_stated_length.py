@@ -2,7 +2,6 @@
 are named."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,7 +66,7 @@ VBR_SAMPLES, VBR_FRAMES = split_info_frame(VBR)
 
 # MPEG-1, and MPEG-2 with half as many samples per frame
 @pytest.mark.parametrize(("rate", "samples_per_frame"), [(44100, 1152), (22050, 576)])
-def test_mp3_without_length_has_samples_of_all_frames(rate: int, samples_per_frame: int) -> None:
+def test_mp3_without_length_has_samples_of_all_frames(rate, samples_per_frame):
     """As in ffmpeg, with the encoder's delay, which nothing states: here LAME's 576 and the
     decoder's 529 samples."""
     whole = encode("MP3", rate=rate, bitrate_mode="VARIABLE")
@@ -83,20 +82,18 @@ def test_mp3_without_length_has_samples_of_all_frames(rate: int, samples_per_fra
     [(ID3_TAG + COVER_TAG, ID3V1_TAG), (bytes(300), APE_TAG)],
     ids=["tags", "zeros"],
 )
-def test_mp3_with_other_bytes_around_frames_has_their_samples(
-    tmp_path: Path, start: bytes, end: bytes
-) -> None:
+def test_mp3_with_other_bytes_around_frames_has_their_samples(tmp_path, start, end):
     (tmp_path / "a.mp3").write_bytes(start + VBR_FRAMES + end)
     assert_length(str(tmp_path / "a.mp3"), VBR_SAMPLES)
 
 
-def test_joined_mp3s_are_read_to_the_last() -> None:
+def test_joined_mp3s_are_read_to_the_last():
     assert_length(VBR_FRAMES + COVER_TAG + VBR_FRAMES, 2 * VBR_SAMPLES)
     # The frames that state lengths are frames without sound.
     assert_length(CBR + CBR, 2 * split_info_frame(CBR)[0] + 2 * 1152)
 
 
-def test_mpeg_layer_2_is_read_to_its_end() -> None:
+def test_mpeg_layer_2_is_read_to_its_end():
     """Frames of MPEG-1 layer II at 44.1 kHz, without samples; every other one is padded."""
     content = b""
     for number in range(210):
@@ -108,12 +105,12 @@ def test_mpeg_layer_2_is_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("fields", [bytes(4), b"\0\0\0\1" + bytes(4)], ids=["no count", "0"])
-def test_mp3_whose_xing_frame_states_no_length_is_read_to_its_end(fields: bytes) -> None:
+def test_mp3_whose_xing_frame_states_no_length_is_read_to_its_end(fields):
     """As in ffmpeg, the Xing frame is one without sound."""
     assert_length(replaced(VBR, b"Xing", fields), VBR_SAMPLES + 1152)
 
 
-def test_mp3_with_length_keeps_it() -> None:
+def test_mp3_with_length_keeps_it():
     """Its encoder's delay and padding are removed."""
     for content in (CBR, ID3_TAG + VBR):
         assert_length(content, NUM_SAMPLES)
@@ -124,7 +121,7 @@ def without_count(flac: bytes) -> bytes:
     return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
 
 
-def test_flac_without_length_is_read_exactly() -> None:
+def test_flac_without_length_is_read_exactly():
     whole = encode("FLAC", "PCM_24")
     expected, _ = soundfile.read(io.BytesIO(whole), dtype="float32")
     with open_audio(without_count(whole)) as file:
@@ -150,7 +147,7 @@ FROM_A_PIPE = {
 
 
 @pytest.mark.parametrize("name", FROM_A_PIPE)
-def test_file_from_a_pipe_is_read_to_its_end(name: str, tmp_path: Path) -> None:
+def test_file_from_a_pipe_is_read_to_its_end(name, tmp_path):
     expected, _ = soundfile.read(io.BytesIO(WAV), dtype="float32")
     (tmp_path / "a").write_bytes(FROM_A_PIPE[name])
     num_stated, samples = read_all(str(tmp_path / "a"))
@@ -159,7 +156,7 @@ def test_file_from_a_pipe_is_read_to_its_end(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [VORBIS, OPUS], ids=["Vorbis", "Opus"])
-def test_ogg_with_padding_or_without_end_mark_is_whole(content: bytes) -> None:
+def test_ogg_with_padding_or_without_end_mark_is_whole(content):
     assert_length(content + bytes(200_000), SECONDS * 48000)
     # as an encoder that is stopped leaves it
     num_stated, samples = read_all(content[: content.rindex(b"OggS")])
@@ -181,7 +178,7 @@ CUT = {
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_truncated_file_is_refused(name: str) -> None:
+def test_truncated_file_is_refused(name):
     content = CUT[name][: int(0.97 * len(CUT[name]))]
     with pytest.raises(BrokenItemError, match="truncated"):
         read_all(content)
@@ -197,7 +194,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unusable_file_is_refused_with_reason(name: str) -> None:
+def test_unusable_file_is_refused_with_reason(name):
     content, reason = REFUSED[name]
     with pytest.raises(BrokenItemError, match=reason):
         read_all(content)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.config.model import ClapConfig
 from clap_ds.data.batch import Batch
 from tests.data.conftest import OpenSource
 
@@ -24,7 +23,7 @@ def are_equal(batch: Batch, expected: Batch) -> bool:
     return all(map(torch.equal, batch.tensors(), expected.tensors()))
 
 
-def test_synthetic_batches_repeat_and_differ_by_seed_and_rank(draw: Draw) -> None:
+def test_synthetic_batches_repeat_and_differ_by_seed_and_rank(draw):
     batches = draw(4, num_batches=3)
     assert are_equal(batches[0], batches.pop())
     assert all(map(are_equal, batches, draw(3, num_batches=3, placement="device")))
@@ -34,9 +33,7 @@ def test_synthetic_batches_repeat_and_differ_by_seed_and_rank(draw: Draw) -> Non
         assert (batch.audio != other.audio).any(1).all()
 
 
-def test_synthetic_captions_have_frames_of_roberta_and_lengths_of_histogram(
-    draw: Draw, micro: ClapConfig
-) -> None:
+def test_synthetic_captions_have_frames_of_roberta_and_lengths_of_histogram(draw, micro):
     lengths = {"3": 1.0, "8": 9.0, "12": 0.0}
     (batch,) = draw(micro_batch=2000, caption_lengths=lengths)
     assert batch.input_ids.shape == batch.attention_mask.shape == (2000, 12)
@@ -49,9 +46,7 @@ def test_synthetic_captions_have_frames_of_roberta_and_lengths_of_histogram(
     assert batch.input_ids[is_short][0, [0, 2]].tolist() == [0, 2]
 
 
-def test_workers_make_same_batches_and_resume(
-    draw: Draw, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_make_same_batches_and_resume(draw, open_source, monkeypatch):
     # pieces of 4 and 2 clips
     monkeypatch.setattr("clap_ds.data.synthetic.PIECE_SIZE", 4)
     lengths = {"3": 1.0, "12": 1.0}
@@ -70,7 +65,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 )
-def test_peek_takes_no_batch(open_source: OpenSource, device: str) -> None:
+def test_peek_takes_no_batch(open_source, device):
     """On a GPU the next batch is copied during the current step."""
     with open_source(num_batches=3, micro_batch=6, device=torch.device(device)) as source:
         for number in range(3):
@@ -84,7 +79,7 @@ def test_peek_takes_no_batch(open_source: OpenSource, device: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_batches_copied_ahead_are_complete(open_source: OpenSource) -> None:
+def test_batches_copied_ahead_are_complete(open_source):
     """With a busy compute stream, a missing wait or memory reused too early would give wrong rows
     of large batches."""
     device = torch.device("cuda")

@@ -5,20 +5,17 @@ import contextlib
 import json
 import multiprocessing
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.weights.hub import load_tokenizer
-from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar
 
 
@@ -27,9 +24,7 @@ def captions_of(batch: Batch, tokenizer_dir: str) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch.input_ids.tolist()]
 
 
-def test_waveforms_have_their_captions_in_order_of_seed(
-    tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
-) -> None:
+def test_waveforms_have_their_captions_in_order_of_seed(tmp_path, open_source, tokenizer_dir):
     pattern = marked_tars(tmp_path, 2, 10)
     random_state = torch.get_rng_state()
     orders = []
@@ -45,9 +40,7 @@ def test_waveforms_have_their_captions_in_order_of_seed(
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_rows_stay_until_next_is_called(
-    tmp_path: Path, tokenizer_dir: str, micro: ClapConfig
-) -> None:
+def test_rows_stay_until_next_is_called(tmp_path, tokenizer_dir, micro):
     """Even if the workers, which reuse their memory, run far ahead."""
     options: Any = {"tokenizer": tokenizer_dir, "num_workers": 2, "shuffle_buffer": 0}
     data = ShardData(source="webdataset", shards=marked_tars(tmp_path, 2, 50), **options)
@@ -59,9 +52,7 @@ def test_rows_stay_until_next_is_called(
             assert torch.equal(torch.cat(rows), copied)
 
 
-def test_crops_and_captions_are_random_in_each_pass(
-    tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
-) -> None:
+def test_crops_and_captions_are_random_in_each_pass(tmp_path, open_source, tokenizer_dir):
     # Crops have 480 of 2000 samples.
     ramp = np.arange(1, 2001, dtype=np.float32) / 4000
     captions = ["a loud tone", "a click"]
@@ -73,9 +64,7 @@ def test_crops_and_captions_are_random_in_each_pass(
     assert set(captions_of(batch, tokenizer_dir)) == set(captions)
 
 
-def test_kinds_of_captions_are_logged_once(
-    tmp_path: Path, open_source: OpenSource, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_kinds_of_captions_are_logged_once(tmp_path, open_source, capfd):
     fields = b'{"caption": "a click", "text": "a tone", "tag": "x"}'
     members = []
     for number in range(4):
@@ -88,7 +77,7 @@ def test_kinds_of_captions_are_logged_once(
     assert "'text', not caption, txt" in line
 
 
-def test_worker_without_usable_item_raises(tmp_path: Path, open_source: OpenSource) -> None:
+def test_worker_without_usable_item_raises(tmp_path, open_source):
     processes = set(multiprocessing.active_children())
     for tar in range(2):
         write_tar(tmp_path / f"{tar}.tar", [("a.flac", b"no audio"), ("a.txt", b"x")])
@@ -99,7 +88,7 @@ def test_worker_without_usable_item_raises(tmp_path: Path, open_source: OpenSour
     assert set(multiprocessing.active_children()) == processes
 
 
-def test_mixture_draws_sources_by_weight(tmp_path: Path, open_source: OpenSource) -> None:
+def test_mixture_draws_sources_by_weight(tmp_path, open_source):
     """Weights 1 to 3, although the lighter source has five times the items."""
     light = marked_tars(tmp_path / "light", 2, 25)
     heavy = marked_tars(tmp_path / "heavy", 2, 5, first=100)
@@ -111,9 +100,7 @@ def test_mixture_draws_sources_by_weight(tmp_path: Path, open_source: OpenSource
     assert num_heavy / len(numbers) == pytest.approx(0.75, abs=5 * sigma)
 
 
-def test_remote_and_staged_shards_equal_local_ones(
-    tmp_path: Path, open_source: OpenSource, shard_cache: Path
-) -> None:
+def test_remote_and_staged_shards_equal_local_ones(tmp_path, open_source, shard_cache):
     """With and without space for their copies."""
     pattern = marked_tars(tmp_path / "tars", 4, 4)
     record = ShardRecord(4, 0, 0.0, "")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,12 +25,8 @@ from tests.conftest import ROOT
     ],
 )
 def test_gpu_that_torch_cannot_use_is_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    has_device_file: bool,
-    expected: str,
-) -> None:
+    tmp_path, monkeypatch, variables, has_device_file, expected
+):
     def fail_to_initialize() -> None:
         raise RuntimeError("the driver is too old.\nsecond line")
 
@@ -53,9 +48,7 @@ def test_gpu_that_torch_cannot_use_is_an_error(
             choose_accelerator()
 
 
-def test_rank_takes_its_only_gpu_and_needs_one_of_its_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_takes_its_only_gpu_and_needs_one_of_its_number(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(device, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(device, "set_up_cuda", lambda: None)
@@ -73,7 +66,7 @@ def test_rank_takes_its_only_gpu_and_needs_one_of_its_number(
 
 
 @pytest.mark.end_to_end
-def test_make_bench_on_cpus_starts_two_ranks(tmp_path: Path) -> None:
+def test_make_bench_on_cpus_starts_two_ranks(tmp_path):
     """Use a `python` that prints the launcher's arguments instead of starting ranks."""
     launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "$DS_ACCELERATOR $@"; exit 0; }'
     python = tmp_path / "python"

@@ -25,7 +25,7 @@ def _exchange(value: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
-def test_values_arrive_as_json(request: pytest.FixtureRequest, pool: str) -> None:
+def test_values_arrive_as_json(request, pool):
     ranks: RankPool = request.getfixturevalue(pool)
     received = [*VALUES, [1, 2], "a/b"]
     results = ranks.run(_exchange, [*VALUES, (1, 2), Path("a/b")])
@@ -48,9 +48,7 @@ def _raise_on(problem_ranks: list[int]) -> str | None:
 @pytest.mark.parametrize(
     ("problem_ranks", "message"), [([], None), ([1], "rank 1: broken"), ([0, 1], "broken")]
 )
-def test_error_of_a_rank_is_raised_on_all(
-    two_ranks: RankPool, problem_ranks: list[int], message: str | None
-) -> None:
+def test_error_of_a_rank_is_raised_on_all(two_ranks, problem_ranks, message):
     assert two_ranks.run(_raise_on, problem_ranks) == [message, message]
 
 
@@ -67,11 +65,11 @@ def _gather_with_claim(num_bytes: int) -> str:
     return ""
 
 
-def test_value_above_the_limit_is_rejected_before_memory_is_allocated(two_ranks: RankPool) -> None:
+def test_value_above_the_limit_is_rejected_before_memory_is_allocated(two_ranks):
     assert "at most" in two_ranks.run(_gather_with_claim, 2**50)[0]
 
 
-def test_code_unpickles_nothing_of_peers() -> None:
+def test_code_unpickles_nothing_of_peers():
     pickling = re.compile(
         r"(gather|broadcast|scatter|send|recv)_object|rdzv_backend=(?!static)|torch\.distributed\.rpc"
     )

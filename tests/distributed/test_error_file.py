@@ -3,9 +3,7 @@
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,9 +30,7 @@ from clap_ds.engine.engine import NonFiniteError
 from clap_ds.utils.errors import CollectiveUserError
 
 
-def test_cause_replaces_an_error_file_and_a_consequence_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cause_replaces_an_error_file_and_a_consequence_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(error_file.this_rank, "folder", None)
     error_file.set_error_dir(tmp_path, 3, "n2")
     write_error_file(STOPPED, "stopped by SIGTERM", 143)
@@ -110,5 +106,5 @@ SLOW_DOWN = "An error occurred (SlowDown): reduce your request rate"
         (lambda: CollectiveUserError("rank 3: is locked"), ALL_RANKS),
     ],
 )
-def test_fault_of_an_error_by_type_code_and_text(make_error: Callable[[], Any], fault: str) -> None:
+def test_fault_of_an_error_by_type_code_and_text(make_error, fault):
     assert find_fault(make_error()) == fault

@@ -40,25 +40,25 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("nodelist", [*LISTS, *SUFFIXES])
-def test_node_list_expands(nodelist: str) -> None:
+def test_node_list_expands(nodelist):
     assert expand(nodelist) == {**LISTS, **SUFFIXES}[nodelist].split()
 
 
 @pytest.mark.parametrize("nodelist", [*MALFORMED, "a[1-2]b[1-2]c[1-2]"])
-def test_malformed_node_list_is_rejected(nodelist: str) -> None:
+def test_malformed_node_list_is_rejected(nodelist):
     with pytest.raises(ValueError, match="expected a node list"):
         expand(nodelist)
 
 
 @pytest.mark.usefixtures("scontrol")
-def test_expand_equals_scontrol() -> None:
+def test_expand_equals_scontrol():
     for nodelist in LISTS:
         command = ["scontrol", "show", "hostnames", nodelist]
         assert subprocess.check_output(command, text=True).split() == expand(nodelist)
 
 
 @pytest.mark.usefixtures("scontrol")
-def test_expand_by_slurm_adds_lists_that_only_scontrol_reads() -> None:
+def test_expand_by_slurm_adds_lists_that_only_scontrol_reads():
     assert expand_by_slurm("a[1-2]b[1]c[3]") == ["a1b1c3", "a2b1c3"]
     assert expand_by_slurm("c[1-2].org") == ["c1.org", "c2.org"]  # by either
     for nodelist in MALFORMED:
@@ -67,9 +67,7 @@ def test_expand_by_slurm_adds_lists_that_only_scontrol_reads() -> None:
 
 
 @pytest.mark.parametrize("script", ["echo n1; exit 1", "echo n1; echo 'error: x'"])
-def test_expand_by_slurm_without_an_answer_is_expand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
+def test_expand_by_slurm_without_an_answer_is_expand(tmp_path, monkeypatch, script):
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -104,7 +102,7 @@ STEP = "JOB_NODELIST=n[1-4] STEP_NODELIST=n[1-2]"
         ("STEP_NODELIST=n1 STEP_TASKS_PER_NODE=1 TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", [2, 2]),
     ],
 )  # fmt: skip
-def test_slots_of_an_allocation_or_step(variables: str, expected: list[int] | str) -> None:
+def test_slots_of_an_allocation_or_step(variables, expected):
     pairs = [f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()]]
     environment = dict(pairs)
     if isinstance(expected, str):
@@ -115,9 +113,7 @@ def test_slots_of_an_allocation_or_step(variables: str, expected: list[int] | st
         assert slots_from_slurm(environment, 3) == {"n1": 3, "n2": 3}
 
 
-def test_hostfile_of_the_command_is_read_by_deepspeed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostfile_of_the_command_is_read_by_deepspeed(tmp_path, capsys):
     output = tmp_path / "hostfile"
     options = ["--slots", "4", "--output", str(output)]
     assert main(["--nodelist", "n[09-10]", *options]) == 0
@@ -138,13 +134,7 @@ def test_hostfile_of_the_command_is_read_by_deepspeed(
         ("n1\n-oProxyCommand=x\n", [], ""),
     ],
 )
-def test_nodefile_of_pbs_or_lsf_has_a_line_per_slot(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    options: list[str],
-    expected: str,
-) -> None:
+def test_nodefile_of_pbs_or_lsf_has_a_line_per_slot(tmp_path, capsys, content, options, expected):
     (tmp_path / "nodes").write_text(content)
     code = main(["--nodefile", str(tmp_path / "nodes"), *options])
     output, error = capsys.readouterr()
@@ -152,7 +142,7 @@ def test_nodefile_of_pbs_or_lsf_has_a_line_per_slot(
     assert expected or "a host's name for each slot" in error
 
 
-def test_hostfile_command_needs_only_the_standard_library() -> None:
+def test_hostfile_command_needs_only_the_standard_library():
     slurm = {
         "SLURM_JOB_NODELIST": "n[1-2],m",
         "SLURM_TASKS_PER_NODE": "2(x2),1",
@@ -164,7 +154,7 @@ def test_hostfile_command_needs_only_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize("line", ["n[2-3] slots=4", "n1 slots=4", "n2 slots=0"])
-def test_malformed_hostfile_is_rejected_with_its_line(tmp_path: Path, line: str) -> None:
+def test_malformed_hostfile_is_rejected_with_its_line(tmp_path, line):
     (tmp_path / "hostfile").write_text(f"n1 slots=4\n{line}\n")
     with pytest.raises(ValueError, match="expected 'HOST slots=N', found") as raised:
         read_hostfile(tmp_path / "hostfile")

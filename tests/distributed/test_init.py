@@ -6,8 +6,6 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -60,12 +58,7 @@ def set_launcher(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> 
         ({**BATCH_STEP, "SLURM_STEP_ID": str(2**32 - 5)}, SINGLE_RANK, None),
     ],
 )
-def test_ranks_from_variables_of_launchers_and_slurm(
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    expected: Ranks,
-    address: str | None,
-) -> None:
+def test_ranks_from_variables_of_launchers_and_slurm(monkeypatch, variables, expected, address):
     set_launcher(monkeypatch, variables)
     assert Ranks.from_environment() == expected
     assert os.environ.get("MASTER_ADDR") == address
@@ -90,9 +83,7 @@ def test_ranks_from_variables_of_launchers_and_slurm(
         ("SLURM_PROCID", {name: STEP[name] for name in STEP if name != "SLURM_PROCID"}),
     ],
 )
-def test_inconsistent_variables_are_rejected_with_name_and_launchers(
-    monkeypatch: pytest.MonkeyPatch, name: str, variables: dict[str, str]
-) -> None:
+def test_inconsistent_variables_are_rejected_with_name_and_launchers(monkeypatch, name, variables):
     set_launcher(monkeypatch, variables)
     with pytest.raises(UserError, match=rf"^{name}\b.*deepspeed, torchrun or srun"):
         Ranks.from_environment()
@@ -118,7 +109,7 @@ init.run_command(main)
         (1, "CollectiveUserError", ""),
     ],
 )
-def test_user_error_is_printed_once(rank: int, error: str, message: str) -> None:
+def test_user_error_is_printed_once(rank, error, message):
     launcher = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), **ADDRESS}
     done = processes.run(["-c", COMMAND, error], env={**os.environ, **launcher})
     assert (done.returncode, done.stderr) == (2, message)
@@ -151,8 +142,8 @@ MODULES = ("torch._C", "deepspeed")
     ],
 )
 def test_signal_during_imports_ends_the_rank_without_a_core_file(
-    tmp_path: Path, write_run: Callable[..., Path], number: signal.Signals, module: str
-) -> None:
+    tmp_path, write_run, number, module
+):
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     options = ["--deepspeed_config", write_run(), "--job_folder", tmp_path]
     environment = {

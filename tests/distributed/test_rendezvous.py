@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -57,7 +55,7 @@ def _start(
 
 
 @pytest.mark.end_to_end
-def test_rank_that_never_connects_is_named() -> None:
+def test_rank_that_never_connects_is_named():
     port = free_port()
     constants: dict[str, object] = {f"{RENDEZVOUS}.START_LIMIT_S": 8.0}
     ranks = [_start(rank, 3, port, constants=constants) for rank in (0, 2)]
@@ -68,7 +66,7 @@ def test_rank_that_never_connects_is_named() -> None:
 
 
 @pytest.mark.end_to_end
-def test_rank_that_stops_before_the_first_step_is_named() -> None:
+def test_rank_that_stops_before_the_first_step_is_named():
     port = free_port()
     first, second = (_start(rank, 2, port) for rank in range(2))
     wait_until(lambda: first.stdout == second.stdout == "cpu\n")
@@ -88,7 +86,7 @@ def test_rank_that_stops_before_the_first_step_is_named() -> None:
         ("192.0.2.1", "--force_multi"),
     ],
 )
-def test_address_at_which_rank_0_cannot_listen_is_rejected(address: str, option: str) -> None:
+def test_address_at_which_rank_0_cannot_listen_is_rejected(address, option):
     with socket.create_server(("127.0.0.1", free_port())) as other_program:
         rank = _start(0, 2, other_program.getsockname()[1], MASTER_ADDR=address)
         assert rank.wait() == 2
@@ -97,9 +95,7 @@ def test_address_at_which_rank_0_cannot_listen_is_rejected(address: str, option:
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("options", [(), ("--allow",)])
-def test_host_with_other_code_ends_the_run_on_all_ranks_unless_allowed(
-    options: Sequence[str],
-) -> None:
+def test_host_with_other_code_ends_the_run_on_all_ranks_unless_allowed(options):
     port = free_port()
     ranks = []
     for rank in range(3):
@@ -118,7 +114,7 @@ def test_host_with_other_code_ends_the_run_on_all_ranks_unless_allowed(
 
 
 @pytest.mark.end_to_end
-def test_host_that_cannot_resolve_rank_0_is_at_fault(tmp_path: Path) -> None:
+def test_host_that_cannot_resolve_rank_0_is_at_fault(tmp_path):
     constants: dict[str, object] = {f"{RENDEZVOUS}.RESOLVE_LIMIT_S": 0.0}
     names = {"MASTER_ADDR": "cn4.invalid", "SLURMD_NODENAME": "cn5"}
     options = ("--job_folder", str(tmp_path))
@@ -129,7 +125,7 @@ def test_host_that_cannot_resolve_rank_0_is_at_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.end_to_end
-def test_rank_that_waits_for_rank_0_ends_at_sigterm(tmp_path: Path) -> None:
+def test_rank_that_waits_for_rank_0_ends_at_sigterm(tmp_path):
     with socket.create_server(("127.0.0.1", free_port())) as silent_program:
         port = silent_program.getsockname()[1]
         rank = _start(1, 2, port, "--job_folder", str(tmp_path))
@@ -138,7 +134,7 @@ def test_rank_that_waits_for_rank_0_ends_at_sigterm(tmp_path: Path) -> None:
         assert rank.wait(60) == 128 + signal.SIGTERM
 
 
-def test_value_of_a_program_without_the_key_is_rejected(tmp_path: Path) -> None:
+def test_value_of_a_program_without_the_key_is_rejected(tmp_path):
     create_key(tmp_path)
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
     store = dist.HashStore()
@@ -153,9 +149,7 @@ def test_value_of_a_program_without_the_key_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("address", "interface"), [("127.0.1.1", "lo"), ("10.0.0.1", None)])
-def test_host_whose_name_is_local_gets_an_interface(
-    monkeypatch: pytest.MonkeyPatch, address: str, interface: str | None
-) -> None:
+def test_host_whose_name_is_local_gets_an_interface(monkeypatch, address, interface):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)

@@ -114,9 +114,7 @@ STOPPED_RANK = None  # … and of one that writes nothing.
         (STOPPED_RANK, [WAITING, STOPPED_RANK], False),
     ],
 )
-def test_rank_that_blocks_15_on_4_hosts_is_named(
-    files: RankFiles, rank_5: Counts | None, peers: list[Counts | None], is_blamed: bool
-) -> None:
+def test_rank_that_blocks_15_on_4_hosts_is_named(files, rank_5, peers, is_blamed):
     for rank in range(16):
         counts = rank_5 if rank == 5 else peers[rank % len(peers)]
         stacks = "" if counts is None else TIMEOUT
@@ -127,7 +125,7 @@ def test_rank_that_blocks_15_on_4_hosts_is_named(
     assert cause.hosts == (["n1"] if is_blamed else [])
 
 
-def test_rank_whose_kernel_hangs_is_named_by_nccls_own_dumps(files: RankFiles) -> None:
+def test_rank_whose_kernel_hangs_is_named_by_nccls_own_dumps(files):
     """All hosts hold Python's lock in a launch, so only NCCL's watchdog could write."""
     for rank in range(16):
         files.write_progress(rank, TIMEOUT + ABORTED, 100, f"n{rank // 4}")
@@ -170,12 +168,7 @@ STALLED: dict[int, tuple[Any, ...]] = {**dict.fromkeys(range(4), (TIMEOUT, 60)),
         ({3: (ABORTED,)}, {1: (LOST_PEER,), 2: (STOPPED,)}, (SIGNAL, [3], [], "Aborted")),
     ],
 )  # fmt: skip
-def test_first_cause_is_not_a_consequence(
-    files: RankFiles,
-    progress: dict[int, tuple[Any, ...]],
-    errors: dict[int, tuple[Any, ...]],
-    expected: tuple[Any, ...],
-) -> None:
+def test_first_cause_is_not_a_consequence(files, progress, errors, expected):
     for rank, arguments in progress.items():
         files.write_progress(rank, *arguments)
     for rank, (kind, *arguments) in errors.items():
@@ -187,7 +180,7 @@ def test_first_cause_is_not_a_consequence(
     assert text in cause.message
 
 
-def test_verdict_of_the_ranks_stays(files: RankFiles) -> None:
+def test_verdict_of_the_ranks_stays(files):
     """Stopped ranks also write stacks when they are woken to be ended."""
     for rank in range(4):
         files.write_progress(rank, TIMEOUT, at=60)
@@ -219,12 +212,8 @@ NO_PYTHON_ANYWHERE = _launcher_error(KILLED, "Exited with exit code 2", IMPORT, 
     ],
 )
 def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
-    files: RankFiles,
-    errors: dict[int, str],
-    launcher: RankError | None,
-    hosts: list[str],
-    message: str,
-) -> None:
+    files, errors, launcher, hosts, message
+):
     for rank, kind in errors.items():
         files.write_error(rank, kind)
     cause = files.cause(HOSTS, launcher)
@@ -242,9 +231,7 @@ def test_rank_without_a_file_is_the_cause_if_others_were_stopped(
         (ERROR, HOST, range(4), False, []),
     ],
 )
-def test_error_of_all_ranks_names_none(
-    files: RankFiles, kind: str, fault: str, ranks: list[int], is_named: bool, hosts: list[str]
-) -> None:
+def test_error_of_all_ranks_names_none(files, kind, fault, ranks, is_named, hosts):
     for rank in ranks:
         files.write_error(rank, kind, fault=fault)
     cause = files.cause(HOSTS)
@@ -256,7 +243,7 @@ class _Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_dump_is_read_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_is_read_without_running_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _write_dump(tmp_path, 3, started=-1)
     (tmp_path / "nccl_rank4").write_bytes(pickle.dumps({"pg_status": _Harmful()}))

@@ -73,7 +73,7 @@ def _start(run: Path, action: str, world_size: int = 2) -> list[processes.Comman
     return processes.ranks(arguments, world_size, env=environment, constants=SHORT_TIMEOUTS)
 
 
-def test_rank_that_blocks_the_others_is_named_and_recorded(tmp_path: Path) -> None:
+def test_rank_that_blocks_the_others_is_named_and_recorded(tmp_path):
     first, second, last = _start(tmp_path, "hold_the_lock", 3)
     assert [first.wait(), second.wait()] == [1, 1]
     last.kill()
@@ -84,7 +84,7 @@ def test_rank_that_blocks_the_others_is_named_and_recorded(tmp_path: Path) -> No
     assert "no step" not in second.stderr, "only one rank reports"
 
 
-def test_crash_is_named_with_its_signal(tmp_path: Path) -> None:
+def test_crash_is_named_with_its_signal(tmp_path):
     first, second = _start(tmp_path, "crash")
     assert (first.wait(), second.wait()) == (1, -signal.SIGSEGV)
     cause = find_root_cause(tmp_path, None)
@@ -92,13 +92,13 @@ def test_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     assert "rank 1 on node: Segmentation fault" in cause.message
 
 
-def test_announced_pause_ends_no_run(tmp_path: Path) -> None:
+def test_announced_pause_ends_no_run(tmp_path):
     ranks = _start(tmp_path, "compile")
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     assert list((tmp_path / "stacks").iterdir()) == []
 
 
-def test_signal_is_recorded_while_the_main_thread_is_in_a_library(tmp_path: Path) -> None:
+def test_signal_is_recorded_while_the_main_thread_is_in_a_library(tmp_path):
     (rank,) = _start(tmp_path, "wait_in_a_library", 1)
     wait_until(lambda: "ready" in rank.stdout)
     rank.send_signal(signal.SIGTERM)
@@ -132,9 +132,7 @@ def _set_clock(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
     [([], 600.0), ([0.5] * 10, 60.0), ([1.0, 50.0, 1.0], 250.0)],
     ids=["untimed", "at least a minute", "five times the longest step"],
 )
-def test_limit_by_the_longest_step_ignores_other_tasks(
-    limits_s: list[float], monkeypatch: pytest.MonkeyPatch, step_s: list[float], limit_s: float
-) -> None:
+def test_limit_by_the_longest_step_ignores_other_tasks(limits_s, monkeypatch, step_s, limit_s):
     for now in itertools.accumulate([1.0, *step_s]):
         _set_clock(monkeypatch, now)
         watchdog.step(1)
@@ -146,9 +144,7 @@ def test_limit_by_the_longest_step_ignores_other_tasks(
     assert limits_s[-1] == limit_s
 
 
-def test_step_counts_once_the_device_has_completed_it(
-    limits_s: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_counts_once_the_device_has_completed_it(limits_s, monkeypatch):
     is_done = False
     event = SimpleNamespace(record=lambda: None, query=lambda: is_done)
     monkeypatch.setattr(watchdog.watch, "_cuda", SimpleNamespace(Event=lambda: event))

@@ -8,7 +8,7 @@ RESULTS = ROOT / "results"
 PEERS = RESULTS / "cpu" / "peers"
 
 
-def test_bars_are_ratios_of_the_faster_mode_with_hardware() -> None:
+def test_bars_are_ratios_of_the_faster_mode_with_hardware():
     figure = draw_peers([PEERS / "amx_padded.json"])
     (axes,) = figure.panels
     (bars,) = list_bars(axes)
@@ -18,14 +18,14 @@ def test_bars_are_ratios_of_the_faster_mode_with_hardware() -> None:
     assert "Xeon" in figure.figure.get_suptitle()
 
 
-def test_bars_of_flops_are_as_high_as_all_components() -> None:
+def test_bars_of_flops_are_as_high_as_all_components():
     figure = draw_flops([RESULTS / "flops" / f"htsat_tiny_{tokens}.json" for tokens in (77, 514)])
     (axes,) = figure.panels
     tops = [bar.get_y() + bar.get_height() for bar in list_bars(axes)[-1]]
     assert tops == pytest.approx([27.44, 111.20], abs=0.01)
 
 
-def test_parts_of_a_gpu_step_add_up_to_its_time() -> None:
+def test_parts_of_a_gpu_step_add_up_to_its_time():
     names = ("efficiencies.md", "step.md", "call1.tar.xz", "step.tar.xz")
     (axes,) = draw_gpu_step([RESULTS / "h200" / name for name in names]).panels
     parts = {bars.get_label(): bars.datavalues for bars in list_bars(axes)}
@@ -33,7 +33,7 @@ def test_parts_of_a_gpu_step_add_up_to_its_time() -> None:
     assert parts["matrix products"][2] == pytest.approx(53.200 + 11.455 + 6.360 + 2.182)
 
 
-def test_predictions_are_drawn_over_published_rates() -> None:
+def test_predictions_are_drawn_over_published_rates():
     (axes,) = draw_plan([RESULTS / "plan" / "validation.json"]).panels
     points = []
     for gpu in axes.containers:

@@ -9,11 +9,11 @@ from redraw import FORMATS, LIST, ROOT, compute_digest, find_stale_pictures
 from clap_ds.utils.files import read_json
 
 
-def test_committed_pictures_are_of_current_records_and_code() -> None:
+def test_committed_pictures_are_of_current_records_and_code():
     assert find_stale_pictures() == {}, "run: make pictures"
 
 
-def test_committed_pictures_are_all_in_the_list() -> None:
+def test_committed_pictures_are_all_in_the_list():
     listed = {Path(name).with_suffix("") for name in read_json(LIST)}
     committed = set()
     for folder in ("docs", "results", "analysis"):
@@ -32,9 +32,7 @@ def test_committed_pictures_are_all_in_the_list() -> None:
         ("analysis/unrelated.py", False),
     ],
 )
-def test_digest_changes_with_records_and_drawing_code(
-    file: str, is_stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digest_changes_with_records_and_drawing_code(file, is_stale, tmp_path, monkeypatch):
     monkeypatch.setattr(redraw, "ROOT", tmp_path)
     (tmp_path / "analysis").mkdir()
     for name in ("record.json", "record.md", "analysis/style.py", "analysis/unrelated.py"):

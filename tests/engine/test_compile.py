@@ -4,7 +4,6 @@ but no code generator."""
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from clap_ds.model.packed import pack
 from clap_ds.run_records.schema import Summary
 from tests.engine.test_engine import DEVICE, batches_of, settings
 from tests.model.reference_clap import captions, clips
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 
@@ -87,7 +85,7 @@ def compare(packed: bool) -> tuple[float, tuple[int, int]]:
 
 
 @pytest.mark.end_to_end
-def test_two_ranks_compile_no_more_than_one_and_train_alike(two_ranks: RankPool) -> None:
+def test_two_ranks_compile_no_more_than_one_and_train_alike(two_ranks):
     """Expect four graphs, also for rows of another length: the front end, HTSAT in two, of which the
     late one's gradients are sent first, and the text tower."""
     for difference, graphs in two_ranks.run(compare, True):
@@ -97,7 +95,7 @@ def test_two_ranks_compile_no_more_than_one_and_train_alike(two_ranks: RankPool)
 
 
 @pytest.mark.end_to_end
-def test_late_stages_have_gradients_before_early_stages_go_backward() -> None:
+def test_late_stages_have_gradients_before_early_stages_go_backward():
     events = list[str]()
     config = load_preset("micro").audio.model_copy(
         update={"depths": [1, 2, 1, 1], "num_heads": [2, 4, 8, 16]}
@@ -162,9 +160,7 @@ def note_ranks(path: str) -> None:
     )
 
 
-def test_first_rank_of_a_host_compiles_before_the_others(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_first_rank_of_a_host_compiles_before_the_others(two_ranks, tmp_path):
     two_ranks.run(note_ranks, str(tmp_path / "ranks"))
     # One graph for the text tower, and two for the audio tower on several ranks.
     order = (tmp_path / "ranks").read_text()
@@ -194,7 +190,7 @@ def _train_after_failure(fails: bool) -> tuple[list[float], dict[str, Any]]:
 
 
 @pytest.mark.end_to_end
-def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(two_ranks: RankPool) -> None:
+def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(two_ranks):
     plain, results = (two_ranks.run(_train_after_failure, fails) for fails in (False, True))
     problem = "rank 1: no such instruction"
     for (losses, compiled), (plain_losses, _) in zip(results, plain, strict=True):
@@ -204,13 +200,13 @@ def test_part_that_fails_to_compile_on_one_rank_runs_uncompiled_on_all(two_ranks
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", ["one_gpu", "two_gpus"])
-def test_compiled_models_train_alike_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
+def test_compiled_models_train_alike_on_gpus(request, gpus):
     for difference, _ in request.getfixturevalue(gpus).run(compare, False):
         # TF32 or another order of sums.
         assert difference < 1e-3
 
 
-def test_activation_checkpointing_gives_equal_gradients_and_stores_less() -> None:
+def test_activation_checkpointing_gives_equal_gradients_and_stores_less():
     batch = clips(3, 48000, seed=0), *captions(3, 20, 512, seed=0)
     stored_bytes = []
     gradients = []

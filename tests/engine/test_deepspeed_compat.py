@@ -21,7 +21,6 @@ from clap_ds.data.batch import Batch
 from clap_ds.engine import deepspeed_compat
 from clap_ds.engine.deepspeed_compat import FP16_Optimizer
 from clap_ds.model.clap import ClapModel
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of, micro_batches, settings
 
 # Class attributes, and attributes that constructors set.
@@ -37,7 +36,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("owner", NAMES)
-def test_deepspeed_has_the_internal_names(owner: type) -> None:
+def test_deepspeed_has_the_internal_names(owner):
     source = inspect.getsource(owner)
     missing = []
     for name in NAMES[owner].split():
@@ -47,7 +46,7 @@ def test_deepspeed_has_the_internal_names(owner: type) -> None:
 
 
 @pytest.mark.parametrize("wrapper", [FP16_Optimizer, FP16_UnfusedOptimizer])
-def test_16_bit_wrapper_saves_masters_and_optimizer_by_name(wrapper: type) -> None:
+def test_16_bit_wrapper_saves_masters_and_optimizer_by_name(wrapper):
     source = inspect.getsource(wrapper)
     names = deepspeed_compat.FLAT_MASTERS, deepspeed_compat.MASTERS
     assert any(f"state_dict['{name}'] = " in source for name in names)
@@ -136,7 +135,7 @@ def _train() -> tuple[str, int, dict[int, float]]:
     return log.getvalue(), engine.deepspeed.train_batch_size(), training_s
 
 
-def test_throughput_lines_with_lagging_device_add_up_to_training_time(one_rank: RankPool) -> None:
+def test_throughput_lines_with_lagging_device_add_up_to_training_time(one_rank):
     ((log, batch_size, training_s),) = one_rank.run(_train)
     lines = [
         (int(step), float(average), float(current)) for step, average, current in LINE.findall(log)

@@ -1,6 +1,5 @@
 """The weights' EMA is what a run evaluates and saves."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
 from clap_ds.evaluation.evaluator import Evaluator
 from tests.engine.test_engine import batches_of, model_of, settings
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 DECAY = 0.75
@@ -86,6 +84,6 @@ def _run(precision: str, accumulation: str, folder: str) -> None:
     [("fp32", "gradcache"), ("bf16", "plain")],
 )
 def test_ema_follows_its_formula_and_is_evaluated_and_saved(
-    two_ranks: RankPool, tmp_path: Path, precision: str, accumulation: str
-) -> None:
+    two_ranks, tmp_path, precision, accumulation
+):
     two_ranks.run(_run, precision, accumulation, str(tmp_path))

@@ -23,7 +23,6 @@ from clap_ds.engine.engine import NonFiniteError
 from clap_ds.engine.factory import parameter_groups
 from clap_ds.engine.loss import SoftmaxLoss
 from clap_ds.model.clap import ClapModel
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import batch_source, engine_of, run_settings
 
 # A pool of CPU ranks sees no GPU.
@@ -149,9 +148,7 @@ ROUNDINGS = 16
         ("autocast", 1, 0.1, "auto"),
     ],
 )
-def test_step_agrees_with_plain_ddp(
-    two_ranks: RankPool, precision: str, accumulation: int, clip: float, cpu_kernels: str
-) -> None:
+def test_step_agrees_with_plain_ddp(two_ranks, precision, accumulation, clip, cpu_kernels):
     clap = {"cpu_kernels": cpu_kernels}
     differences = two_ranks.run(_difference, precision, accumulation, clip, clap)
     assert all(difference <= ROUNDINGS for difference in differences), differences
@@ -168,9 +165,7 @@ GPU_ROUNDINGS = 2**18
     [("one_gpu", "torch"), ("one_gpu", "deepspeed"), ("two_gpus", "torch")],
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_step_agrees_with_plain_ddp_on_gpus(
-    request: pytest.FixtureRequest, precision: str, gpus: str, implementation: str
-) -> None:
+def test_step_agrees_with_plain_ddp_on_gpus(request, precision, gpus, implementation):
     clap = {"optimizer_implementation": implementation}
     differences = request.getfixturevalue(gpus).run(_difference, precision, 2, 0.0, clap)
     assert all(difference <= GPU_ROUNDINGS for difference in differences), differences
@@ -188,9 +183,7 @@ def _step_from_scale(initial: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("initial", "bounded"), [(14.3, 5.0), (0.1, 1.0)])
-def test_logit_scale_is_bounded_also_in_the_master_copy(
-    two_ranks: RankPool, initial: float, bounded: float
-) -> None:
+def test_logit_scale_is_bounded_also_in_the_master_copy(two_ranks, initial, bounded):
     for scales in two_ranks.run(_step_from_scale, initial):
         assert scales == pytest.approx([bounded, bounded])
 
@@ -250,8 +243,8 @@ def _skip_steps(torch_adam: bool) -> tuple[list[str], list[int], str, list[float
     ],
 )
 def test_steps_that_overflow_in_16_bits_are_skipped_and_counted(
-    two_ranks: RankPool, torch_adam: bool, expected_rates: list[float]
-) -> None:
+    two_ranks, torch_adam, expected_rates
+):
     for changed, skips, error, rates in two_ranks.run(_skip_steps, torch_adam):
         assert changed == []
         assert skips == [1, 3, 3]
@@ -287,7 +280,5 @@ def _step_without_reads(precision: str, accumulation: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "accumulation"), [("bf16", "gradcache"), ("autocast", "plain")]
 )
-def test_step_reads_nothing_on_the_host(
-    two_ranks: RankPool, precision: str, accumulation: str
-) -> None:
+def test_step_reads_nothing_on_the_host(two_ranks, precision, accumulation):
     two_ranks.run(_step_without_reads, precision, accumulation)

@@ -18,12 +18,11 @@ from clap_ds.engine.optimizer import scale_rates
 from clap_ds.model.clap import ClapModel
 from clap_ds.utils.errors import CollectiveUserError
 from clap_ds.weights import hub
-from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 
 
 @pytest.mark.parametrize("preset", ["htsat_tiny_roberta_base", "htsat_base_roberta_base"])
-def test_parameters_of_published_presets_start_aligned_in_their_flat_group(preset: str) -> None:
+def test_parameters_of_published_presets_start_aligned_in_their_flat_group(preset):
     """Two position tables of 900 elements can't both; nothing comes behind them."""
     with torch.device("meta"):
         model = ClapModel(load_preset(preset)).bfloat16()
@@ -34,7 +33,7 @@ def test_parameters_of_published_presets_start_aligned_in_their_flat_group(prese
         assert misaligned in ([], [900]), group["name"]
 
 
-def test_scaled_rates_hold_during_a_step_and_follow_the_schedule() -> None:
+def test_scaled_rates_hold_during_a_step_and_follow_the_schedule():
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr_scale": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
@@ -52,7 +51,7 @@ def test_scaled_rates_hold_during_a_step_and_follow_the_schedule() -> None:
     assert weights == pytest.approx([-sum(rates), -0.1 * sum(rates)])
 
 
-def test_groups_have_decay_and_rate_of_their_parameters() -> None:
+def test_groups_have_decay_and_rate_of_their_parameters():
     model = ClapModel(load_preset("micro"), learns_bias=True)
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     groups_of = {}
@@ -87,7 +86,7 @@ def _fetch_missing_weights() -> tuple[str, int]:
     return str(error.value), num_calls
 
 
-def test_fetch_of_missing_weights_asks_on_one_rank_and_stops_all(two_ranks: RankPool) -> None:
+def test_fetch_of_missing_weights_asks_on_one_rank_and_stops_all(two_ranks):
     assert two_ranks.run(_fetch_missing_weights) == [("not on the hub", 1), ("not on the hub", 0)]
 
 
@@ -100,7 +99,7 @@ def _set_up_with_rejected_section() -> str:
     return str(error.value)
 
 
-def test_error_of_deepspeeds_setup_is_a_user_error(one_rank: RankPool) -> None:
+def test_error_of_deepspeeds_setup_is_a_user_error(one_rank):
     (message,) = one_rank.run(_set_up_with_rejected_section)
     assert "CROSS_SIZE" in message
 
@@ -117,20 +116,20 @@ def list_rates(num_steps: int, **options: Any) -> list[float]:
     return rates
 
 
-def test_wsd_rates_are_open_clips() -> None:
+def test_wsd_rates_are_open_clips():
     rates = list_rates(
         10, total_num_steps=8, decay_num_steps=4, warmup_num_steps=2, min_ratio=0.1, decay_power=2.0
     )
     assert rates == pytest.approx([1, 2, 2, 2, 2, 1.2125, 0.65, 0.3125, 0.2, 0.2])
 
 
-def test_wsd_cosine_over_all_steps_after_the_warm_up_is_open_clips() -> None:
+def test_wsd_cosine_over_all_steps_after_the_warm_up_is_open_clips():
     """open_clip's rates are lr · (1 + cos(π (step - warm-up) / (steps - warm-up))) / 2."""
     rates = list_rates(8, total_num_steps=8, decay_num_steps=6, warmup_num_steps=2, cosine=True)
     decayed = [1 + math.cos(math.pi * step / 6) for step in range(6)]
     assert rates == pytest.approx([1.0, 2.0, *decayed])
 
 
-def test_wsd_with_impossible_steps_is_refused() -> None:
+def test_wsd_with_impossible_steps_is_refused():
     with pytest.raises(ValueError, match=r"scheduler\.params"):
         list_rates(1, total_num_steps=8, decay_num_steps=9)

@@ -12,7 +12,6 @@ from clap_ds.data.batch import Batch
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import LOSSES
 from clap_ds.model.clap import ClapModel
-from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 
 # Micro-batches of each step.
@@ -100,14 +99,12 @@ def _errors(changes: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     "changes", [{"gradient_sync": "deepspeed"}, {"loss": SIGMOID, "text_packing": True}]
 )
-def test_gradients_of_two_ranks_through_a_ramp_are_the_references(
-    two_ranks: RankPool, changes: dict[str, Any]
-) -> None:
+def test_gradients_of_two_ranks_through_a_ramp_are_the_references(two_ranks, changes):
     for errors in two_ranks.run(_errors, changes):
         assert max(errors) < TOLERANCE
 
 
-def test_second_pass_draws_and_normalizes_as_the_first(one_rank: RankPool) -> None:
+def test_second_pass_draws_and_normalizes_as_the_first(one_rank):
     """The reference keeps every graph."""
     (errors,) = one_rank.run(_errors, {"model": NOISY})
     assert max(errors) < TOLERANCE

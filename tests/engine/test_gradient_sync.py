@@ -11,7 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.engine.test_engine import batches_of, model_of, settings
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 # Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another
@@ -44,7 +43,7 @@ def _order_of_events() -> list[str]:
     return [event.name() for event in _events(lambda: engine.step(batches), CALL, "ready")]
 
 
-def test_overlapped_gradients_are_sent_while_others_are_computed(two_ranks: RankPool) -> None:
+def test_overlapped_gradients_are_sent_while_others_are_computed(two_ranks):
     for events in two_ranks.run(_order_of_events):
         assert events.count(CALL) > 3
         assert events[: events.index(CALL)].count("ready") < events.count("ready") / 3
@@ -77,6 +76,6 @@ def _sent(precision: str, changes: dict[str, Any]) -> tuple[list[float], set[str
     ],
 )
 def test_gradients_are_sent_once_a_step_in_their_dtype_and_never_while_off(
-    two_ranks: RankPool, precision: str, changes: Any, dtypes: Any
-) -> None:
+    two_ranks, precision, changes, dtypes
+):
     assert two_ranks.run(_sent, precision, changes) == [([0, 1], dtypes)] * 2

@@ -18,7 +18,6 @@ from clap_ds.model.kernels import Kernels
 from clap_ds.model.swin import WindowAttention
 from clap_ds.run_records.schema import ChosenKernel
 from tests.processes import ROOT
-from tests.rank_pool import RankPool
 
 MIXED = ChosenKernel(kernel="triton", problem="rank 1: no such instruction")
 
@@ -51,7 +50,7 @@ def _replace_on_rank() -> Any:
         return replace()
 
 
-def test_kernels_that_fail_on_one_rank_are_replaced_on_all(two_ranks: RankPool) -> None:
+def test_kernels_that_fail_on_one_rank_are_replaced_on_all(two_ranks):
     for record, used in two_ranks.run(_replace_on_rank):
         replaced = {**MIXED, "kernel": "torch"}
         assert record == {"attention": MIXED, "mlp": MIXED, "text_attention": replaced}
@@ -64,14 +63,14 @@ def _replace_for_long_captions() -> Any:
     return kernel_fallback.replace_failing_kernels(ModelSettings(), model, longest_caption=200)
 
 
-def test_text_attention_of_long_captions_is_recorded_as_torchs(one_rank: RankPool) -> None:
+def test_text_attention_of_long_captions_is_recorded_as_torchs(one_rank):
     (record,) = one_rank.run(_replace_for_long_captions)
     assert record["text_attention"]["kernel"] == "torch"
     assert "200 tokens" in record["text_attention"]["problem"]
 
 
 @pytest.mark.end_to_end
-def test_kernels_that_run_under_interpreter_stay() -> None:
+def test_kernels_that_run_under_interpreter_stay():
     script = "from tests.engine.test_kernel_fallback import replace; print(replace())"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ended = subprocess.run(

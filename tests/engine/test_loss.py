@@ -96,22 +96,15 @@ def _run(
 )
 @KINDS
 def test_gradients_are_those_of_one_process(
-    eight_processes: RankPool,
-    tmp_path: Path,
-    kind: str,
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype,
-    scale: float,
-    tolerance: float,
-    world_size: int,
-) -> None:
+    eight_processes, tmp_path, kind, dtype, wire_dtype, scale, tolerance, world_size
+):
     arguments = kind, dtype, wire_dtype, scale
     for error in _run(eight_processes, tmp_path, world_size, _largest_error, *arguments):
         assert error < tolerance
 
 
 @KINDS
-def test_evaluation_of_several_positives_averages_to_the_loss_and_chance(kind: str) -> None:
+def test_evaluation_of_several_positives_averages_to_the_loss_and_chance(kind):
     """Equal similarities with the best bias give the loss of chance."""
     generator = torch.Generator().manual_seed(0)
     captions = torch.tensor([1, 1, 2, 3, 1])
@@ -146,9 +139,7 @@ def _sent(kind: str) -> list[int]:
 
 
 @KINDS
-def test_features_are_sent_and_no_gradient(
-    eight_processes: RankPool, tmp_path: Path, kind: str
-) -> None:
+def test_features_are_sent_and_no_gradient(eight_processes, tmp_path, kind):
     # Audio and text of four ranks in bf16; softmax also needs log-sum-exps.
     features = 4 * MICRO_BATCH * JOINT_DIM * 2
     log_sum_exps = [4 * 2 * MICRO_BATCH * 4] if kind == "softmax" else []
@@ -156,9 +147,7 @@ def test_features_are_sent_and_no_gradient(
     assert _run(eight_processes, tmp_path, 4, _sent, kind) == [expected] * 4
 
 
-def test_softmax_columns_are_computed_before_the_wait_for_text_features(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_softmax_columns_are_computed_before_the_wait_for_text_features(monkeypatch):
     events = []
 
     class Gather(module._Gather):
@@ -178,9 +167,7 @@ def test_softmax_columns_are_computed_before_the_wait_for_text_features(
     assert events == ["wait", "sums", "wait", "sums", "wait"]
 
 
-def test_features_are_gathered_when_their_tower_ends_and_not_in_an_evaluation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_features_are_gathered_when_their_tower_ends_and_not_in_an_evaluation(monkeypatch):
     sizes = []
 
     class Gather(module._Gather):

@@ -1,7 +1,6 @@
 """Flat AdamW agrees with torch's, for both kernels; `test_engine.py` tests the whole step."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def _group_per_size(sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 @NATIVELY
 @pytest.mark.parametrize("scale", [1.0, torch.tensor(8.0)])
-def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Tensor) -> None:
+def test_steps_of_flat_groups_are_torchs(natively, scale):
     """Gradients are unscaled, and new weights copied to the outputs."""
     sizes = (1, 33, 40_003)
     optimizer = FlatAdamW(_group_per_size(sizes), cpu_kernels=natively, **OPTIONS)
@@ -59,15 +58,13 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
         ({"clap": {"optimizer_implementation": "deepspeed"}}, False),
     ],
 )
-def test_flat_adamw_is_taken_for_its_options(
-    write_run: Callable[..., Path], changes: dict[str, Any], is_taken: bool
-) -> None:
+def test_flat_adamw_is_taken_for_its_options(write_run, changes, is_taken):
     run = load_run(write_run(**changes))
     assert takes_flat_adamw(run.deepspeed, run.clap) is is_taken
 
 
 @NATIVELY
-def test_norm_is_exact_over_many_numbers(natively: bool) -> None:
+def test_norm_is_exact_over_many_numbers(natively):
     torch.manual_seed(0)
     tensors = [torch.rand(size).bfloat16() for size in (2**24 + 5, 0, 16_385)]
     tensors.append(torch.rand(3))

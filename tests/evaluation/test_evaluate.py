@@ -1,7 +1,6 @@
 """The evaluate command and its options."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
     return evaluation_settings(arguments, run).model_dump(exclude_unset=True)
 
 
-def test_options_change_configuration(write_run: Callable[..., Path]) -> None:
+def test_options_change_configuration(write_run):
     zero_shot = {"shards": "c.tar", "class_key": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "webdataset", "shards": "train.tar", "tokenizer": "from-data"}
     evaluation = {"zero_shot": zero_shot, "batch_size": 3}
@@ -36,12 +35,12 @@ def test_options_change_configuration(write_run: Callable[..., Path]) -> None:
     assert (settings["tokenizer"], settings["batch_size"]) == ("from-data", 3)
 
 
-def test_options_without_task_are_refused() -> None:
+def test_options_without_task_are_refused():
     with pytest.raises(UserError, match="nothing to evaluate"):
         settings_of("")
 
 
-def test_results_are_json_and_table() -> None:
+def test_results_are_json_and_table():
     measures = {
         "retrieval_audio_to_text_r1": Measure(0.25, 0.01, 0.1755, 0.343),
         "retrieval_loss": Measure(2.5, 6.9078, 2.4, 2.6),
@@ -59,7 +58,7 @@ def test_results_are_json_and_table() -> None:
 
 
 @pytest.mark.end_to_end
-def test_best_checkpoint_is_evaluated_on_two_ranks(clip_tokenizer: str, tmp_path: Path) -> None:
+def test_best_checkpoint_is_evaluated_on_two_ranks(clip_tokenizer, tmp_path):
     for step, top1 in ((1, 0.5), (2, 0.25)):
         checkpoint_of(
             ClapModel(load_preset("micro")),

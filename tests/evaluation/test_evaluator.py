@@ -2,7 +2,6 @@
 mistakes early."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,6 @@ from tests.evaluation.conftest import (
     tone,
     write_clips,
 )
-from tests.rank_pool import RankPool
 
 MODEL = load_preset("micro")
 MICRO = MODEL.model_copy(update={"audio": MODEL.audio.model_copy(update={"num_samples": 4800})})
@@ -77,9 +75,7 @@ def evaluate_on_rank(shards: list[str], tokenizer: str) -> dict[str, float]:
         return evaluator.evaluate(micro_model()).metrics
 
 
-def test_metrics_are_independent_of_number_of_ranks(
-    eight_processes: RankPool, tmp_path: Path, clip_tokenizer: str
-) -> None:
+def test_metrics_are_independent_of_number_of_ranks(eight_processes, tmp_path, clip_tokenizer):
     shards = [write_clips(tmp_path / "0.tar", range(4))]
     shards.append(write_clips(tmp_path / "1.tar", range(4, 9)))
     expected = build(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
@@ -93,9 +89,7 @@ def test_metrics_are_independent_of_number_of_ranks(
         assert metrics == expected
 
 
-def test_evaluation_that_cannot_be_compiled_runs_uncompiled(
-    tmp_path: Path, clip_tokenizer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_that_cannot_be_compiled_runs_uncompiled(tmp_path, clip_tokenizer, capsys):
     def fail_to_compile(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
@@ -113,7 +107,7 @@ def test_evaluation_that_cannot_be_compiled_runs_uncompiled(
 
 
 @torch.no_grad()
-def test_metrics_equal_the_models_features(tmp_path: Path, clip_tokenizer: str) -> None:
+def test_metrics_equal_the_models_features(tmp_path, clip_tokenizer):
     model = micro_model()
     settings = settings_for([write_clips(tmp_path / "a.tar", range(9))], templates=["{}", "a {}"])
     metrics = build(settings, clip_tokenizer).evaluate(model).metrics
@@ -138,7 +132,7 @@ def test_metrics_equal_the_models_features(tmp_path: Path, clip_tokenizer: str) 
     assert metrics[RETRIEVAL_LOSS] == pytest.approx(float(loss), rel=1e-4)
 
 
-def test_features_are_evaluated_like_their_audio(tmp_path: Path, clip_tokenizer: str) -> None:
+def test_features_are_evaluated_like_their_audio(tmp_path, clip_tokenizer):
     members = []
     for number in range(5):
         features = LogMel(MICRO.audio)(torch.from_numpy(tone(number))[None])[0]
@@ -154,7 +148,7 @@ def test_features_are_evaluated_like_their_audio(tmp_path: Path, clip_tokenizer:
     assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-def test_evaluation_leaves_model_and_random_state(tmp_path: Path, clip_tokenizer: str) -> None:
+def test_evaluation_leaves_model_and_random_state(tmp_path, clip_tokenizer):
     model = micro_model().train()
     model.text.eval()
     evaluator = build(settings_for([write_clips(tmp_path / "a.tar", range(5))]), clip_tokenizer)
@@ -175,9 +169,7 @@ def test_evaluation_leaves_model_and_random_state(tmp_path: Path, clip_tokenizer
         evaluator.evaluate(model)
 
 
-def test_broken_clips_are_counted_and_named(
-    tmp_path: Path, clip_tokenizer: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_clips_are_counted_and_named(tmp_path, clip_tokenizer, capfd):
     extra = [("1000.wav", b"RIFF nothing"), ("1000.json", b'{"kind": "hum", "caption": "x"}')]
     extra += clip_members(1001, {"kind": "hum", "caption": " "})
     extra += clip_members(1002, {"caption": "no class"})
@@ -202,9 +194,7 @@ def build_on_rank(shards_by_rank: list[list[str]], tokenizer: str) -> str:
     return str(refusal.value)
 
 
-def test_ranks_with_different_shards_are_refused(
-    eight_processes: RankPool, tmp_path: Path, clip_tokenizer: str
-) -> None:
+def test_ranks_with_different_shards_are_refused(eight_processes, tmp_path, clip_tokenizer):
     shards_by_rank = [[write_clips(tmp_path / f"{rank}.tar", range(3))] for rank in range(2)]
     arguments = (build_on_rank, shards_by_rank, clip_tokenizer)
     for message in run_on_ranks(eight_processes, 2, tmp_path, *arguments):
@@ -224,21 +214,14 @@ FOUR = members_of(range(4))
         ("zero_shot", FOUR, {"classes": {"hum": ["x"]}}, "zero_shot.classes: .* 'click'"),
     ],
 )
-def test_mistake_in_settings_names_field(
-    tmp_path: Path,
-    clip_tokenizer: str,
-    task: str,
-    members: Members,
-    changes: dict[str, Any],
-    message: str,
-) -> None:
+def test_mistake_in_settings_names_field(tmp_path, clip_tokenizer, task, members, changes, message):
     section = {"shards": str(write_tar(tmp_path / "a.tar", members)), **changes}
     settings = EvaluationSettings.model_validate({task: section})
     with pytest.raises((CollectiveUserError, ValueError), match=rf"^clap\.evaluation\.{message}"):
         build(settings, clip_tokenizer).evaluate(micro_model())
 
 
-def test_missing_tokenizer_and_unknown_loss_are_named(tmp_path: Path, clip_tokenizer: str) -> None:
+def test_missing_tokenizer_and_unknown_loss_are_named(tmp_path, clip_tokenizer):
     settings = settings_for([write_clips(tmp_path / "a.tar", range(4))])
     with pytest.raises(CollectiveUserError, match=r"^clap\.evaluation\.tokenizer: missing"):
         build(settings, None)

@@ -23,13 +23,13 @@ def features(number: int, seed: int, dim: int = 6) -> torch.Tensor:
     return F.normalize(torch.randn(number, dim, generator=generator), dim=1)
 
 
-def test_wilson_interval_equals_published() -> None:
+def test_wilson_interval_equals_published():
     """81 of 263 is Newcombe's example (Statistics in Medicine 17, 1998)."""
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson(1.0, 10) == pytest.approx((0.7225, 1), abs=5e-5)
 
 
-def test_retrieval_measures_both_directions() -> None:
+def test_retrieval_measures_both_directions():
     clip_of_caption = torch.arange(30) % 12
     audio = features(12, 0)
     text = features(30, 1)
@@ -48,7 +48,7 @@ def test_retrieval_measures_both_directions() -> None:
         assert (measure.low, measure.high) == wilson(measure.value, 12)
 
 
-def test_chance_is_independent_of_model() -> None:
+def test_chance_is_independent_of_model():
     audio = features(40, 0, dim=64)
     text = audio.repeat_interleave(2, 0)
     measured = evaluate_retrieval(audio, text, torch.arange(40).repeat_interleave(2), ALONE)
@@ -57,7 +57,7 @@ def test_chance_is_independent_of_model() -> None:
     assert (r5.value, r5.chance) == (1, pytest.approx(1 - (75 * 74) / (80 * 79)))
 
 
-def test_zero_shot_equals_scikit_learn() -> None:
+def test_zero_shot_equals_scikit_learn():
     """With several classes per clip, and two classes without clips."""
     generator = torch.Generator().manual_seed(4)
     is_of_class = torch.rand(80, 9, generator=generator) < 0.2
@@ -81,7 +81,7 @@ def test_zero_shot_equals_scikit_learn() -> None:
     assert (measure.low, measure.high) == pytest.approx(wilson(precision, num_clips))
 
 
-def test_retrieval_loss_is_of_nearly_equal_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retrieval_loss_is_of_nearly_equal_batches(monkeypatch):
     monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
     scale = torch.tensor([5.0])
     bias = torch.tensor([-2.0])

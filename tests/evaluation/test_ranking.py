@@ -24,7 +24,7 @@ def measure_all_orders(
     return list(np.mean(results, axis=0))
 
 
-def test_measures_are_means_over_all_orders_of_ties() -> None:
+def test_measures_are_means_over_all_orders_of_ties():
     """Of three candidates with any ties, of which one or more are relevant."""
     for scores, relevant in product(product(range(3), repeat=3), product((False, True), repeat=3)):
         if any(relevant):
@@ -33,7 +33,7 @@ def test_measures_are_means_over_all_orders_of_ties() -> None:
             assert result == pytest.approx(measure_all_orders(scores, relevant, (1, 2), 2))
 
 
-def test_nan_score_ranks_last() -> None:
+def test_nan_score_ranks_last():
     scores = torch.tensor([[float("nan"), -0.5, 0.5]])
     relevant = torch.tensor([[True, False, False]])
     # Not among the best 1 or 2, but third of three.

@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pytest
 import soundfile
 
 from clap_ds.data.clip import captions_of, choose_clip
@@ -23,7 +22,7 @@ def decode(item: dict[str, bytes]) -> tuple[np.ndarray, int]:
     return soundfile.read(io.BytesIO(choose_clip(item, "encoded")), always_2d=True)
 
 
-def test_sounds_depend_on_seed_alone(tmp_path: Path) -> None:
+def test_sounds_depend_on_seed_alone(tmp_path):
     options = "--clips 24 --shards 3 --seconds 0.2-0.6 --seed"
     items = make(tmp_path / "first", f"{options} 0")
     repeated = make(tmp_path / "second", f"{options} 0")
@@ -34,7 +33,7 @@ def test_sounds_depend_on_seed_alone(tmp_path: Path) -> None:
     assert [*map(captions_of, items.values())] != [*map(captions_of, different.values())]
 
 
-def test_sounds_have_varied_kinds_rates_channels_and_lengths(tmp_path: Path) -> None:
+def test_sounds_have_varied_kinds_rates_channels_and_lengths(tmp_path):
     items = make(tmp_path / "sounds", f"--clips {4 * len(KINDS)} --seconds 0.2-0.6").values()
     kinds = Counter(json.loads(item["json"])["kind"] for item in items)
     assert kinds == {kind.label: 4 for kind in KINDS}
@@ -49,7 +48,7 @@ def test_sounds_have_varied_kinds_rates_channels_and_lengths(tmp_path: Path) -> 
     )
 
 
-def test_wordings_have_different_captions_at_one_format_and_rate(tmp_path: Path) -> None:
+def test_wordings_have_different_captions_at_one_format_and_rate(tmp_path):
     captions = {}
     for wordings in ("train", "held_out"):
         options = "--clips 48 --seconds 0.1 --format wav --sample_rate 8000 --wordings"
@@ -59,7 +58,7 @@ def test_wordings_have_different_captions_at_one_format_and_rate(tmp_path: Path)
     assert captions["train"].isdisjoint(captions["held_out"])
 
 
-def test_folder_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_with_files_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert exit_code_of(lambda: main([str(tmp_path)])) == 2
     assert "isn't an empty folder" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def gflops_of(preset: str, tokens: int, convention: Convention = "published") ->
 
 
 @pytest.mark.parametrize(("index", "preset"), [(0, TINY), (1, BASE)])
-def test_components_equal_every_row_of_the_published_table(index: int, preset: str) -> None:
+def test_components_equal_every_row_of_the_published_table(index, preset):
     gflops = gflops_of(preset, 514)
     for name, values in PUBLISHED_TABLE.items():
         assert f"{gflops[name]:.4f}" == f"{values[index]:.4f}", name
@@ -58,9 +58,7 @@ def test_components_equal_every_row_of_the_published_table(index: int, preset: s
         (LAION, "111.20", {77: "27.4422", 514: "111.1958"}, "73.2861"),
     ],
 )
-def test_totals_equal_published_and_recorded_figures(
-    preset: str, published: str, by_length: dict[int, str], training: str
-) -> None:
+def test_totals_equal_published_and_recorded_figures(preset, published, by_length, training):
     for tokens, gflops in by_length.items():
         assert f"{gflops_of(preset, tokens)['forward']:.4f}" == gflops
     config = load_preset(preset)
@@ -71,7 +69,7 @@ def test_totals_equal_published_and_recorded_figures(
     assert f"{executed / 1e9:.4f}" == training
 
 
-def test_model_convention_counts_executed_operations() -> None:
+def test_model_convention_counts_executed_operations():
     gflops = gflops_of(TINY, 77, "model")
     assert gflops["stft_convolution"] == gflops["tscam_conv"] == 0
     # A real FFT has half of 5·N·log2(N).
@@ -79,7 +77,7 @@ def test_model_convention_counts_executed_operations() -> None:
     assert gflops["stretch"] == pytest.approx(2 * 64 * 1001 * 1024 / 1e9)
 
 
-def test_packed_captions_cost_their_own_length() -> None:
+def test_packed_captions_cost_their_own_length():
     config = load_preset(TINY)
     packed, short, long = (
         forward_components(config, TextLengths.from_lengths(lengths), "model")["forward"]
@@ -105,9 +103,7 @@ def count_by_torch(
     ("preset", "trained", "front_end"),
     [("micro", ("audio", "text"), True), ("demo", ("audio",), False), ("micro", ("text",), True)],
 )
-def test_forward_and_backward_equal_torchs_counter(
-    preset: str, trained: tuple[str, ...], front_end: bool
-) -> None:
+def test_forward_and_backward_equal_torchs_counter(preset, trained, front_end):
     config = load_preset(preset)
     shape = (config.audio.num_samples,) if front_end else config.audio.feature_shape
     components = forward_components(config, LENGTHS, "model", front_end=front_end)
@@ -121,9 +117,7 @@ def test_forward_and_backward_equal_torchs_counter(
 @pytest.mark.parametrize(
     ("drop_path", "checkpointed"), [(0.1, ("audio",)), (0.0, ("audio", "text"))]
 )
-def test_recomputed_flops_equal_the_cost_of_checkpointing(
-    drop_path: float, checkpointed: tuple[str, ...]
-) -> None:
+def test_recomputed_flops_equal_the_cost_of_checkpointing(drop_path, checkpointed):
     config = load_preset("demo")
     backward = {}
     for towers in ((), checkpointed):

@@ -46,9 +46,7 @@ BERT = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"architect
     [(MICRO, 66), (ODD, 17), (FUSED, 17), (BERT, 23)],
     ids=["micro", "odd", "fused", "bert"],
 )
-def test_profiler_agrees_with_closed_form_to_the_last_flop(
-    config: ClapConfig, tokens: int, convention: Convention
-) -> None:
+def test_profiler_agrees_with_closed_form_to_the_last_flop(config, tokens, convention):
     expected = forward_components(config, TextLengths.fixed(tokens), convention)
     count = counters.count_by_deepspeed(BUILDERS[convention](config), tokens)
     assert sum(count) == expected["forward"]
@@ -57,12 +55,12 @@ def test_profiler_agrees_with_closed_form_to_the_last_flop(
 
 
 @pytest.mark.parametrize(("preset", "gflops"), [(TINY, 111.1967), (BASE, 130.0878)])
-def test_profiler_alone_counts_the_published_figure(preset: str, gflops: float) -> None:
+def test_profiler_alone_counts_the_published_figure(preset, gflops):
     count = counters.count_by_deepspeed(build_published_model(load_preset(preset)), 514)
     assert (count.counted / 1e9, count.ffts) == (pytest.approx(gflops, abs=1e-4), 0)
 
 
-def test_recorded_profile_and_docs_state_the_profilers_figure() -> None:
+def test_recorded_profile_and_docs_state_the_profilers_figure():
     components = forward_components(load_preset(TINY), TextLengths.fixed(77), "model")
     gflops = (components["forward"] - components["fft"]) / 1e9
     page = (ROOT / "analysis" / "FLOPS.md").read_text()
@@ -80,7 +78,7 @@ def test_recorded_profile_and_docs_state_the_profilers_figure() -> None:
         (LAION, (31.98, 125.30, 157.28, 153.49)),
     ],
 )
-def test_parameters_equal_open_clips_counts(preset: str, millions: tuple[float, ...]) -> None:
+def test_parameters_equal_open_clips_counts(preset, millions):
     counts = counters.parameter_counts(counters.build(load_preset(preset)))
     names = ("audio", "text", "total", "trainable")
     assert [counts[name] / 1e6 for name in names] == pytest.approx(millions, abs=0.006)

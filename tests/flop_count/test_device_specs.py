@@ -16,18 +16,18 @@ from clap_ds.utils.errors import UserError
         ("MI300X, AMD Instinct MI300X VF", 1307.4),
     ],
 )
-def test_name_variants_have_the_peak_of_their_device(names: str, tflops: float) -> None:
+def test_name_variants_have_the_peak_of_their_device(names, tflops):
     for name in names.split(", "):
         gpu = find_peak(name)
         assert gpu is not None
         assert gpu.bf16_tflops == tflops
 
 
-def test_ambiguous_or_unlisted_name_has_no_peak() -> None:
+def test_ambiguous_or_unlisted_name_has_no_peak():
     assert find_peak("H100") is find_peak("NVIDIA H200 MIG 1g.18gb") is None
 
 
-def test_gpus_of_plans_have_complete_data_sheets() -> None:
+def test_gpus_of_plans_have_complete_data_sheets():
     for name, gpu in GPUS.items():
         assert gpu.name == name
         # Dense: none of them has more.
@@ -37,7 +37,7 @@ def test_gpus_of_plans_have_complete_data_sheets() -> None:
     assert set(ALIASES.values()) <= set(GPUS)
 
 
-def test_gpu_is_found_by_name_or_alias_and_a_mistake_names_the_nearest() -> None:
+def test_gpu_is_found_by_name_or_alias_and_a_mistake_names_the_nearest():
     assert gpu_named("H100_SXM") is gpu_named("h100") is GPUS["h100-sxm"]
     for name, advice in (
         ("h100-sxn", "did you mean 'h100-sxm'"),
@@ -47,7 +47,7 @@ def test_gpu_is_found_by_name_or_alias_and_a_mistake_names_the_nearest() -> None
             gpu_named(name)
 
 
-def test_unknown_device_has_no_mfu_but_advice() -> None:
+def test_unknown_device_has_no_mfu_but_advice():
     summary = utilization(4e9, 2e9, 500, "Some CPU", None)
     missing = {name for name, value in summary.items() if value is None}
     assert missing == {"mfu_published_percent", "mfu_model_percent", "hfu_percent", "peak_tflops"}
@@ -55,7 +55,7 @@ def test_unknown_device_has_no_mfu_but_advice() -> None:
     assert "'Some CPU' is unknown; set clap.hardware.peak_tflops" in summary["peak_source"]
 
 
-def test_each_mfu_equals_a_hand_calculation() -> None:
+def test_each_mfu_equals_a_hand_calculation():
     # 5 GFLOPs forward and backward at 500 samples/s: 2.5 TFLOPS, 25% of 10. Recomputing 1.5 GFLOPs
     # adds 0.75 TFLOPS. 3 × 4 GFLOPs are 6 TFLOPS.
     mfu = utilization(4e9, 5e9, 500, "NVIDIA H200", 10.0, recomputed_flops=1.5e9)

@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +22,11 @@ from clap_ds.throughput_bench.flops_profile import measure_flops
 from clap_ds.utils.errors import UserError
 from tests.processes import ROOT
 
-WriteRun = Callable[..., Path]
 MICRO = load_preset("micro")
 LENGTHS = TextLengths.fixed(16)
 
 
-def test_report_has_both_counts_in_both_conventions(
-    write_run: WriteRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_has_both_counts_in_both_conventions(write_run, capsys):
     flops.main(["--config", str(write_run())])
     printed = capsys.readouterr().out
     assert printed.startswith("micro, 16 text tokens")
@@ -49,17 +44,17 @@ def test_report_has_both_counts_in_both_conventions(
         assert re.search(cells, printed), label
 
 
-def test_disagreement_is_reported() -> None:
+def test_disagreement_is_reported():
     assert flops.agreement([1e9, 2e9], [1e9, 2.001e9]).endswith("differ by 0.0500%")
 
 
 @pytest.mark.parametrize("tokens", ["0", "67"])
-def test_impossible_caption_length_is_rejected(write_run: WriteRun, tokens: str) -> None:
+def test_impossible_caption_length_is_rejected(write_run, tokens):
     with pytest.raises(UserError, match="1 to 66 tokens"):
         flops.main(["--config", str(write_run()), "--context_length", tokens])
 
 
-def test_benchmark_counts_executed_flops(tmp_path: Path) -> None:
+def test_benchmark_counts_executed_flops(tmp_path):
     """With a frozen text tower, recomputation, shards of mel features and GradCache."""
     model = ClapModel(MICRO)
     freeze(model, {"text"})
@@ -80,7 +75,7 @@ def test_benchmark_counts_executed_flops(tmp_path: Path) -> None:
     assert measured["recomputed_gflops"] == pytest.approx((forward + recomputed) / 1e9)
 
 
-def test_closed_form_runs_without_torch(tmp_path: Path) -> None:
+def test_closed_form_runs_without_torch(tmp_path):
     """As on a login node, importing torch or DeepSpeed fails."""
     program = "import sys\nsys.modules['torch'] = sys.modules['deepspeed'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(program)

@@ -17,7 +17,6 @@ from clap_ds.config.model import load_preset
 from clap_ds.data.decoding import resample, resampling_ratio
 from clap_ds.inference import audio_windows
 from clap_ds.inference.audio_windows import Window, read_windows
-from clap_ds.inference.model import Clap
 from tests.inference.conftest import noise, write_sound
 
 AUDIO = load_preset("micro").audio
@@ -31,9 +30,7 @@ def windows_of(path: str, overlap: float = 0.0) -> list[Window]:
     ("name", "rate", "overlap"),
     [("a.wav", 44100, 0), ("a.mp3", 8000, 0.5), ("a.ogg", 48000, 0.5)],
 )
-def test_windows_equal_parts_of_the_whole_file(
-    tmp_path: Path, name: str, rate: int, overlap: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_equal_parts_of_the_whole_file(tmp_path, name, rate, overlap, monkeypatch):
     # Shorter than a window, and no multiple of the filters' period.
     monkeypatch.setattr(audio_windows, "_BLOCK", 7001)
     path = write_sound(tmp_path / name, noise(4.3, rate, 2), rate)
@@ -53,7 +50,7 @@ def test_windows_equal_parts_of_the_whole_file(
         torch.testing.assert_close(waveform, whole[start : start + 48000], rtol=0, atol=2e-6)
 
 
-def test_memory_is_constant_for_long_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_constant_for_long_files(tmp_path, monkeypatch):
     # 18 minutes: 210 MB, or 420 resampled.
     block = audio_windows._BLOCK
     blocks = itertools.repeat(np.full((block, 2), 0.25, np.float32), 200)
@@ -69,7 +66,7 @@ def test_memory_is_constant_for_long_files(tmp_path: Path, monkeypatch: pytest.M
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 100_000
 
 
-def test_mean_pooling_normalizes_the_sum_of_windows(clap: Clap, tmp_path: Path) -> None:
+def test_mean_pooling_normalizes_the_sum_of_windows(clap, tmp_path):
     sound = write_sound(tmp_path / "long.wav", noise(3.5))
     rows = list(clap.iter_windows([sound], overlap=0.25))
     assert [row.start_s for row in rows] == [0, 0.75, 1.5, 2.25, 2.5]
@@ -80,9 +77,7 @@ def test_mean_pooling_normalizes_the_sum_of_windows(clap: Clap, tmp_path: Path) 
     np.testing.assert_allclose(pooled.vector, total / np.linalg.norm(total), atol=3e-7)
 
 
-def test_unusable_files_are_rows_in_their_place(
-    clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_files_are_rows_in_their_place(clap, tmp_path, monkeypatch):
     monkeypatch.setattr(audio_windows, "_BLOCK", 7001)
     write_sound(tmp_path / "a.wav", noise(1.5))
     write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))

@@ -56,9 +56,7 @@ def read_csv(path: str) -> list[list[str]]:
     return list(csv.reader(Path(path).read_text().splitlines()))
 
 
-def test_sources_are_found_in_folders_lists_and_tars(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_are_found_in_folders_lists_and_tars(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s" / "a").mkdir(parents=True)
     for name in ("s/b.wav", "s/a/z.FLAC", "s/text.txt", "c.mp3", os.fsdecode(b"s/\xff.ogg")):
@@ -73,7 +71,7 @@ def test_sources_are_found_in_folders_lists_and_tars(
         find_sources(["absent.wav"])
 
 
-def test_classify_writes_the_likeliest_labels(workspace: Path) -> None:
+def test_classify_writes_the_likeliest_labels(workspace):
     labels = ["dog", "low_hum", "siren"]
     options = ["--labels", " dog,low_hum, siren", "--top", "2", "--template", "a {}"]
     assert classify(["run", "sounds", *options, "--output", "labels.csv"]) == 1
@@ -85,7 +83,7 @@ def test_classify_writes_the_likeliest_labels(workspace: Path) -> None:
     assert float(last[5]) == pytest.approx(probabilities[first], abs=1e-6)
 
 
-def test_search_finds_the_nearest_windows(table: Path) -> None:
+def test_search_finds_the_nearest_windows(table):
     search(["v.parquet", "--sound", "sounds/high.wav", "--top", "1", "--output", "nearest.csv"])
     header, nearest = read_csv("nearest.csv")
     assert header == ["file", "start_s", "end_s", "score"]
@@ -101,14 +99,7 @@ def test_search_finds_the_nearest_windows(table: Path) -> None:
         ("search", "v.parquet dog --model other", "another model"),
     ],
 )
-def test_mistake_is_a_user_error(
-    table: Path,
-    tokenizer_dir: str,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    line: str,
-    message: str,
-) -> None:
+def test_mistake_is_a_user_error(table, tokenizer_dir, capsys, name, line, message):
     checkpoint_of(ClapModel(load_preset("micro")), table / "other", 1, Path(tokenizer_dir))
     command = getattr(commands, name)
     assert exit_code_of(lambda: command(line.split())) == 2
@@ -116,9 +107,7 @@ def test_mistake_is_a_user_error(
 
 
 @pytest.mark.parametrize("option", ["model", "tokenizer", "preset"])
-def test_table_naming_a_foreign_model_is_rejected(
-    table: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_table_naming_a_foreign_model_is_rejected(table, capsys, option):
     metadata, _ = read_table(Path("v.parquet"))
     foreign = replace(metadata, **{option: "open_clip:hf-hub:some/one"})
     with Path("foreign.parquet").open("wb") as file:
@@ -127,9 +116,7 @@ def test_table_naming_a_foreign_model_is_rejected(
     assert f"pass --{option} open_clip:hf-hub:some/one" in capsys.readouterr().err
 
 
-def test_score_is_the_mean_of_files_cosines(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_score_is_the_mean_of_files_cosines(workspace, capsys):
     """A file's captions count together, so that a file with several has no more weight."""
     pairs = {
         "sounds/high.wav": ["a loud tone", "a click"],
@@ -157,7 +144,7 @@ def test_score_is_the_mean_of_files_cosines(
     assert exit_code_of(lambda: score(["run", "list.csv"])) == 2
 
 
-def test_command_lines_in_docs_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines_in_docs_run(workspace, capsys):
     Path("CHECKPOINT").symlink_to("run")
     Path("shards").mkdir()
     write_tar(workspace / "shards" / "0.tar", marked_items(range(3)))

@@ -5,7 +5,6 @@ import doctest
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +58,7 @@ def evaluator_of(clap: Clap, shard: str) -> Evaluator:
     )
 
 
-def test_audio_embeddings_equal_evaluations_bitwise(clap: Clap, shard: str) -> None:
+def test_audio_embeddings_equal_evaluations_bitwise(clap, shard):
     expected = evaluator_of(clap, shard)._embed_clips(clap.model)[0]
     paths = [str(Path(shard).parent / f"{name}.flac") for name in CLIPS]
     for sounds, num_workers in ((paths, 0), (list_clips([shard])[0], 2)):
@@ -71,7 +70,7 @@ def test_audio_embeddings_equal_evaluations_bitwise(clap: Clap, shard: str) -> N
     np.testing.assert_allclose(clap.embed_audio(paths[0]), expected[:1], atol=3e-7)
 
 
-def test_text_embeddings_and_probabilities_equal_evaluations(clap: Clap, shard: str) -> None:
+def test_text_embeddings_and_probabilities_equal_evaluations(clap, shard):
     evaluator = evaluator_of(clap, shard)
     plans = evaluator._plans
     text = evaluator._embed_captions(clap.model, plans["retrieval"].captions)
@@ -97,7 +96,7 @@ def decoder_of(samples: np.ndarray, sample_rate: int) -> SimpleNamespace:
     return SimpleNamespace(get_all_samples=lambda: decoded)
 
 
-def test_arrays_and_encoded_files_equal_paths(clap: Clap, tmp_path: Path) -> None:
+def test_arrays_and_encoded_files_equal_paths(clap, tmp_path):
     samples = (noise(1.7, 44100, 2) * 32768).astype(np.int16)
     path = write_sound(tmp_path / "stereo.wav", samples, 44100)
     floats = samples / np.float32(32768)
@@ -126,12 +125,7 @@ def test_arrays_and_encoded_files_equal_paths(clap: Clap, tmp_path: Path) -> Non
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
 
 
-def test_examples_of_docstring_and_docs_run(
-    clap_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_examples_of_docstring_and_docs_run(clap_folder, tmp_path, monkeypatch, capsys):
     for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.mp3", 1.8)):
         write_sound(tmp_path / name, noise(seconds))
     (tmp_path / clap_folder.name).symlink_to(clap_folder)
@@ -159,8 +153,6 @@ def test_examples_of_docstring_and_docs_run(
         (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "no tokenizer '/nowhere'"),
     ],
 )
-def test_mistake_raises_an_error_with_its_cause(
-    clap: Clap, call: Callable[[Clap], object], message: str
-) -> None:
+def test_mistake_raises_an_error_with_its_cause(clap, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(clap)

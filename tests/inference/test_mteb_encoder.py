@@ -1,13 +1,11 @@
 """Test the encoder for mteb: embeddings of rows, and a task of mteb if it is installed."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from clap_ds.inference.model import Clap
 from clap_ds.inference.mteb_encoder import MtebEncoder
 from tests import needs
 from tests.inference.conftest import noise
@@ -16,7 +14,7 @@ SOUNDS = [{"array": noise(0.3 + 0.4 * n)[0] / (n + 1), "sampling_rate": 48000} f
 TEXTS = ["a loud tone", "a quiet tone", "a click", "a loud tone"]
 
 
-def test_rows_of_audio_text_or_both_are_embedded(clap: Clap, clap_folder: Path) -> None:
+def test_rows_of_audio_text_or_both_are_embedded(clap, clap_folder):
     encoder = MtebEncoder(str(clap_folder), device="cpu")
     audio = clap.embed_audio(SOUNDS, batch_size=3)
     text = clap.embed_text(TEXTS, batch_size=3)
@@ -28,7 +26,7 @@ def test_rows_of_audio_text_or_both_are_embedded(clap: Clap, clap_folder: Path) 
         np.testing.assert_allclose(vectors, expected, atol=1e-6)
 
 
-def test_encoder_follows_mtebs_protocol(clap: Clap, clap_folder: Path) -> None:
+def test_encoder_follows_mtebs_protocol(clap, clap_folder):
     needs.package("mteb", "mteb")
     import mteb
 

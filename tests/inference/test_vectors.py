@@ -37,7 +37,7 @@ def write_rows(path: Path, num_rows: int) -> Path:
     return path
 
 
-def test_table_is_readable_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_readable_by_pandas(tmp_path, monkeypatch):
     monkeypatch.setattr(vectors, "ROWS", 8)
     path = write_rows(tmp_path / "vectors.parquet", 27)
     metadata, batches = read_table(path)
@@ -50,7 +50,7 @@ def test_table_is_readable_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyP
         np.testing.assert_array_equal(cells["vector"], vector)
 
 
-def test_foreign_columns_and_empty_cells_are_rejected(tmp_path: Path) -> None:
+def test_foreign_columns_and_empty_cells_are_rejected(tmp_path):
     table = pyarrow.parquet.read_table(write_rows(tmp_path / "vectors.parquet", 9))
     for values in (pyarrow.array(["x"] * 9), pyarrow.nulls(9, pyarrow.float64())):
         changed = table.set_column(1, "start_s", values)
@@ -59,9 +59,7 @@ def test_foreign_columns_and_empty_cells_are_rejected(tmp_path: Path) -> None:
             find_nearest(read_table(tmp_path / "foreign.parquet")[1], np.ones(4, np.float32), 3)
 
 
-def test_nearest_rows_equal_a_sort_of_all_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nearest_rows_equal_a_sort_of_all_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(vectors, "ROWS", 7)
     path = write_rows(tmp_path / "vectors.parquet", 100)
     query = np.array([0.5, -0.5, 0.5, 0.5], np.float32)

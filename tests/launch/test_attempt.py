@@ -53,13 +53,13 @@ def decide(
     ],
 )
 def test_state_and_exit_code_of_an_attempt_without_errors(
-    tmp_path: Path, code: int, recorded: str, stopped: Any, state: str, exit_code: int
-) -> None:
+    tmp_path, code, recorded, stopped, state, exit_code
+):
     result = decide(tmp_path, code, recorded, stopped=stopped)
     assert (result.state, result.exit_code, result.at_fault) == (state, exit_code, [])
 
 
-def test_lost_host_outweighs_errors_of_ranks(tmp_path: Path) -> None:
+def test_lost_host_outweighs_errors_of_ranks(tmp_path):
     result = decide(tmp_path, 137, "running", {0: LOST_PEER}, down={"n2": "down*"})
     assert (result.error, result.at_fault) == ("lost n2: down*", ["n2"])
 
@@ -77,23 +77,21 @@ def test_lost_host_outweighs_errors_of_ranks(tmp_path: Path) -> None:
         (1, {2: NO_PACKAGE, 0: NO_PACKAGE, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),
     ],
 )
-def test_outcome_by_the_first_cause(
-    tmp_path: Path, code: int, errors: Any, state: str, exit_code: int, hosts: Any, is_unclear: bool
-) -> None:
+def test_outcome_by_the_first_cause(tmp_path, code, errors, state, exit_code, hosts, is_unclear):
     """SLURM is asked about hosts only if no rank reported a cause."""
     result = decide(tmp_path, code, "failed", errors)
     assert (result.state, result.exit_code) == (state, exit_code)
     assert (result.at_fault, result.is_unclear) == (hosts, is_unclear)
 
 
-def test_launchers_first_error_outweighs_ranks_that_were_stopped(tmp_path: Path) -> None:
+def test_launchers_first_error_outweighs_ranks_that_were_stopped(tmp_path):
     output = b"slurmstepd: error: execve(): no python\nsrun: error: n2: task 2: Exited with exit code 2\n"
     result = decide(tmp_path, 143, "running", {0: STOPPED}, output)
     assert (result.state, result.at_fault) == ("failed", ["n2"])
     assert result.error == "n2: task 2: Exited with exit code 2 (execve(): no python)"
 
 
-def test_stopped_rank_is_named_and_slurm_is_asked_for_hosts(tmp_path: Path) -> None:
+def test_stopped_rank_is_named_and_slurm_is_asked_for_hosts(tmp_path):
     result = decide(tmp_path, 143, "terminated", {2: STOPPED, 0: LOST_PEER})
     assert (result.state, result.exit_code, result.is_unclear) == ("terminated", 143, True)
     assert "rank 2 on n2" in result.error
@@ -128,7 +126,7 @@ NO_PYTHON = "slurmstepd-cn2: error: execve(): /x/.venv/bin/python: No such file 
         ("srun: error: cn10: task 2: Killed\nerror: cn1: task 0: Killed\nsrun: error: cn[1: task 2: Killed\n", "", [], ""),
     ],
 )  # fmt: skip
-def test_first_error_names_its_host(output: str, kind: str, hosts: list[str], message: str) -> None:
+def test_first_error_names_its_host(output, kind, hosts, message):
     # However the output is split.
     for size in (1, len(output)):
         errors = LauncherErrors(["cn1", "cn2"])

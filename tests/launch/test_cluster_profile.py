@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +18,9 @@ from clap_ds.launch.cluster_profile import (
 )
 from clap_ds.utils.errors import UserError
 from tests.conftest import ROOT
-from tests.launch.conftest import FakeSlurm
 
 
-def test_profile_of_jupiter_has_the_published_values() -> None:
+def test_profile_of_jupiter_has_the_published_values():
     profile = load_profile("jupiter")
     assert (profile.partition, profile.gpus_per_node, profile.cpus_per_task) == ("booster", 4, 72)
     assert "/PROJECT/" in profile.environment["HF_HOME"], "the manual tells users to edit this"
@@ -43,9 +40,7 @@ def test_profile_of_jupiter_has_the_published_values() -> None:
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon'"),
     ],
 )
-def test_wrong_field_is_rejected_with_file_and_name(
-    tmp_path: Path, content: Any, message: str
-) -> None:
+def test_wrong_field_is_rejected_with_file_and_name(tmp_path, content, message):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(content))
     with pytest.raises(UserError) as raised:
@@ -54,12 +49,12 @@ def test_wrong_field_is_rejected_with_file_and_name(
     assert message in str(raised.value)
 
 
-def test_unknown_profile_is_rejected_with_the_nearest_name() -> None:
+def test_unknown_profile_is_rejected_with_the_nearest_name():
     with pytest.raises(UserError, match="did you mean 'jupiter'"):
         load_profile("jupitr")
 
 
-def test_file_is_found_by_its_former_name_if_only_that_exists(tmp_path: Path) -> None:
+def test_file_is_found_by_its_former_name_if_only_that_exists(tmp_path):
     (tmp_path / "site.json").touch()
     assert job_file(tmp_path, PROFILE) == tmp_path / "site.json"
     (tmp_path / PROFILE).touch()
@@ -67,7 +62,7 @@ def test_file_is_found_by_its_former_name_if_only_that_exists(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["slurm_hostfile", "sweep"])
-def test_command_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
+def test_command_runs_as_a_file_of_a_bare_checkout(name):
     """The package is missing, or the Python is too old for it."""
     path = str(ROOT / "launch" / f"{name}.py")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -82,7 +77,7 @@ def test_command_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
 # --- checks with the ranks' Python
 
 
-def test_python_is_checked_in_its_container(tmp_path: Path, slurm: FakeSlurm) -> None:
+def test_python_is_checked_in_its_container(tmp_path, slurm):
     slurm.write_program("apptainer", 'shift 3\nexec "$@"')
     setup = ["module() { [ $1 = load ]; }", "module load CUDA"]
     container = ["apptainer", "exec", "--nv", "x y.sif"]
@@ -97,9 +92,7 @@ def test_python_is_checked_in_its_container(tmp_path: Path, slurm: FakeSlurm) ->
         ({"setup": ["true", "module load CUDA/99"]}, "module: command not found"),
     ],
 )
-def test_missing_python_package_or_module_is_rejected(
-    slurm: FakeSlurm, fields: dict[str, Any], message: str
-) -> None:
+def test_missing_python_package_or_module_is_rejected(slurm, fields, message):
     versions = json.dumps(dict.fromkeys(("python", *PACKAGES), "1"))
     problem = "error: fake_python has no transformers"
     slurm.write_program(

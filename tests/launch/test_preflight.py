@@ -27,7 +27,7 @@ def _write_reports(folder: Path, hosts: list[str], **odd_software: str) -> None:
         (folder / f"rank-{rank:05}.json").write_text(json.dumps(report))
 
 
-def test_hosts_are_described_and_those_that_differ_or_have_wrong_sums_named(tmp_path: Path) -> None:
+def test_hosts_are_described_and_those_that_differ_or_have_wrong_sums_named(tmp_path):
     _write_reports(tmp_path, ["n1", "n2", "n3"], code="x")
     measured = {"bus_gb_per_s": 1.5, "seconds": 0.25, "num_wrong": [0, 0, 5]}
     (tmp_path / "measured.json").write_text(json.dumps(measured))
@@ -49,8 +49,8 @@ def test_hosts_are_described_and_those_that_differ_or_have_wrong_sums_named(tmp_
     ],
 )
 def test_host_that_starts_no_rank_is_named_unless_slurm_refuses_all(
-    tmp_path: Path, hosts: list[str], output: str, problem: str
-) -> None:
+    tmp_path, hosts, output, problem
+):
     _write_reports(tmp_path, hosts)
     (tmp_path / "output").write_text(output)
     problems, _ = evaluate(SLOTS, 1, tmp_path)
@@ -62,7 +62,7 @@ SLOTS_OF_FOUR = {"n1": 4, "n3": 4}
 WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
 
 
-def test_deepspeeds_launcher_starts_one_srun_on_these_hosts() -> None:
+def test_deepspeeds_launcher_starts_one_srun_on_these_hosts():
     profile = ClusterProfile(srun=["--mpi=none", "--cpu-bind=cores"], cpus_per_task=8)
     command = launch_command(profile, "py", SLOTS_OF_FOUR, Path("H"), WORDS, "7.0")
     assert command[:3] == ["py", "-m", "deepspeed.launcher.runner"]
@@ -78,7 +78,7 @@ def test_deepspeeds_launcher_starts_one_srun_on_these_hosts() -> None:
     assert {*step.split(), *of_profile.split()} <= {*shlex.split(arguments.launcher_args)}
 
 
-def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
+def test_torchrun_has_one_task_on_a_host_with_all_its_cores():
     container = ["apptainer", "exec", "a.sif"]
     profile = ClusterProfile(launcher="torchrun", cpus_per_task=8, wrapper=container)
     command = launch_command(profile, "python3", SLOTS_OF_FOUR, Path("H"), WORDS)

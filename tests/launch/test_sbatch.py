@@ -15,7 +15,7 @@ SPARE_NODES = "$((SLURM_JOB_NUM_NODES - 2))"
 TRICKY = 'a "b" $HOME `c` %h!\nd'
 
 
-def test_script_is_read_at_a_glance() -> None:
+def test_script_is_read_at_a_glance():
     profile = ClusterProfile(
         setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
         partition="gpu", python="/opt/python", sbatch=["--qos=big"],
@@ -73,8 +73,8 @@ exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" \\
     ],
 )
 def test_lost_first_host_requeues_this_start_of_the_job(
-    tmp_path: Path, host: str, state: str, restarts: int, task: str, requeued: str
-) -> None:
+    tmp_path, host, state, restarts, task, requeued
+):
     """A guard that SLURM left on a host that was cut off must not start a job again that has ended
     or has other hosts, nor the other tasks of an array."""
     programs = {
@@ -106,7 +106,7 @@ def _run_guard(folder: Path, programs: dict[str, str], **variables: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, env=env).stdout
 
 
-def test_words_reach_the_supervisor_whole(tmp_path: Path) -> None:
+def test_words_reach_the_supervisor_whole(tmp_path):
     """Use a path with spaces, quotes and percent signs, and a tricky value."""
     folder = tmp_path / "it's 50%"
     python = tmp_path / "python"

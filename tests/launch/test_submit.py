@@ -47,8 +47,8 @@ def _job_folders(folder: Path) -> list[Path]:
 
 
 def test_script_has_the_options_of_the_profile_unless_the_command_replaces_them(
-    submit: Submit, folder: Path, slurm: FakeSlurm
-) -> None:
+    submit, folder, slurm
+):
     profile = {"partition": "gpu", "gpus_per_node": 2, "sbatch": ["--qos=small", "--exclusive"]}
     # SLURM counts only nodes in service; a submitted job would wait for the others.
     note = "Requested node configuration is not available"
@@ -71,7 +71,7 @@ def test_script_has_the_options_of_the_profile_unless_the_command_replaces_them(
         assert text in output
 
 
-def test_line_of_the_watching_page_prints_the_jobs_progress(submit: Submit, folder: Path) -> None:
+def test_line_of_the_watching_page_prints_the_jobs_progress(submit, folder):
     submit()
     (job,) = _job_folders(folder)
     (job / "tiny-101.out").write_text("loading\nstep 1/2\n")
@@ -104,14 +104,8 @@ REFUSED_PARTITION = "invalid partition specified: gpuu"
     ],
 )
 def test_job_that_cannot_run_is_rejected_before_queueing(
-    submit: Submit,
-    folder: Path,
-    slurm: FakeSlurm,
-    profile: dict[str, Any],
-    options: str,
-    sbatch_error: str,
-    message: str,
-) -> None:
+    submit, folder, slurm, profile, options, sbatch_error, message
+):
     if sbatch_error:
         slurm.write("refuse_test", f"{sbatch_error}\n")
     assert message in submit(*options.split(), code=2, profile=profile)
@@ -119,17 +113,15 @@ def test_job_that_cannot_run_is_rejected_before_queueing(
 
 
 def test_time_limit_that_another_qos_or_partition_may_allow_is_submitted(
-    submit: Submit, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    submit, slurm, monkeypatch
+):
     assert "unless --qos" in submit("--time", "2-0", "--qos", "big")
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
     options = "--time UNLIMITED --gpus_per_node 2 --parsable"
     assert submit(*options.split()) == "102\n"
 
 
-def test_job_that_sbatch_rejects_can_be_submitted_again(
-    submit: Submit, folder: Path, slurm: FakeSlurm
-) -> None:
+def test_job_that_sbatch_rejects_can_be_submitted_again(submit, folder, slurm):
     slurm.write("refuse", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
     errors = submit(code=2)
     (job,) = _job_folders(folder)
@@ -139,9 +131,7 @@ def test_job_that_sbatch_rejects_can_be_submitted_again(
     assert slurm.lines("calls") == [f"--parsable {job}/tiny.sbatch"]
 
 
-def test_missing_path_is_rejected_unless_an_earlier_job_may_make_it(
-    submit: Submit, folder: Path
-) -> None:
+def test_missing_path_is_rejected_unless_an_earlier_job_may_make_it(submit, folder):
     shards = f"{folder}/x-{{0..3}}.tar"
     data = {"source": "webdataset", "shards": shards, "tokenizer": f"{folder}/tokenizer"}
     error = submit(code=2, clap={"data": data})

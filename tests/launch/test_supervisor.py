@@ -14,7 +14,6 @@ from clap_ds.launch import supervisor
 from clap_ds.launch.attempt import AttemptOutcome, LauncherErrors
 from clap_ds.launch.supervisor import RunningJob, copy_output, main
 from clap_ds.run_records.lock import FolderLock
-from tests.launch.conftest import FakeSlurm
 
 # A rank that fails, with the exit code of one that srun ended.
 RANK = """
@@ -48,12 +47,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "attempts.json").read_text()))
 
 
-def test_error_of_a_rank_reaches_the_records(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    slurm: FakeSlurm,
-) -> None:
+def test_error_of_a_rank_reaches_the_records(tmp_path, monkeypatch, capfd, slurm):
     """The program's own error ends the job after one attempt, and not with srun's code for ranks
     that it killed."""
     monkeypatch.setattr(
@@ -73,12 +67,7 @@ def test_error_of_a_rank_reaches_the_records(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
 
 
-def test_second_job_in_a_folder_changes_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    slurm: FakeSlurm,
-) -> None:
+def test_second_job_in_a_folder_changes_nothing(tmp_path, monkeypatch, capsys, slurm):
     job = _start_job(tmp_path, 2)
     job.begin_attempt(job.slots)
     FolderLock(tmp_path).acquire()
@@ -93,7 +82,7 @@ def test_second_job_in_a_folder_changes_nothing(
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
 
 
-def test_spare_host_replaces_a_lost_one(tmp_path: Path) -> None:
+def test_spare_host_replaces_a_lost_one(tmp_path):
     job = _start_job(tmp_path, 4, 2)
     for hosts, lost_host in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
@@ -106,7 +95,7 @@ def test_spare_host_replaces_a_lost_one(tmp_path: Path) -> None:
     assert [*job.choose_hosts()] == ["n1", "n2"]
 
 
-def test_failure_that_recurs_on_another_host_is_the_programs(tmp_path: Path) -> None:
+def test_failure_that_recurs_on_another_host_is_the_programs(tmp_path):
     job = _start_job(tmp_path, 4)
     outcomes = []
     for host in ("n2", "n3"):
@@ -118,9 +107,7 @@ def test_failure_that_recurs_on_another_host_is_the_programs(tmp_path: Path) -> 
     assert _read_record(tmp_path)["attempts"][1]["at_fault"] == []
 
 
-def test_start_that_slurm_ended_is_in_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
-) -> None:
+def test_start_that_slurm_ended_is_in_the_record(tmp_path, monkeypatch, slurm):
     """Even if the host of this process went down."""
     _start_job(tmp_path, 3, 1).begin_attempt({"n1": 4, "n2": 4})
     slurm.write("partitions", "n1 down*\nn2 idle\n")
@@ -154,12 +141,8 @@ def test_start_that_slurm_ended_is_in_the_record(
     ],
 )
 def test_job_is_requeued_if_another_start_may_succeed(
-    tmp_path: Path,
-    outcome: AttemptOutcome,
-    earlier: str,
-    stop_signal: signal.Signals | None,
-    requeues: bool,
-) -> None:
+    tmp_path, outcome, earlier, stop_signal, requeues
+):
     job = _start_job(tmp_path, 2)
     first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
     job.attempts = [first, {"requeued": False, "saved": "saved-now" in earlier}]
@@ -167,7 +150,7 @@ def test_job_is_requeued_if_another_start_may_succeed(
     assert job.should_requeue(outcome) == requeues
 
 
-def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
+def test_log_goes_on_after_the_disk_was_full(tmp_path):
     (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"written")
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     full_disk = os.open("/dev/full", os.O_WRONLY)

@@ -13,7 +13,6 @@ import pytest
 from clap_ds.launch.jobs import Jobs
 from clap_ds.launch.sweep import main
 from tests.conftest import ROOT, micro_run
-from tests.launch.conftest import FakeSlurm
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def _parse_table(output: str) -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_sweep_has_a_job_for_each_value_and_repeat(tmp_path: Path, slurm: FakeSlurm) -> None:
+def test_sweep_has_a_job_for_each_value_and_repeat(tmp_path, slurm):
     slurm.write("partitions", "gpu*|gpu:4|12:00:00|9\n")
     training = ["--train", "--vary", "clap.train.max_samples=64,128"]
     folder = _start(tmp_path, "--nodes", "2", "--repeats", "2", *training)
@@ -92,13 +91,7 @@ def test_sweep_has_a_job_for_each_value_and_repeat(tmp_path: Path, slurm: FakeSl
         ("--nodes 2 2", "duplicate"),
     ],
 )
-def test_nothing_is_queued_unless_every_job_can_run(
-    tmp_path: Path,
-    slurm: FakeSlurm,
-    capsys: pytest.CaptureFixture[str],
-    options: str,
-    message: str,
-) -> None:
+def test_nothing_is_queued_unless_every_job_can_run(tmp_path, slurm, capsys, options, message):
     folder = _start(tmp_path, *options.split(), code=2)
     assert message in capsys.readouterr().err
     assert not folder.exists()
@@ -106,9 +99,7 @@ def test_nothing_is_queued_unless_every_job_can_run(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_array_is_one_submission_and_resumes_missing_tasks(
-    tmp_path: Path, slurm: FakeSlurm, call: Call
-) -> None:
+def test_array_is_one_submission_and_resumes_missing_tasks(tmp_path, slurm, call):
     folder = _start(tmp_path, "--array", "--vary", "optimizer.params.lr=1e-4,2e-4,3e-4")
     names = ["n001-lr_0.0001", "n001-lr_0.0002", "n001-lr_0.0003"]
     assert slurm.lines("calls") == [f"--parsable --array=0,1,2 {folder}/array.sbatch"]
@@ -142,9 +133,9 @@ def test_array_is_one_submission_and_resumes_missing_tasks(
     ],
 )  # fmt: skip
 def test_job_without_a_record_is_found_by_its_name(
-    tmp_path: Path, slurm: FakeSlurm, call: Call, queue: str, accounting: str, first: str,
-    second: str, num_resubmitted: int,
-) -> None:  # fmt: skip
+    tmp_path, slurm, call, queue, accounting, first,
+    second, num_resubmitted
+):  # fmt: skip
     folder = _start(tmp_path, "--nodes", "1", "2")
     _edit_record(folder, '"101"', "null")
     names = _read_slurm_names(folder)
@@ -156,9 +147,7 @@ def test_job_without_a_record_is_found_by_its_name(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(tmp_path, slurm, capsys):
     slurm.write_program("sbatch", f"[ $1 = --test-only ] || kill -INT {os.getpid()}\nsleep 5")
     previous = signal.signal(
         signal.SIGINT, signal.default_int_handler
@@ -171,9 +160,7 @@ def test_ctrl_c_while_sbatch_runs_names_the_command_that_finds_the_job(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_job_of_a_killed_supervisor_has_the_state_of_its_run(
-    tmp_path: Path, slurm: FakeSlurm, call: Call
-) -> None:
+def test_job_of_a_killed_supervisor_has_the_state_of_its_run(tmp_path, slurm, call):
     folder = _start(tmp_path)
     slurm.write("queue", "101|FAILED|NonZeroExitCode\n")
     attempt = folder / "n001" / "attempts" / "0"
@@ -198,9 +185,7 @@ JOBS = [
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
-    tmp_path: Path, slurm: FakeSlurm, call: Call
-) -> None:
+def test_resume_submits_jobs_that_are_neither_done_nor_under_way(tmp_path, slurm, call):
     slurm.write("partitions", "gpu*|gpu:4|infinite|20\n")
     folder = _start(tmp_path, "--nodes", *(str(number) for number in range(1, len(JOBS) + 1)))
     queue = ""
@@ -225,14 +210,14 @@ def test_resume_submits_jobs_that_are_neither_done_nor_under_way(
     assert calls[0] == f"--parsable --time=00:45:00 --exclude=n[1-2] {folder}/n003.sbatch"
 
 
-def test_missing_folder_is_rejected_with_the_nearest_name(tmp_path: Path, call: Call) -> None:
+def test_missing_folder_is_rejected_with_the_nearest_name(tmp_path, call):
     (tmp_path / "sweep").mkdir()
     assert "did you mean 'sweep'?" in call("status", tmp_path / "swep", code=2)
 
 
 @pytest.mark.usefixtures("unchecked", "slurm")
 @pytest.mark.parametrize(("name", "value"), [("name", "a/b"), ("nodes", "1")])
-def test_record_is_not_trusted(tmp_path: Path, call: Call, name: str, value: str) -> None:
+def test_record_is_not_trusted(tmp_path, call, name, value):
     folder = _start(tmp_path)
     (folder / "n001" / "attempts.json").write_text('{"state": "failed", "error": "\\u001b[2J"}')
     assert "\x1b" not in call("status", folder)
@@ -243,9 +228,7 @@ def test_record_is_not_trusted(tmp_path: Path, call: Call, name: str, value: str
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_strong_scaling_keeps_the_global_batch_by_accumulation(
-    tmp_path: Path, slurm: FakeSlurm
-) -> None:
+def test_strong_scaling_keeps_the_global_batch_by_accumulation(tmp_path, slurm):
     micro_batch = micro_run()["train_micro_batch_size_per_gpu"]
     global_batch = micro_batch * 32  # 8 micro-batches on each of 4 GPUs
     options = ["--global_batch", str(global_batch), "--dry_run"]
@@ -259,8 +242,8 @@ def test_strong_scaling_keeps_the_global_batch_by_accumulation(
 
 
 def test_line_of_the_manual_runs_both_published_models_on_1_to_128_nodes(
-    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, slurm, monkeypatch
+):
     manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ clap-ds sweep (--cluster jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)

@@ -1,7 +1,6 @@
 """Stragglers in synthetic step times."""
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,18 +25,16 @@ OWN_S = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
         (OWN_S[: MIN_STEPS - 1], [1, 2, 1, 1, 1, 1], []),
     ],
 )
-def test_slow_ranks_exceed_noise_and_a_minimum(
-    own_s: Any, factors: list[float], slow: list[int]
-) -> None:
+def test_slow_ranks_exceed_noise_and_a_minimum(own_s, factors, slow):
     assert slow_ranks(own_s * factors) == slow
 
 
-def test_slow_ranks_include_previous_ones_at_half_the_limit() -> None:
+def test_slow_ranks_include_previous_ones_at_half_the_limit():
     own_s = OWN_S[:30] * [1, 1, 1, 1, 1.035, 1]
     assert slow_ranks(own_s, previous=[4]) == [4]
 
 
-def test_rate_without_slow_ranks_has_the_next_slowest_ranks_time() -> None:
+def test_rate_without_slow_ranks_has_the_next_slowest_ranks_time():
     """A step takes its slowest rank's own time plus 1 s; without rank 2, rank 0's 4 s count."""
     own_s = np.array([[4.0, 3.0, 8.0, 3.0]] * 5 + [[4.0, 3.0, 3.5, 3.0]] * 5)
     step_s = 1 + own_s.max(axis=1)
@@ -46,7 +43,7 @@ def test_rate_without_slow_ranks_has_the_next_slowest_ranks_time() -> None:
     assert rate_without([0, 2], samples, step_s, own_s) == pytest.approx(24 / 4)
 
 
-def test_stragglers_are_listed_by_lag_up_to_five() -> None:
+def test_stragglers_are_listed_by_lag_up_to_five():
     # Ranks 1 to 6 are slower by 10 to 60%, as a minority of 15 ranks.
     own_s = np.ones((30, 15))
     own_s[:, 1:7] += np.arange(1, 7) / 10
@@ -57,7 +54,7 @@ def test_stragglers_are_listed_by_lag_up_to_five() -> None:
     assert warning.endswith("1 more")
 
 
-def test_stragglers_are_printed_when_they_begin_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stragglers_are_printed_when_they_begin_and_end(capsys):
     """For 300 steps rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank
     0 is slightly faster."""
     stragglers = Stragglers(["a", "a", "b", "b"])

@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clap_ds.engine.deepspeed_compat import defer_monitor_events
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.model.clap import ClapModel
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of, micro_batches, settings
 
 
@@ -60,9 +59,7 @@ def _scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
 LOSSES = [(10, 1), (20, 2), (30, 3), (40, 34), (50, 35), (60, 36), (70, 37)]
 
 
-def test_scalars_of_resumed_run_continue_those_before_with_deepspeeds(
-    one_rank: RankPool, tmp_path: Path
-) -> None:
+def test_scalars_of_resumed_run_continue_those_before_with_deepspeeds(one_rank, tmp_path):
     folder = tmp_path / "own"
     section = {"enabled": True, "output_path": str(folder), "job_name": "mine"}
     one_rank.run(_start_twice, str(tmp_path), section)
@@ -88,7 +85,7 @@ def _write_to_failing_disk(folder: str) -> str:
     return stderr.getvalue()
 
 
-def test_scalars_on_failing_disk_print_one_warning(one_rank: RankPool, tmp_path: Path) -> None:
+def test_scalars_on_failing_disk_print_one_warning(one_rank, tmp_path):
     (stderr,) = one_rank.run(_write_to_failing_disk, str(tmp_path))
     assert stderr.count("\n") == 1
     assert "Read-only file system" in stderr
@@ -112,7 +109,7 @@ def _write_histograms(folder: str) -> dict[str, tuple[float, float]]:
     return limits
 
 
-def test_histograms_are_of_parameters_and_gradients(one_rank: RankPool, tmp_path: Path) -> None:
+def test_histograms_are_of_parameters_and_gradients(one_rank, tmp_path):
     (expected,) = one_rank.run(_write_histograms, str(tmp_path))
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
     events.Reload()

@@ -26,7 +26,7 @@ UTILIZATION = {
 ENERGY = {"joules_per_sample": 0.2, "energy_kwh": 0.001}
 
 
-def test_rows_have_values_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_have_values_with_units(capsys):
     print_summary(SUMMARY)
     title, *_, last_line = capsys.readouterr().out.splitlines()
     assert title == "micro on 8 × H200, 2 nodes, bf16, micro-batch 4, 16 text tokens"
@@ -48,7 +48,7 @@ def test_rows_have_values_with_units(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_rows_with_a_peak_name_the_convention_of_each_utilization() -> None:
+def test_rows_with_a_peak_name_the_convention_of_each_utilization():
     """The published convention counts more FLOPs than are executed, and HFU recomputed ones,
     too."""
     summary: Any = {**SUMMARY, **UTILIZATION, **ENERGY, "flops": FLOPS, "breakdown_s": None}
@@ -67,11 +67,8 @@ def test_rows_with_a_peak_name_the_convention_of_each_utilization() -> None:
     [(6, "12 s"), (600, "20.0 minutes")],
 )
 def test_progress_prints_time_left_by_the_steps_of_this_start(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    elapsed_s: int,
-    remaining: str,
-) -> None:
+    monkeypatch, capsys, elapsed_s, remaining
+):
     clock = iter([100, 100 + elapsed_s])
     monkeypatch.setattr("clap_ds.metrics.terminal.time.monotonic", lambda: next(clock))
     Progress(10, enabled=True, first=4).advance(2, "loss 1.5")

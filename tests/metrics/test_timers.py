@@ -19,9 +19,7 @@ def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return now_s.append
 
 
-def test_step_times_cover_the_window_and_own_times_exclude_peer_waits(
-    advance: Callable[[float], None],
-) -> None:
+def test_step_times_cover_the_window_and_own_times_exclude_peer_waits(advance):
     timer = StepTimer(CPU)
     # The second window has nothing of the first one.
     for _ in range(2):
@@ -51,9 +49,7 @@ def test_step_times_cover_the_window_and_own_times_exclude_peer_waits(
         (False, {"data_wait": 1.0}),
     ],
 )
-def test_phases_exclude_nested_ones_and_need_instrumentation(
-    advance: Callable[[float], None], instrumented: bool, seconds: dict[str, float]
-) -> None:
+def test_phases_exclude_nested_ones_and_need_instrumentation(advance, instrumented, seconds):
     timer = StepTimer(CPU)
     timer.start(instrumented=instrumented)
     with timer("data_wait"):
@@ -70,9 +66,7 @@ def test_phases_exclude_nested_ones_and_need_instrumentation(
     assert phases_s["loss"] == 0
 
 
-def test_feature_wait_is_a_phase_within_the_loss_and_not_own_time(
-    advance: Callable[[float], None],
-) -> None:
+def test_feature_wait_is_a_phase_within_the_loss_and_not_own_time(advance):
     timer = StepTimer(CPU)
     timer.start(instrumented=True)
     with timer("loss"):
@@ -128,7 +122,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
-def test_window_on_gpu_is_as_long_as_the_work_queued_in_it(device: FakeDevice) -> None:
+def test_window_on_gpu_is_as_long_as_the_work_queued_in_it(device):
     timer = StepTimer(GPU)
     # Before the window.
     device.queue(5.0)
@@ -144,7 +138,7 @@ def test_window_on_gpu_is_as_long_as_the_work_queued_in_it(device: FakeDevice) -
     assert times.step_s == [3.25, 3.0]
 
 
-def test_data_wait_on_gpu_is_the_devices_and_does_not_block_the_host(device: FakeDevice) -> None:
+def test_data_wait_on_gpu_is_the_devices_and_does_not_block_the_host(device):
     timer = StepTimer(GPU)
     timer.start()
     num_synchronized = device.num_synchronized

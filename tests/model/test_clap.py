@@ -50,9 +50,7 @@ def reference_features(waveforms: Tensor, preset: str) -> Tensor:
         ("micro", "matmul", {"audio": MICRO_AUDIO, "text": MICRO_TEXT, "joint_dim": 32}),
     ],
 )
-def test_embeddings_and_gradients_equal_transformers(
-    preset: str, attention: str, sizes: Any
-) -> None:
+def test_embeddings_and_gradients_equal_transformers(preset, attention, sizes):
     with no_initialisation():
         ours = ClapModel(load_preset(preset), attention=attention).eval()
         reference = HfClap(**sizes)
@@ -108,7 +106,7 @@ def micro(**options: Any) -> tuple[ClapModel, tuple[Tensor, ...]]:
     return model, (clips(3, model.config.audio.num_samples, 0), *captions(3, 20, 512, 0))
 
 
-def test_log_mel_features_embed_like_their_waveforms() -> None:
+def test_log_mel_features_embed_like_their_waveforms():
     model, (waveforms, *_) = micro()
     features = model.eval().mel(waveforms)
     expected = model.encode_audio(waveforms)
@@ -122,7 +120,7 @@ def test_log_mel_features_embed_like_their_waveforms() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bf16_is_close_to_fp32_with_few_parameters_in_fp32(autocast: bool) -> None:
+def test_bf16_is_close_to_fp32_with_few_parameters_in_fp32(autocast):
     model, batch = micro(drop_path=0.0, text_dropout=0.0, spec_augment=False)
     *expected, _ = model(*batch)
     if not autocast:

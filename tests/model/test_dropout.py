@@ -10,7 +10,7 @@ ROWS = 2048
 COLUMNS = 768
 
 
-def test_elements_and_calls_are_independent() -> None:
+def test_elements_and_calls_are_independent():
     torch.manual_seed(0)
     # Centered at 0, with a variance of 0.09.
     first, second = (
@@ -25,7 +25,7 @@ def test_elements_and_calls_are_independent() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
-def test_gradient_is_scaled_mask_of_the_values(p: float) -> None:
+def test_gradient_is_scaled_mask_of_the_values(p):
     function = torch.compile(hash_dropout, backend="aot_eager")
     values = torch.randn(ROWS, COLUMNS, requires_grad=True)
     torch.manual_seed(3)

@@ -13,7 +13,7 @@ from clap_ds.model.swin import DropPath
 FULL = load_preset("htsat_tiny_roberta_base").audio
 
 
-def test_spec_augment_draws_two_stripes_per_clip() -> None:
+def test_spec_augment_draws_two_stripes_per_clip():
     """Widths are uniform below the limit."""
     torch.manual_seed(0)
     is_masked = SpecAugment()(torch.ones(2000, 64, 1001)) == 0
@@ -31,7 +31,7 @@ def test_spec_augment_draws_two_stripes_per_clip() -> None:
         assert width.float().mean().item() == pytest.approx(2 * mean_width - overlap, rel=0.03)
 
 
-def test_drop_path_drops_whole_clips_and_keeps_the_mean() -> None:
+def test_drop_path_drops_whole_clips_and_keeps_the_mean():
     torch.manual_seed(0)
     dropped = DropPath(0.25)(torch.ones(20000, 2, 2, 3)).flatten(1)
     assert torch.equal(dropped, dropped[:, :1].expand_as(dropped))
@@ -39,7 +39,7 @@ def test_drop_path_drops_whole_clips_and_keeps_the_mean() -> None:
     assert dropped.mean().item() == pytest.approx(1, abs=0.02)
 
 
-def test_full_size_has_initial_weights_and_shifts_of_laion() -> None:
+def test_full_size_has_initial_weights_and_shifts_of_laion():
     model = HTSAT(FULL, drop_path=0.1, spec_augment=True)
     blocks = model.blocks()
     # The last stage's grid is one window.

@@ -17,7 +17,7 @@ def has_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-def test_auto_selects_fastest_kernels_of_device(has_triton: bool) -> None:
+def test_auto_selects_fastest_kernels_of_device(has_triton):
     fastest = ("triton", "triton", "triton") if has_triton else ("sdpa", "torch", "torch")
     assert select_kernels(ModelSettings(), CPU) == ("matmul", "torch", "torch")
     assert select_kernels(ModelSettings(), CUDA) == fastest
@@ -36,20 +36,15 @@ def test_auto_selects_fastest_kernels_of_device(has_triton: bool) -> None:
     ],
 )
 def test_text_attention_of_triton_needs_16_bits_short_captions_and_an_ampere_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    head_dim: int,
-    longest: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    reason: str | None,
-) -> None:
+    monkeypatch, head_dim, longest, dtype, capability, reason
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     problem = text_attention_problem(head_dim, longest, dtype, CUDA)
     assert problem is None if reason is None else reason in str(problem)
 
 
 @pytest.mark.parametrize("part", Kernels._fields)
-def test_triton_without_gpu_or_package_is_rejected(has_triton: bool, part: str) -> None:
+def test_triton_without_gpu_or_package_is_rejected(has_triton, part):
     settings = ModelSettings(**{f"{part}_impl": "triton"})
     message = rf"clap\.model\.{part}_impl: 'triton' needs a GPU and the triton package"
     with pytest.raises(ValueError, match=message):

@@ -10,9 +10,7 @@ from clap_ds.model.mel import ALIGNED, LogMel
 
 @pytest.mark.parametrize("preset", ["micro", "clap_htsat_tiny_roberta_base_fused"])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float64])
-def test_operations_of_gpus_compute_the_same(
-    monkeypatch: pytest.MonkeyPatch, preset: str, dtype: torch.dtype
-) -> None:
+def test_operations_of_gpus_compute_the_same(monkeypatch, preset, dtype):
     """Check in fp64, as a product over fewer frequencies rounds differently, with noise, which has
     power up to fmax."""
     config = load_preset(preset).audio

@@ -5,9 +5,7 @@
 import json
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from clap_ds.throughput_bench.flops_profile import measure_flops
 from clap_ds.utils.errors import UserError
 from clap_ds.weights.hub import load_tokenizer, tokenize
 from tests.model import fake_open_clip
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import CPU, engine_of, micro_batches, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +35,7 @@ def open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", fake_open_clip.CONFIGS)
-def test_model_embeds_batches_and_loads_checkpoints_of_open_clip(name: str, tmp_path: Path) -> None:
+def test_model_embeds_batches_and_loads_checkpoints_of_open_clip(name, tmp_path):
     config = load_preset(f"open_clip:{name}")
     assert (config.audio.clip_shape, config.text.max_tokens) == ((16000,), 16)
     model = new_model(config, learns_bias=True, activation_checkpointing=["audio"], drop_path=0.1)
@@ -65,12 +62,12 @@ def test_model_embeds_batches_and_loads_checkpoints_of_open_clip(name: str, tmp_
     assert all(torch.equal(state[key], tensor) for key, tensor in loaded.state_dict().items())
 
 
-def test_unknown_name_is_rejected() -> None:
+def test_unknown_name_is_rejected():
     with pytest.raises(ValueError, match="did you mean 'fake-htsat'"):
         load_preset("open_clip:fake-htsta")
 
 
-def test_unsupported_settings_are_rejected(write_run: Callable[..., Path]) -> None:
+def test_unsupported_settings_are_rejected(write_run):
     path = write_run(clap={"model": {"preset": "open_clip:fake-htsat"}, "text_packing": True})
     message = r"(?s)takes padded captions.*trains in fp32 or with torch_autocast, not in bf16"
     with pytest.raises(UserError, match=message):
@@ -83,9 +80,7 @@ def test_unsupported_settings_are_rejected(write_run: Callable[..., Path]) -> No
     assert "padded captions" not in str(refusal.value)
 
 
-def test_old_version_is_rejected_with_the_one_in_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_version_is_rejected_with_the_one_in_the_extra(tmp_path, monkeypatch):
     """No package index has the version, so it is installed by its address."""
     (tmp_path / "released" / "open_clip").mkdir(parents=True)
     (tmp_path / "released" / "open_clip" / "__init__.py").touch()
@@ -105,9 +100,7 @@ class Evil(transformers.PreTrainedTokenizerFast): ...
 """
 
 
-def test_code_of_tokenizer_is_not_run_even_if_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_tokenizer_is_not_run_even_if_trusted(tmp_path, monkeypatch):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "evil.py").write_text(EVIL.replace("__file__", repr(str(folder / "evil.py"))))
@@ -125,16 +118,14 @@ def test_code_of_tokenizer_is_not_run_even_if_trusted(
 
 
 @pytest.mark.parametrize("audio", [3, {"hop_size": 0}, {"model_type": "naflexvit", "mel_bins": -1}])
-def test_impossible_sizes_are_rejected(tmp_path: Path, audio: Any) -> None:
+def test_impossible_sizes_are_rejected(tmp_path, audio):
     sizes = {"embed_dim": 8, "audio_cfg": audio, "text_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes}))
     with pytest.raises(ValueError, match="open_clip:local-dir"):
         load_preset(f"open_clip:local-dir:{tmp_path}")
 
 
-def test_missing_open_clip_is_rejected_with_install_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_open_clip_is_rejected_with_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ValueError, match=r"pip install 'clap-ds\[open_clip\]'"):
         load_tokenizer("open_clip:CLAP-HTSAT-tiny", vocab_size=9)
@@ -159,7 +150,7 @@ def _train_and_resume(site: str, folder: Path) -> None:
     assert losses[0] != losses[1]
 
 
-def test_model_trains_and_resumes(one_rank: RankPool, tmp_path: Path) -> None:
+def test_model_trains_and_resumes(one_rank, tmp_path):
     one_rank.run(_train_and_resume, str(tmp_path / "site"), tmp_path / "checkpoints")
 
 
@@ -169,7 +160,7 @@ def _count_flops(site: str, folder: Path) -> dict[str, float]:
     return measure_flops(engine, batches, ModelSettings(), {}, folder)  # type: ignore[arg-type]
 
 
-def test_flops_are_counted(one_rank: RankPool, tmp_path: Path) -> None:
+def test_flops_are_counted(one_rank, tmp_path):
     (flops,) = one_rank.run(_count_flops, str(tmp_path / "site"), tmp_path)
     assert flops["published_gflops"] is None
     assert flops["model_gflops"] == pytest.approx(2 * 16 * 8 / 1e9)

@@ -52,9 +52,7 @@ def features(is_longer: Tensor = IS_LONGER) -> Tensor:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_values_gradients_and_statistics_equal_transformers(
-    reference: HfClap, training: bool
-) -> None:
+def test_values_gradients_and_statistics_equal_transformers(reference, training):
     clap = reference.clap
     inputs = features()
     model = converted(reference).train(training)
@@ -89,7 +87,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
 
 
-def test_short_files_embed_like_in_model_without_fusion(reference: HfClap) -> None:
+def test_short_files_embed_like_in_model_without_fusion(reference):
     fused, plain = (converted(reference, config).eval() for config in (FUSED, MICRO))
     short = features(torch.zeros(3, dtype=torch.bool))
     expected = plain.encode_audio(short[:, 0])
@@ -101,7 +99,7 @@ def test_short_files_embed_like_in_model_without_fusion(reference: HfClap) -> No
         fused.encode_audio(longer[:, :3])
 
 
-def test_every_weight_learns_from_short_clips(reference: HfClap) -> None:
+def test_every_weight_learns_from_short_clips(reference):
     """Torch's batch norm rejects such a batch: one clip's mean over places is a single value."""
     model = converted(reference).train()
     fusion = model.audio.patch_embed.fusion_model

@@ -19,8 +19,8 @@ MICRO = load_preset("micro").text
 
 @pytest.mark.parametrize(("dropout", "is_varlen"), [(0.0, True), (0.1, False)])
 def test_packed_captions_on_a_gpu_in_16_bits_keep_attention_dropout(
-    monkeypatch: pytest.MonkeyPatch, dropout: float, is_varlen: bool
-) -> None:
+    monkeypatch, dropout, is_varlen
+):
     """Variable-length attention has no dropout."""
     calls = []
 
@@ -41,7 +41,7 @@ def test_packed_captions_on_a_gpu_in_16_bits_keep_attention_dropout(
 
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 @pytest.mark.parametrize("kind", ["Roberta", "Bert"])
-def test_padded_and_packed_captions_equal_transformers(kind: str, pooling: str) -> None:
+def test_padded_and_packed_captions_equal_transformers(kind, pooling):
     """Compare with transformers' attention, pooling and gradients in fp64; the tower sums means in
     fp32."""
     sizes: dict[str, Any] = {**MICRO_TEXT, "layer_norm_eps": 1e-5, "attn_implementation": "eager"}
@@ -78,7 +78,7 @@ def test_padded_and_packed_captions_equal_transformers(kind: str, pooling: str) 
             )
 
 
-def test_row_is_filled_by_fixed_number_of_padding_captions() -> None:
+def test_row_is_filled_by_fixed_number_of_padding_captions():
     sizes = set()
     for length in range(2, 17):
         mask = (torch.arange(16) < torch.tensor([16, length])[:, None]).long()

@@ -20,7 +20,6 @@ from tests.model import kernel_cases
 from tests.model.kernel_cases import (
     TOLERANCE,
     Case,
-    Comparison,
     compare_mlp,
     compare_windows,
     kernel_comparisons,
@@ -32,7 +31,7 @@ LARGE = [compare_mlp(40960, 96), compare_windows(Case(64, 4, 24, 4))]
 
 
 @pytest.mark.end_to_end
-def test_kernels_under_interpreter_equal_eager_forms() -> None:
+def test_kernels_under_interpreter_equal_eager_forms():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, kernel_cases.__file__]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -42,12 +41,12 @@ def test_kernels_under_interpreter_equal_eager_forms() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("comparison", [*kernel_comparisons(), *LARGE], ids=lambda it: it.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernels_on_gpu_equal_eager_forms(dtype: torch.dtype, comparison: Comparison) -> None:
+def test_kernels_on_gpu_equal_eager_forms(dtype, comparison):
     _, compute, exact, inputs = comparison
     assert largest_error(compute, exact, inputs, dtype, "cuda") < TOLERANCE[dtype]
 
 
-def test_traced_mlp_is_one_operation_each_way_with_every_product() -> None:
+def test_traced_mlp_is_one_operation_each_way_with_every_product():
     totals = {}
     for kernel in ("torch", "triton"):
         mlp = Mlp(96, 4).bfloat16()
@@ -77,7 +76,7 @@ registers."""
 
 
 @pytest.mark.end_to_end
-def test_kernels_of_every_stage_and_architecture_fit_registers_and_shared_memory() -> None:
+def test_kernels_of_every_stage_and_architecture_fit_registers_and_shared_memory():
     # sm_86 and sm_89 have sm_80's instructions.
     for resources in compile_all((80, 90, 100, 120)):
         kernel, architecture, registers, spilled, shared = resources

@@ -19,12 +19,12 @@ from tests.model.kernel_cases import (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_matmul_equals_sdpa(dtype: torch.dtype, case: Case) -> None:
+def test_matmul_equals_sdpa(dtype, case):
     error = largest_error(by("matmul", case), by("sdpa", case), draw(case), dtype)
     assert error < TOLERANCE[dtype]
 
 
-def test_sdpa_with_too_large_batch_splits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_with_too_large_batch_splits_it(monkeypatch):
     # 3 clips of 4 windows.
     case = Case(16, 4, 24, 0)
     inputs = draw(case)

@@ -15,7 +15,6 @@ from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.factory import build_model
 from clap_ds.planning.step import trace_step
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 CPU = torch.device("cpu")
@@ -82,7 +81,7 @@ def measure_peak(precision: str) -> int:
 
 @pytest.mark.end_to_end  # takes half a minute
 @pytest.mark.parametrize("precision", PRECISION)
-def test_planned_memory_equals_the_allocators(one_rank: RankPool, precision: str) -> None:
+def test_planned_memory_equals_the_allocators(one_rank, precision):
     (measured,) = one_rank.run(measure_peak, precision)
     planned = trace_step(make_run(precision), 16, cuda=False).recorder.at_peak.total()
     assert planned == pytest.approx(measured, rel=0.005)

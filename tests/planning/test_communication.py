@@ -30,7 +30,7 @@ TRAFFIC = Traffic(
 )
 
 
-def test_all_reduce_sends_everything_twice_within_and_between_nodes() -> None:
+def test_all_reduce_sends_everything_twice_within_and_between_nodes():
     assert all_reduce_s(GIGABYTE, ALONE, 1.0) == 0.0
     # Three quarters to other GPUs at 400 GB/s, at half of the bandwidth.
     node_s = 2 * 0.75 / 200 + 6 * LINK_LATENCY_S
@@ -40,7 +40,7 @@ def test_all_reduce_sends_everything_twice_within_and_between_nodes() -> None:
     assert all_reduce_s(GIGABYTE, NODES, 0.5) == pytest.approx(node_s + network_s)
 
 
-def test_all_gather_takes_as_long_as_the_slower_of_links_and_network() -> None:
+def test_all_gather_takes_as_long_as_the_slower_of_links_and_network():
     assert all_gather_s(GIGABYTE, ALONE, 1.0) == 0.0
     assert all_gather_s(GIGABYTE, NODE, 1.0) == pytest.approx(3 / 400 + 3 * LINK_LATENCY_S)
     # The data of 28 other GPUs enters each node at 100 GB/s.
@@ -50,7 +50,7 @@ def test_all_gather_takes_as_long_as_the_slower_of_links_and_network() -> None:
     assert all_gather_s(GIGABYTE, slow_links, 1.0) == pytest.approx(31 / 50 + latency_s)
 
 
-def test_a_step_waits_for_what_nothing_hides() -> None:
+def test_a_step_waits_for_what_nothing_hides():
     share = 0.85
     gradients_s = all_reduce_s(GIGABYTE, NODES, share)
     features_s = all_gather_s(GIGABYTE, NODES, share)
@@ -77,7 +77,7 @@ def test_a_step_waits_for_what_nothing_hides() -> None:
     )
 
 
-def test_each_micro_batch_gathers_its_features_and_one_gpu_sends_nothing() -> None:
+def test_each_micro_batch_gathers_its_features_and_one_gpu_sends_nothing():
     twice = communication_s(replace(TRAFFIC, num_gathers=2), NODES, "middle")
     once = communication_s(TRAFFIC, NODES, "middle")
     assert twice["text features"] == pytest.approx(2 * once["text features"])

@@ -23,7 +23,6 @@ from clap_ds.planning.least_memory import (
 from clap_ds.run_records.environment import MemoryLimit
 from tests.conftest import micro_run
 from tests.processes import ROOT
-from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -84,16 +83,14 @@ def storage_bytes(tensors: list[torch.Tensor]) -> dict[int, int]:
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     ],
 )
-def test_bound_is_slightly_below_a_steps_memory(
-    one_rank: RankPool, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_bound_is_slightly_below_a_steps_memory(one_rank, tmp_path, changes):
     run = write_settings(tmp_path, **changes)
     [(activations, state)] = one_rank.run(stored_bytes, run)
     assert 0.3 * activations < BATCH * least_activations(run, CPU) <= activations
     assert 0.95 * state < least_memory(run, CPU).state <= state
 
 
-def test_checkpointed_or_compiled_towers_need_less(tmp_path: Path) -> None:
+def test_checkpointed_or_compiled_towers_need_less(tmp_path):
     model = {**micro_run()["clap"]["model"], "activation_checkpointing": ["audio", "text"]}
     checkpointed = least_activations(write_settings(tmp_path, clap={"model": model}), CPU)
     compiled = least_activations(write_settings(tmp_path, clap={"compile": "towers"}), CPU)
@@ -110,9 +107,7 @@ def test_checkpointed_or_compiled_towers_need_less(tmp_path: Path) -> None:
         (CUDA, 16 * GB, "clap.bench.find_micro_batch"),
     ],
 )
-def test_gpu_benchmark_on_a_small_host_or_gpu_gets_advice(
-    device: torch.device, available: int, advice: str
-) -> None:
+def test_gpu_benchmark_on_a_small_host_or_gpu_gets_advice(device, available, advice):
     run = load_run(ROOT / "ds_configs" / "htsat_tiny.json", 1)
     limits = [[("tux", MemoryLimit("available memory", available))]]
     least = least_memory(run, device)
@@ -121,7 +116,7 @@ def test_gpu_benchmark_on_a_small_host_or_gpu_gets_advice(
     assert bool(advice) == ("tux" in message)
 
 
-def test_ranks_share_limits_of_hosts_but_not_of_processes() -> None:
+def test_ranks_share_limits_of_hosts_but_not_of_processes():
     least = LeastMemory(state=4 * GB, gradients=GB, per_sample=GB // 4)
     host = MemoryLimit("available memory", 17 * GB)
     ranks = [
@@ -134,7 +129,7 @@ def test_ranks_share_limits_of_hosts_but_not_of_processes() -> None:
     assert "6.0 GB for 1 rank: ulimit -v of process 6" in describe_shortage(least, 16, "cpu", ranks)
 
 
-def test_largest_micro_batch_fills_the_memory() -> None:
+def test_largest_micro_batch_fills_the_memory():
     least = LeastMemory(state=4 * GB, gradients=2 * GB, per_sample=GB)
     assert [least.largest_micro_batch(available * GB) for available in (5, 6, 9)] == [0, 2, 5]
     assert least.total(5) == 9 * GB

@@ -3,10 +3,8 @@
 import gzip
 import json
 import tarfile
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -69,21 +67,19 @@ def normalize(width: int) -> Tensor:
         (lambda: attend(24, leaf(1, 3, 64, 64)), {"attention", "attention backward"}),
     ],
 )  # fmt: skip
-def test_dispatched_operations_have_their_class(
-    work: Callable[[], Tensor], classes: set[str]
-) -> None:
+def test_dispatched_operations_have_their_class(work, classes):
     with cuda_semantics(), FakeTensorMode(), TraceRecorder() as recorder:
         work().sum().backward()
     assert classes <= {op_class(op) for op in recorder.operations if op.bytes_moved}
 
 
-def test_triton_kernels_have_their_class() -> None:
+def test_triton_kernels_have_their_class():
     for name in ("triton gelu", "triton gelu backward"):
         operation = name.replace("triton gelu", "clap_ds.bias_gelu").replace(" ", "_")
         assert op_class(Operation(operation, "text", True, 0, 1)) == name
 
 
-def test_efficiencies_equal_the_h200s_measured_ones() -> None:
+def test_efficiencies_equal_the_h200s_measured_ones():
     assert CHECKOUT
     path = CHECKOUT / "results" / "h200" / "efficiencies.json"
     measured = json.loads(path.read_text())["classes"]
@@ -91,7 +87,7 @@ def test_efficiencies_equal_the_h200s_measured_ones() -> None:
         assert EFFICIENCY[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
 
 
-def test_window_attention_has_the_shares_of_experiments_and_kernels_on_an_h200() -> None:
+def test_window_attention_has_the_shares_of_experiments_and_kernels_on_an_h200():
     assert CHECKOUT
     results = CHECKOUT / "results" / "h200"
     profiled = json.loads((results / "efficiencies.json").read_text())["classes"]
@@ -121,9 +117,7 @@ def test_window_attention_has_the_shares_of_experiments_and_kernels_on_an_h200()
     assert EFFICIENCY["wide window attention backward"] == pytest.approx(wide, abs=0.006)
 
 
-def test_a_gpus_own_measurement_replaces_the_estimate(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpus_own_measurement_replaces_the_estimate(monkeypatch, tmp_path):
     monkeypatch.setattr(roofline, "work_folder", lambda: tmp_path)
     estimated = class_efficiencies(H100)
     h200 = class_efficiencies(GPUS["h200"])
@@ -139,7 +133,7 @@ def test_a_gpus_own_measurement_replaces_the_estimate(
     assert class_efficiencies(GPUS["h200"]) == h200
 
 
-def test_times_of_short_kernels_and_of_gaps_are_those_of_an_h200() -> None:
+def test_times_of_short_kernels_and_of_gaps_are_those_of_an_h200():
     """Compare with starts of kernels right after kernels of less than 3 µs in the profile of a
     compiled step."""
     assert CHECKOUT
@@ -172,16 +166,14 @@ def test_times_of_short_kernels_and_of_gaps_are_those_of_an_h200() -> None:
     ("name", "flops", "num_bytes", "seconds"),
     [("aten.add", 400, 20, 4), ("clap_ds.mlp", 400, 0, 20), ("aten.add", 400, 100, 10)],
 )
-def test_operation_takes_the_longer_of_compute_and_memory(
-    name: str, flops: int, num_bytes: int, seconds: float
-) -> None:
+def test_operation_takes_the_longer_of_compute_and_memory(name, flops, num_bytes, seconds):
     efficiencies = PERFECT | {"triton mlp": efficiency_range(0.2, 0.0, "")}
     operation = Operation(name, "audio", False, flops, num_bytes, torch.bfloat16)
     assert kernel_s(operation, SLOW_GPU, efficiencies, "middle") == pytest.approx(seconds)
     assert kernel_s(operation, H100, efficiencies, "middle") == KERNEL_S
 
 
-def test_gpu_waits_for_a_host_that_launches_more_slowly() -> None:
+def test_gpu_waits_for_a_host_that_launches_more_slowly():
     work = [(Operation("aten.add", "audio", backward, 0, 1), 10.0) for backward in (False, True)]
     expected = {"audio forward": 10 * KERNEL_S, "audio backward": 10 * KERNEL_S}
     expected |= {"waiting for the host": 20 * (HOST_S - KERNEL_S), "step": 20 * HOST_S}

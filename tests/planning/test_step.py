@@ -45,7 +45,7 @@ def trace(write_run: WriteRun) -> TraceRun:
     return trace_cached
 
 
-def test_resident_memory_depends_on_precision_and_ema(trace: TraceRun) -> None:
+def test_resident_memory_depends_on_precision_and_ema(trace):
     autocast = {"enabled": True, "dtype": "bfloat16"}
     bf16 = trace()
     fp32 = trace(bf16={"enabled": False}, torch_autocast=autocast)
@@ -61,7 +61,7 @@ def test_resident_memory_depends_on_precision_and_ema(trace: TraceRun) -> None:
     assert bf16.recorder.at_peak["batches"] == 2 * batch_bytes
 
 
-def test_recomputation_trades_memory_for_the_closed_forms_flops(trace: TraceRun) -> None:
+def test_recomputation_trades_memory_for_the_closed_forms_flops(trace):
     # Triton's MLP doesn't recompute its last product.
     model = {"preset": "demo", "mlp_impl": "torch"}
     plain = trace(clap={"model": model}).recorder
@@ -75,7 +75,7 @@ def test_recomputation_trades_memory_for_the_closed_forms_flops(trace: TraceRun)
     assert recomputing.at_peak["audio"] < 0.7 * plain.at_peak["audio"]
 
 
-def test_compiled_towers_store_no_dropout_masks(trace: TraceRun) -> None:
+def test_compiled_towers_store_no_dropout_masks(trace):
     # The embeddings' mask and two of each layer.
     for compiled, num_masks in (("auto", 0), ("off", 5)):
         step = trace(clap={"compile": compiled, "model": {"preset": "micro"}})
@@ -83,7 +83,7 @@ def test_compiled_towers_store_no_dropout_masks(trace: TraceRun) -> None:
         assert names.count("aten.native_dropout") == num_masks
 
 
-def test_packed_captions_cost_their_mean_length(trace: TraceRun) -> None:
+def test_packed_captions_cost_their_mean_length(trace):
     data = {"source": "synthetic", "caption_lengths": {"4": 3, "16": 1}}
     step = trace(clap={"text_packing": True, "data": data})
     forward = forward_components(load_preset("micro"), TextLengths.fixed(7), "model")
@@ -99,7 +99,7 @@ def forward_audio_flops(step: Step) -> float:
     )
 
 
-def test_gradcache_stores_its_batches_and_repeats_the_forward_pass(trace: TraceRun) -> None:
+def test_gradcache_stores_its_batches_and_repeats_the_forward_pass(trace):
     single = trace()
     plain = trace(gradient_accumulation_steps=3)
     gradcache = trace(gradient_accumulation_steps=3, clap={"train": {"accumulation": "gradcache"}})
@@ -116,7 +116,7 @@ def test_gradcache_stores_its_batches_and_repeats_the_forward_pass(trace: TraceR
     assert products[0].flops == 2 * (3 * BATCH) ** 2 * 32
 
 
-def test_loss_and_buckets_grow_with_ranks(trace: TraceRun) -> None:
+def test_loss_and_buckets_grow_with_ranks(trace):
     alone = trace()
     among = trace(world_size=64)
     buckets = among.recorder.at_peak["gradients"] - alone.recorder.at_peak["gradients"]
@@ -128,7 +128,7 @@ def test_loss_and_buckets_grow_with_ranks(trace: TraceRun) -> None:
     assert {(op.name, op.dtype) for op in products} == {("aten.mm", torch.bfloat16)}
 
 
-def test_traffic_is_what_a_rank_sends(trace: TraceRun) -> None:
+def test_traffic_is_what_a_rank_sends(trace):
     model = ClapModel(load_preset("micro")).bfloat16()
     for norm in model.batch_norms():
         norm.float()
@@ -151,14 +151,14 @@ def test_traffic_is_what_a_rank_sends(trace: TraceRun) -> None:
         assert step.last_gradient_bytes == step.gradient_bytes
 
 
-def test_foreign_optimizer_is_rejected(write_run: WriteRun) -> None:
+def test_foreign_optimizer_is_rejected(write_run):
     run = load_run(write_run())
     lion = RunSettings(run.path, run.clap, run.deepspeed | {"optimizer": {"type": "Lion"}})
     with pytest.raises(UserError, match="'Lion'"):
         trace_step(lion, BATCH)
 
 
-def test_operations_between_products_are_one_kernel_per_direction() -> None:
+def test_operations_between_products_are_one_kernel_per_direction():
     size = 1024 * 512 * 2
     weights = [torch.empty(512, 512, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
 
@@ -173,7 +173,7 @@ def test_operations_between_products_are_one_kernel_per_direction() -> None:
 
 @pytest.mark.end_to_end  # takes a quarter of a minute
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older schedulers fuse less")
-def test_towers_of_the_published_workload_move_known_bytes() -> None:
+def test_towers_of_the_published_workload_move_known_bytes():
     """A change of the model that adds a pass over activations fails here."""
     # All sizes are the published ones, but each stage and tower has one layer.
     sizes = load_preset("htsat_tiny_roberta_base").model_dump(mode="json")

@@ -31,7 +31,7 @@ def sum_flops(
 @pytest.mark.parametrize(
     ("preset", "kernel"), [("micro", "matmul"), ("micro", "sdpa"), ("demo", "triton")]
 )
-def test_models_flops_equal_the_closed_form(preset: str, kernel: str) -> None:
+def test_models_flops_equal_the_closed_form(preset, kernel):
     if kernel == "triton":
         pytest.importorskip("triton")
     config = load_preset(preset)
@@ -64,7 +64,7 @@ def test_models_flops_equal_the_closed_form(preset: str, kernel: str) -> None:
     assert sum_flops(recorder, backward=True) == pytest.approx(BATCH * backward, rel=1e-12)
 
 
-def test_bytes_are_those_of_distinct_elements() -> None:
+def test_bytes_are_those_of_distinct_elements():
     with FakeTensorMode(), TraceRecorder() as recorder:
         a = torch.empty(6, 4)
         b = torch.empty(4, 5)
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_distinct_elements() -> None:
     }
 
 
-def test_backward_pass_belongs_to_the_differentiated_part() -> None:
+def test_backward_pass_belongs_to_the_differentiated_part():
     with FakeTensorMode(), TraceRecorder() as recorder:
         x = torch.empty(8, 8, requires_grad=True)
         layers = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))

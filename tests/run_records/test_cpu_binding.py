@@ -1,5 +1,4 @@
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,26 +40,24 @@ def bound_ranks(*cores: Iterable[int], host: str = "n1", host_cores: int = 16) -
         ),
     ],
 )
-def test_binding_to_shared_or_too_few_cores_is_described(
-    places: list[RankPlace], num_workers: int, problem: str | None
-) -> None:
+def test_binding_to_shared_or_too_few_cores_is_described(places, num_workers, problem):
     message = find_wrong_binding(places, num_workers)
     assert (message is None) == (problem is None)
     assert str(problem) in str(message)
 
 
-def test_rank_place_has_cores_as_ranges() -> None:
+def test_rank_place_has_cores_as_ranges():
     (described,) = describe_places(bound_ranks([0, 1, 2, 8]))
     assert described["cores"] == "0-2,8"
 
 
-def test_numa_nodes_are_those_with_the_cores(tmp_path: Path) -> None:
+def test_numa_nodes_are_those_with_the_cores(tmp_path):
     for core, node in enumerate((0, 0, 1, 10)):
         (tmp_path / f"devices/system/cpu/cpu{core}/node{node}").mkdir(parents=True)
     assert numa_nodes([1, 2, 3], tmp_path) == [0, 1, 10]
 
 
-def test_numa_node_of_gpu_is_read_by_its_address(tmp_path: Path) -> None:
+def test_numa_node_of_gpu_is_read_by_its_address(tmp_path):
     device = tmp_path / "bus/pci/devices/0000:3b:00.0"
     device.mkdir(parents=True)
     (device / "numa_node").write_text("1\n")

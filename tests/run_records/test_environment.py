@@ -27,7 +27,7 @@ from clap_ds.run_records.environment import (
 CPU = torch.device("cpu")
 
 
-def test_environment_describes_device_software_and_command() -> None:
+def test_environment_describes_device_software_and_command():
     content = describe_environment(CPU)
     assert json.loads(json.dumps(content)) == content
     assert content["versions"]["torch"] == torch.__version__
@@ -36,7 +36,7 @@ def test_environment_describes_device_software_and_command() -> None:
     assert content["host_memory_bytes"] == 1024 * total_kib
 
 
-def test_infiniband_ports_that_are_up_have_rates(tmp_path: Path) -> None:
+def test_infiniband_ports_that_are_up_have_rates(tmp_path):
     for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         port = tmp_path / device / "ports" / "1"
         port.mkdir(parents=True)
@@ -45,9 +45,7 @@ def test_infiniband_ports_that_are_up_have_rates(tmp_path: Path) -> None:
     assert read_infiniband_rates(tmp_path) == {"mlx5_0/1": "400 Gb/sec (4X NDR)"}
 
 
-def test_largest_memory_of_gpus_includes_memory_outside_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_largest_memory_of_gpus_includes_memory_outside_torch(monkeypatch):
     sizes = {
         "max_memory_allocated": 5,
         "memory_reserved": 6,
@@ -65,7 +63,7 @@ def test_largest_memory_of_gpus_includes_memory_outside_torch(
     }
 
 
-def test_energy_is_by_nvmls_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_by_nvmls_counter(monkeypatch):
     millijoules = {"handle of 1": 7_200_000}
     nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=millijoules.__getitem__)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -76,7 +74,7 @@ def test_energy_is_by_nvmls_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.isnan(read_energy_joules(torch.device("cuda", 2)))
 
 
-def test_energy_fields_are_absent_if_unknown() -> None:
+def test_energy_fields_are_absent_if_unknown():
     assert summarize_energy(7200.0, 100) == {"energy_kwh": 0.002, "joules_per_sample": 72.0}
     assert summarize_energy(math.nan, 100) == {}
 
@@ -88,9 +86,7 @@ def test_energy_fields_are_absent_if_unknown() -> None:
         ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")),
     ],
 )
-def test_cgroup_limits_include_ancestors_and_exclude_file_caches(
-    tmp_path: Path, controllers: str, files: tuple[str, str, str]
-) -> None:
+def test_cgroup_limits_include_ancestors_and_exclude_file_caches(tmp_path, controllers, files):
     (tmp_path / "proc" / "self").mkdir(parents=True)
     line = f"9:name=systemd:/\n0:{controllers}:/job_1/step_0\n"
     (tmp_path / "proc" / "self" / "cgroup").write_text(line)
@@ -104,13 +100,13 @@ def test_cgroup_limits_include_ancestors_and_exclude_file_caches(
     assert [*cgroup_limits(tmp_path)] == [MemoryLimit("memory limit of cgroup /job_1", 400)]
 
 
-def test_peak_memory_on_cpu_is_the_kernels() -> None:
+def test_peak_memory_on_cpu_is_the_kernels():
     status = Path("/proc/self/status").read_text()
     highest_kib = int(status.partition("VmHWM:")[2].split()[0])
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)
 
 
-def test_address_space_limit_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_space_limit_is_of_this_process(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**15, 10**15))
     limit = memory_limits(CPU)[-1]
     assert "ulimit -v" in limit.name

@@ -22,7 +22,7 @@ def write_holder(folder: Path, **changes: Any) -> dict[str, Any]:
     return holder
 
 
-def test_lock_of_running_process_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_lock_of_running_process_is_refused_with_its_name(tmp_path):
     folder = tmp_path / "new" / "folder"
     FolderLock(folder, JOB).acquire()
     with pytest.raises(ValueError, match="is locked by") as refusal:
@@ -43,9 +43,7 @@ def ended_pid() -> Iterator[int]:
 @pytest.mark.parametrize(
     "is_pid_reused", [pytest.param(False, id="ended"), pytest.param(True, id="pid reused")]
 )
-def test_lock_of_ended_process_on_this_host_is_replaced(
-    is_pid_reused: bool, tmp_path: Path, ended_pid: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lock_of_ended_process_on_this_host_is_replaced(is_pid_reused, tmp_path, ended_pid, capfd):
     lock = FolderLock(tmp_path, JOB)
     changes = {"started": 1} if is_pid_reused else {"pid": ended_pid}
     write_holder(tmp_path, kernel=lock._own["kernel"], **changes)
@@ -78,12 +76,8 @@ SQUEUE = {
     ],
 )
 def test_lock_on_another_host_is_replaced_if_slurm_has_ended_its_job(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    squeue_result: str,
-    changes: dict[str, Any],
-    is_over: bool,
-) -> None:
+    tmp_path, monkeypatch, squeue_result, changes, is_over
+):
     squeue = tmp_path / "squeue"
     squeue.write_text(f"#!/bin/sh\n[ $3 = 9_4 ] || exit 3\n{SQUEUE[squeue_result]}\n")
     squeue.chmod(0o755)
@@ -102,7 +96,7 @@ def test_lock_on_another_host_is_replaced_if_slurm_has_ended_its_job(
             lock.acquire()
 
 
-def test_stale_lock_that_two_find_at_once_is_acquired_by_one(tmp_path: Path) -> None:
+def test_stale_lock_that_two_find_at_once_is_acquired_by_one(tmp_path):
     holder = write_holder(tmp_path)
     slow = FolderLock(tmp_path, Path("/jobs/1"))
     fast = FolderLock(tmp_path, Path("/jobs/2"))
@@ -115,7 +109,7 @@ def test_stale_lock_that_two_find_at_once_is_acquired_by_one(tmp_path: Path) -> 
     assert len([*tmp_path.iterdir()]) == 1
 
 
-def test_lock_taken_by_another_is_reported_and_kept(tmp_path: Path) -> None:
+def test_lock_taken_by_another_is_reported_and_kept(tmp_path):
     suspended = FolderLock(tmp_path)
     suspended.acquire()
     holder = write_holder(tmp_path)

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from clap_ds.run_records.run_dir import JsonlWriter, RunDirectory, Tee
 
 
-def test_run_that_has_ended_keeps_its_first_ending(tmp_path: Path) -> None:
+def test_run_that_has_ended_keeps_its_first_ending(tmp_path):
     """A rank that runs out of memory records it before the launcher terminates the others."""
     record = RunDirectory(tmp_path)
     record.update_summary(state="running")
@@ -34,7 +32,7 @@ class BrokenStream(io.StringIO):
         raise BrokenPipeError
 
 
-def test_tee_with_broken_stream_writes_to_the_other_and_logs_no_progress_bar() -> None:
+def test_tee_with_broken_stream_writes_to_the_other_and_logs_no_progress_bar():
     terminal = io.StringIO()
     log = io.StringIO()
     for tee in (Tee(terminal, BrokenStream()), Tee(BrokenStream(), log)):
@@ -55,7 +53,7 @@ def append_steps(path: Path, steps: range, start: int) -> None:
         file.write('{"step": 2, "lo')
 
 
-def test_history_of_restarted_run_has_each_step_once(tmp_path: Path) -> None:
+def test_history_of_restarted_run_has_each_step_once(tmp_path):
     path = tmp_path / "history.jsonl"
     assert JsonlWriter(path).truncate_after(0) == 0
     append_steps(path, range(1, 5), start=1)
@@ -80,9 +78,7 @@ def limited_file_size(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_line_that_does_not_fit_on_the_disk_is_dropped_with_one_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_line_that_does_not_fit_on_the_disk_is_dropped_with_one_warning(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path)
     writer.append({"step": 1})

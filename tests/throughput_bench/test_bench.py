@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.rank_pool import free_port
 from tests.training.training_commands import environment
 
 BENCH = "clap_ds/bench.py"
-WriteRun = Callable[..., Path]
 pytestmark = pytest.mark.end_to_end
 
 
@@ -50,7 +48,7 @@ def _summary(config: Path) -> dict[str, Any]:
     return dict(json.loads((_run_directory(config) / "summary.json").read_text()))
 
 
-def test_bench_under_torchrun_records_the_steps_that_it_prints(write_run: WriteRun) -> None:
+def test_bench_under_torchrun_records_the_steps_that_it_prints(write_run):
     protocol = {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 3}
     config = write_run(log_level="info", steps_per_print=1, clap={"bench": protocol})
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -103,9 +101,7 @@ def _deepspeed_config(folder: Path) -> Path:
     return config
 
 
-def test_bench_with_deepspeeds_sections_runs_its_timers_monitor_and_profiler(
-    tmp_path: Path,
-) -> None:
+def test_bench_with_deepspeeds_sections_runs_its_timers_monitor_and_profiler(tmp_path):
     config = _deepspeed_config(tmp_path)
     result, other = ranks([BENCH, "--deepspeed_config", config], 2, env=environment())
     assert [result.wait(), other.wait()] == [0, 0], result.stdout + result.stderr
@@ -141,9 +137,7 @@ runpy.run_path("{BENCH}", run_name="__main__")
 """
 
 
-def test_bench_of_a_gpus_configuration_without_gpu_is_refused_before_it_allocates(
-    tmp_path: Path,
-) -> None:
+def test_bench_of_a_gpus_configuration_without_gpu_is_refused_before_it_allocates(tmp_path):
     content = json.loads((ROOT / "ds_configs" / "htsat_tiny.json").read_text())
     content["clap"]["output"] = {"dir": str(tmp_path / "runs")}
     config = tmp_path / "run.json"

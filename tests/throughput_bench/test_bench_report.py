@@ -118,7 +118,7 @@ def lines(summary: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_summary_has_throughput_of_the_slowest_rank(summary: dict[str, Any]) -> None:
+def test_summary_has_throughput_of_the_slowest_rank(summary):
     # A window's nine steps of 1 s and one of 4 s take rank 1 1.5 times as long: 80 samples per rank.
     window_s = 1.5 * 13
     assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([80 / window_s] * 3)
@@ -131,7 +131,7 @@ def test_summary_has_throughput_of_the_slowest_rank(summary: dict[str, Any]) -> 
     assert summary["stragglers_cost_samples_per_s"] == pytest.approx(480 / 39)
 
 
-def test_summary_has_what_the_engine_and_devices_report(summary: dict[str, Any]) -> None:
+def test_summary_has_what_the_engine_and_devices_report(summary):
     assert (summary["skipped_steps"], summary["deepspeed_samples_per_s"]) == (3, 41.0)
     assert summary["breakdown_s"]["forward"] == 0.5
     assert summary["memory_peak_bytes"] == 2 * GIB
@@ -143,15 +143,13 @@ def test_summary_has_what_the_engine_and_devices_report(summary: dict[str, Any])
     assert [warning[:10] for warning in summary["warnings"]] == ["stragglers", "MFU of 123"]
 
 
-def test_loader_gets_rates_without_data_wait(summary: dict[str, Any]) -> None:
+def test_loader_gets_rates_without_data_wait(summary):
     """Rank 0's 8 samples of a step, whose data wait of 0.1 s is left out, in the last window."""
     expected = [8 / (step_s(step) - 0.1) for step in range(23, 33)]
     assert summary["loader_rates"] == pytest.approx(expected)
 
 
-def test_lines_have_rank_0s_times_the_slowest_ranks_and_the_mean_loss(
-    lines: list[dict[str, Any]],
-) -> None:
+def test_lines_have_rank_0s_times_the_slowest_ranks_and_the_mean_loss(lines):
     assert [(line["step"], line["phase"]) for line in lines[32:]] == [
         (33, "breakdown"),
         (34, "breakdown"),
@@ -166,7 +164,7 @@ def test_lines_have_rank_0s_times_the_slowest_ranks_and_the_mean_loss(
         assert line["loss"] == line["step"] + 5
 
 
-def test_scalars_of_windows_are_written_at_their_last_sample(summary: dict[str, Any]) -> None:
+def test_scalars_of_windows_are_written_at_their_last_sample(summary):
     expected = []
     for last_step in (12, 22, 32):
         loss = fmean(step + 5 for step in range(last_step - 9, last_step + 1))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from clap_ds.metrics.timers import StepTimer
 from clap_ds.run_records.schema import STEP_PHASES
 from clap_ds.throughput_bench.breakdown import measure_breakdown, median_step
-from tests.rank_pool import RankPool
 
 SECONDS = {
     "data_wait": 1.0,
@@ -69,9 +68,7 @@ def _break_down(num_steps: int) -> dict[str, float] | None:
         return median_step(measure_breakdown(engine, loader, num_steps))
 
 
-def test_breakdown_of_two_ranks_exposes_what_a_local_backward_takes_less(
-    two_ranks: RankPool,
-) -> None:
+def test_breakdown_of_two_ranks_exposes_what_a_local_backward_takes_less(two_ranks):
     # The median of the factors after the first, times the mean over ranks.
     factor = 2 * 2
     expected = {phase: factor * seconds for phase, seconds in SECONDS.items()}
@@ -80,7 +77,7 @@ def test_breakdown_of_two_ranks_exposes_what_a_local_backward_takes_less(
     assert two_ranks.run(_break_down, 3) == [pytest.approx(expected)] * 2
 
 
-def test_median_step_with_a_faster_communicating_pass_exposes_none() -> None:
+def test_median_step_with_a_faster_communicating_pass_exposes_none():
     step = dict.fromkeys(STEP_PHASES, 1.0)
     median = median_step([{**step, "exposed_communication": -0.25, "backward": 3.0}] * 3)
     assert median == {**step, "exposed_communication": 0.0, "backward": 3.0}

@@ -12,12 +12,11 @@ from clap_ds.throughput_bench.find_micro_batch import find_micro_batch, largest_
 from clap_ds.throughput_bench.loop import with_micro_batch
 from clap_ds.utils.errors import UserError
 from tests.engine.test_engine import model_of, settings
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 
 @pytest.mark.parametrize(("start", "memory"), [(1, 620), (40, 15), (4096, 8)])
-def test_largest_multiple_is_found_in_few_trials(start: int, memory: int) -> None:
+def test_largest_multiple_is_found_in_few_trials(start, memory):
     trials: list[int] = []
 
     def fits(size: int) -> bool:
@@ -54,6 +53,6 @@ def _find(largest: int) -> tuple[int, int, int]:
     )
 
 
-def test_micro_batch_fits_the_smallest_rank_and_keeps_accumulation(two_ranks: RankPool) -> None:
+def test_micro_batch_fits_the_smallest_rank_and_keeps_accumulation(two_ranks):
     # Two ranks and two micro-batches.
     assert two_ranks.run(_find, 41) == [(32, 32, 4 * 32)] * 2

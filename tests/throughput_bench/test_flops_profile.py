@@ -18,7 +18,6 @@ from clap_ds.run import setup_dataloader
 from clap_ds.throughput_bench import flops_profile
 from clap_ds.throughput_bench.flops_profile import measure_flops
 from tests.engine.test_engine import model_of, settings
-from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
 
 DATA = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
@@ -62,9 +61,7 @@ def _profile(root: str, packed: bool) -> tuple[dict[str, Any], str, float]:
     return flops, stdout.getvalue(), float(mean_length)
 
 
-def test_profile_of_padded_captions_agrees_with_closed_forms(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_profile_of_padded_captions_agrees_with_closed_forms(two_ranks, tmp_path):
     (flops, stdout, _), _ = two_ranks.run(_profile, str(tmp_path), False)
     published = published_flops(settings("fp32", 2).clap.preset()) / 1e9
     assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
@@ -76,8 +73,8 @@ def test_profile_of_padded_captions_agrees_with_closed_forms(
 
 
 def test_profile_of_packed_captions_has_their_mean_length_and_the_padded_figures(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
+    two_ranks, tmp_path
+):
     (flops, stdout, mean_length), _ = two_ranks.run(_profile, str(tmp_path), True)
     assert flops["mean_text_tokens"] == pytest.approx(mean_length)
     padded = f"{flops['deepspeed_gflops']:.2f}"

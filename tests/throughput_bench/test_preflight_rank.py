@@ -4,7 +4,6 @@ an all-reduce, and its rate."""
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,12 @@ import torch.distributed as dist
 from clap_ds.distributed.init import Ranks
 from clap_ds.throughput_bench import bandwidth, preflight_rank
 from clap_ds.utils.paths import commit
-from tests.rank_pool import RankPool
 
 H100 = "GPU-1aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"
 
 
 @pytest.mark.parametrize("gpu", [H100, ""])
-def test_host_is_described_even_without_a_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str
-) -> None:
+def test_host_is_described_even_without_a_measurement(tmp_path, monkeypatch, gpu):
     def fail(ranks: Ranks, **options: object) -> None:
         raise RuntimeError("no network")
 
@@ -72,7 +68,7 @@ def _time_with_wrong_sums(wrong_sums: dict[int, float]) -> dict[str, Any]:
         return bandwidth.time_all_reduce(MEGABYTE, torch.device("cpu"))
 
 
-def test_wrong_sums_are_counted_and_the_rate_is_of_the_bytes_sent(two_ranks: RankPool) -> None:
+def test_wrong_sums_are_counted_and_the_rate_is_of_the_bytes_sent(two_ranks):
     wrong_sums = {0: 1.0, 9: 2.5, 36: float("nan"), 1: 2.0}
     measured = two_ranks.run(_time_with_wrong_sums, wrong_sums)[0]
     assert measured["num_wrong"] == [0, 3]

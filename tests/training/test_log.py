@@ -4,7 +4,6 @@ end."""
 import io
 import json
 import math
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +125,7 @@ def lines_of(logged: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [line for line in logged["metrics"] if line["phase"] == phase]
 
 
-def test_step_lines_have_means_of_ranks_and_times_of_rank_0(logged: dict[str, Any]) -> None:
+def test_step_lines_have_means_of_ranks_and_times_of_rank_0(logged):
     lines = lines_of(logged, "train")
     assert len(lines) == 6
     for step, line in enumerate(lines, start=1):
@@ -137,7 +136,7 @@ def test_step_lines_have_means_of_ranks_and_times_of_rank_0(logged: dict[str, An
         assert line.get("skipped", False) == (step == 2)
 
 
-def test_summary_has_throughput_after_warm_up(logged: dict[str, Any]) -> None:
+def test_summary_has_throughput_after_warm_up(logged):
     """The slower rank's steps take 1.5 times their number in seconds; the first two are warm-up."""
     summary = logged["summary"]
     # Two steps of 20 samples on two ranks in 1.5 (3 + 4) s and 1.5 (5 + 6) s.
@@ -152,14 +151,14 @@ def test_summary_has_throughput_after_warm_up(logged: dict[str, Any]) -> None:
     assert (summary["step"], summary["samples"], summary["loss"]) == (6, 120, 11)
 
 
-def test_log_returns_samples_per_s_without_data_wait(logged: dict[str, Any]) -> None:
+def test_log_returns_samples_per_s_without_data_wait(logged):
     # 10 of the 20 samples are rank 0's.
     expected = [[10 / (step - DATA_WAIT_S), 10 / (step + 1 - DATA_WAIT_S)] for step in (1, 3, 5)]
     for rates, expected_rates in zip(logged["rates"], expected, strict=True):
         assert rates == pytest.approx(expected_rates)
 
 
-def test_energy_includes_evaluations_before(logged: dict[str, Any]) -> None:
+def test_energy_includes_evaluations_before(logged):
     # Seconds from the start to each evaluation.
     rank_0_s = [3, 10 + EVALUATION_S, 21 + 2 * EVALUATION_S]
     rank_1_s = [4.5, 15 + EVALUATION_S, 31.5 + 2 * EVALUATION_S]
@@ -169,7 +168,7 @@ def test_energy_includes_evaluations_before(logged: dict[str, Any]) -> None:
     assert logged["summary"]["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
 
 
-def test_saves_are_reported_and_failures_in_a_row_state_lost_time(logged: dict[str, Any]) -> None:
+def test_saves_are_reported_and_failures_in_a_row_state_lost_time(logged):
     saved, *_ = lines_of(logged, "checkpoint")
     assert (saved["seconds"], saved["checkpoint"]) == (7.5, [100.0, 101.25])
     message = "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s"
@@ -189,8 +188,8 @@ def test_saves_are_reported_and_failures_in_a_row_state_lost_time(logged: dict[s
     ],
 )
 def test_start_warns_of_batch_larger_than_data_and_of_complete_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, state: TrainState, message: str
-) -> None:
+    capsys, tmp_path, state, message
+):
     log_run_start(TrainPlan(640, 64, epoch_samples=63), state, tmp_path, {})
     assert message in capsys.readouterr().out
 
@@ -203,9 +202,7 @@ def test_start_warns_of_batch_larger_than_data_and_of_complete_run(
         ("demo", []),
     ],
 )
-def test_next_commands_have_possible_export(
-    write_run: Callable[..., Path], preset: str, expected: list[str]
-) -> None:
+def test_next_commands_have_possible_export(write_run, preset, expected):
     run = load_run(write_run(clap={"model": {"preset": preset}}))
     evaluate, *exports = next_commands(run, run.checkpoint_folder)
     assert evaluate.startswith("clap-ds evaluate ")

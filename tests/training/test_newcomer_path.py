@@ -61,7 +61,7 @@ def run(folder: Path, command: list[str], *options: str) -> str:
     return result.stdout
 
 
-def test_docs_lead_from_sounds_to_exported_model(tmp_path: Path) -> None:
+def test_docs_lead_from_sounds_to_exported_model(tmp_path):
     (tmp_path / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
     write_sounds(tmp_path)
     build, train, evaluate, export = (

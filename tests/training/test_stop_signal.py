@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from clap_ds.distributed import watchdog
 from clap_ds.training import stop_signal
-from tests.rank_pool import RankPool
 
 LIMIT = timedelta(seconds=60)
 
@@ -42,9 +41,7 @@ def agree_in_four_steps(signaled_rank: int, number: int) -> tuple[list[tuple[int
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1)])
-def test_signal_to_one_rank_stops_all_after_same_step(
-    two_ranks: RankPool, rank: int, number: signal.Signals
-) -> None:
+def test_signal_to_one_rank_stops_all_after_same_step(two_ranks, rank, number):
     expected = [(0, False), (0, False), (number, True), (number, False)]
     results = two_ranks.run(agree_in_four_steps, rank, int(number))
     assert results == [(expected, True)] * 2

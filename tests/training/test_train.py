@@ -33,7 +33,7 @@ def on_shards(sounds: Path, **train: Any) -> dict[str, Any]:
     return {"model": RANDOM, "data": commands.shard_data(sounds), "train": train}
 
 
-def test_training_leaves_records_for_analysis_and_users(tmp_path: Path) -> None:
+def test_training_leaves_records_for_analysis_and_users(tmp_path):
     train = {"max_samples": 10 * 2 * 2 * BATCH, "accumulation": "gradcache"}
     clap = {"train": train, "checkpoint": {"every_steps": 4}}
     config = write_training(tmp_path, gradient_accumulation_steps=2, clap=clap)
@@ -54,7 +54,7 @@ def test_training_leaves_records_for_analysis_and_users(tmp_path: Path) -> None:
     assert not any((record / "stacks").iterdir()), "no rank hung"
 
 
-def test_interrupted_run_equals_uninterrupted(tmp_path: Path, sounds: Path) -> None:
+def test_interrupted_run_equals_uninterrupted(tmp_path, sounds):
     """Rank 1 receives SIGTERM; in the second start, rank 0 receives SIGUSR1; the third start
     finishes. The last steps have twice the batch."""
     ramp = [[0, 2 * BATCH], [8 * 2 * BATCH, 4 * BATCH]]
@@ -97,9 +97,7 @@ def test_interrupted_run_equals_uninterrupted(tmp_path: Path, sounds: Path) -> N
     assert {"train/loss", "train/samples_per_s", "train/logit_scale"} <= {*events.Tags()["scalars"]}
 
 
-def test_killed_rank_costs_unsaved_steps_and_one_rank_finishes(
-    tmp_path: Path, sounds: Path
-) -> None:
+def test_killed_rank_costs_unsaved_steps_and_one_rank_finishes(tmp_path, sounds):
     """3.2 epochs of 60 clips are the same number of samples as in the other runs."""
     clap = {**on_shards(sounds), "train": {"epochs": 3.2}, "checkpoint": {"every_minutes": 1e-3}}
     config = write_training(tmp_path, clap=clap)
@@ -122,7 +120,7 @@ def test_killed_rank_costs_unsaved_steps_and_one_rank_finishes(
     assert summary["step"] == resumed_step + samples_left // BATCH
 
 
-def test_nan_loss_stops_and_saves_nothing(tmp_path: Path) -> None:
+def test_nan_loss_stops_and_saves_nothing(tmp_path):
     adam = {"type": "AdamW", "params": {"lr": 1e30, "torch_adam": True}}
     clap = {"train": {"max_samples": 400, "log_every_steps": 3}, "checkpoint": {"every_steps": 2}}
     config = write_training(tmp_path, optimizer=adam, scheduler={}, clap=clap)
@@ -135,7 +133,7 @@ def test_nan_loss_stops_and_saves_nothing(tmp_path: Path) -> None:
     assert not commands.lines(config, "checkpoint")
 
 
-def test_restart_moves_checkpoints_and_skips_steps(tmp_path: Path) -> None:
+def test_restart_moves_checkpoints_and_skips_steps(tmp_path):
     config = write_training(tmp_path, clap={"train": {"max_samples": 3 * BATCH}})
     commands.train(config, world_size=1)
     folder = load_run(config).checkpoint_folder
@@ -146,7 +144,7 @@ def test_restart_moves_checkpoints_and_skips_steps(tmp_path: Path) -> None:
     assert [line["step"] for line in commands.lines(config)] == [1, 2, 3] * 2
 
 
-def test_evaluation_reaching_target_ends_run(tmp_path: Path, sounds: Path) -> None:
+def test_evaluation_reaching_target_ends_run(tmp_path, sounds):
     train = {"max_samples": 8 * 16, "target_metrics": {"zero_shot_top1": 0.0}}
     clap = {
         "data": commands.shard_data(sounds),

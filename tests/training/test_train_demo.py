@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_demo_learns_names_of_unseen_sounds(tmp_path: Path, data: Path) -> None:
+def test_demo_learns_names_of_unseen_sounds(tmp_path, data):
     text = (commands.ROOT / "ds_configs" / "train_demo_cpu.json").read_text()
     content = json.loads(text.replace("runs/train_demo_data", str(data)))
     content["train_micro_batch_size_per_gpu"] = 16

@@ -25,9 +25,7 @@ from tests.training.reference_steps import settings
     samples_before=st.integers(0, 5000),
     ramp_starts=st.lists(st.integers(1, 3000), max_size=3),
 )
-def test_last_step_equals_count_of_steps(
-    samples: int, batch: int, samples_before: int, ramp_starts: list[int]
-) -> None:
+def test_last_step_equals_count_of_steps(samples, batch, samples_before, ramp_starts):
     ramp = [[start, batch + number] for number, start in enumerate(sorted({0, *ramp_starts}))]
     plan = TrainPlan(samples, ramp[-1][1], ramp=ramp)
     state = TrainState(samples=samples_before)
@@ -40,7 +38,7 @@ def test_last_step_equals_count_of_steps(
     assert batches == sorted(batches)
 
 
-def test_epochs_are_counted_in_samples() -> None:
+def test_epochs_are_counted_in_samples():
     data = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
     clap = settings(train={"epochs": 2.5}, data=data).clap
     sizes = BatchSizes(3, 2, 12)
@@ -72,12 +70,12 @@ REACHED = {"target": TARGET, "time_to_target_s": 1.0}
         (TrainState(4, 40, extra=REACHED), 0, EVERYTHING),
     ],
 )
-def test_due_actions_after_step(state: TrainState, signal: int, expected: StepActions) -> None:
+def test_due_actions_after_step(state, signal, expected):
     assert PLAN.due(state, signal) == expected
     assert PLAN.due(state, signal, is_late=True) == expected._replace(log=True, save=True)
 
 
-def test_target_is_described_only_if_it_is_the_plans() -> None:
+def test_target_is_described_only_if_it_is_the_plans():
     state = TrainState(4, extra=REACHED)
     assert PLAN.describe_target(state) == "target reached at step 4, after 1 s: top1 0.5"
     assert replace(PLAN, target_metrics={"top1": 0.4}).describe_target(state) is None
@@ -120,14 +118,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "expected"), MISTAKES)
-def test_mistake_for_training_names_field(changes: dict[str, Any], expected: str) -> None:
+def test_mistake_for_training_names_field(changes, expected):
     run = settings(**changes)
     (problem,) = problems_for_training(run.clap, run.deepspeed, 1)
     assert expected in problem
     assert "hush" not in problem
 
 
-def test_checks_load_neither_torch_nor_deepspeed() -> None:
+def test_checks_load_neither_torch_nor_deepspeed():
     program = (
         "import sys, clap_ds.train; sys.exit(not {'torch', 'deepspeed'}.isdisjoint(sys.modules))"
     )

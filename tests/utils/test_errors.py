@@ -5,9 +5,7 @@ import pytest
 from clap_ds.utils.errors import LONGEST_LINE, LONGEST_NAME, UserError, exit_code_of, printable
 
 
-def test_user_error_is_escaped_and_its_further_lines_indented(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_user_error_is_escaped_and_its_further_lines_indented(capsys):
     def refuse() -> None:
         raise UserError("a\x1b[2J: wrong\nb: wrong, too\n\n    try this")
 
@@ -16,7 +14,7 @@ def test_user_error_is_escaped_and_its_further_lines_indented(
     assert capsys.readouterr().err == message
 
 
-def test_missing_package_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_package_is_named_with_its_extra(capsys):
     def lack(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -30,14 +28,14 @@ LONG = "-token" * 1000
 
 
 @pytest.mark.parametrize("name", [f"a/{LONG}/manifest.json", repr(LONG.replace("-", " "))])
-def test_long_name_is_cut_in_message(name: str) -> None:
+def test_long_name_is_cut_in_message(name):
     message = str(UserError(f"can't read {name}: damaged"))
     assert message.startswith("can't read ")
     assert message.endswith(": damaged")
     assert LONGEST_NAME <= len(message) < LONGEST_NAME + 50
 
 
-def test_long_line_is_cut_in_message() -> None:
+def test_long_line_is_cut_in_message():
     text = "no column x; found " + "column, " * 10**5
     lines = printable(f"{text}\nother", "\n").split("\n")
     assert len(lines[0]) == LONGEST_LINE

@@ -25,7 +25,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_configuration_name_without_file_is_the_packaged_one(elsewhere: Path) -> None:
+def test_configuration_name_without_file_is_the_packaged_one(elsewhere):
     # A folder is no configuration.
     (elsewhere / "htsat_tiny").mkdir()
     for name in ("htsat_tiny", "htsat_tiny.json"):
@@ -35,14 +35,14 @@ def test_configuration_name_without_file_is_the_packaged_one(elsewhere: Path) ->
 
 
 @pytest.mark.parametrize("name", ["htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml"])
-def test_missing_configuration_is_named_with_nearest_and_all(elsewhere: Path, name: str) -> None:
+def test_missing_configuration_is_named_with_nearest_and_all(elsewhere, name):
     hint = r"no such file; did you mean 'htsat_tiny'"
     names = r"packaged configurations: fine_tune, .*train_demo_cpu\)"
     with pytest.raises(UserError, match=f"{hint}.*{names}"):
         find_config(Path(name))
 
 
-def test_compile_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_cache_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "clap_ds/triton").mkdir(parents=True)
     (tmp_path / "clap_ds/triton").chmod(0o777)
@@ -51,9 +51,7 @@ def test_compile_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("problem", ["not a folder", "full disk", "of another user"])
-def test_unusable_cache_is_replaced_by_the_next_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
-) -> None:
+def test_unusable_cache_is_replaced_by_the_next_place(tmp_path, monkeypatch, problem):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -85,9 +83,7 @@ def test_unusable_cache_is_replaced_by_the_next_place(
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-def test_cache_without_home_and_with_its_place_taken_is_a_new_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_without_home_and_with_its_place_taken_is_a_new_folder(tmp_path, monkeypatch):
     def raise_without_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -105,9 +101,7 @@ def test_cache_without_home_and_with_its_place_taken_is_a_new_folder(
     assert stat.S_IMODE(folders[0].parent.stat().st_mode) == 0o700
 
 
-def test_commit_is_of_the_checkout_and_not_of_a_repository_around_it(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_is_of_the_checkout_and_not_of_a_repository_around_it(elsewhere, monkeypatch):
     head = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True)
     assert str(commit()).partition("+")[0] == head.strip()
     (elsewhere / "copy").mkdir()
@@ -115,9 +109,7 @@ def test_commit_is_of_the_checkout_and_not_of_a_repository_around_it(
     assert commit() is None
 
 
-def test_commit_of_changed_code_has_a_digest_of_the_change(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_of_changed_code_has_a_digest_of_the_change(elsewhere, monkeypatch):
     monkeypatch.setattr(paths, "CHECKOUT", elsewhere)
     for folder in paths.CODE:
         (elsewhere / folder).mkdir()
@@ -131,7 +123,7 @@ def test_commit_of_changed_code_has_a_digest_of_the_change(
     assert str(commit()).startswith(f"{unchanged}+")
 
 
-def test_commit_is_unknown_if_git_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_unknown_if_git_hangs(tmp_path, monkeypatch):
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -139,9 +131,7 @@ def test_commit_is_unknown_if_git_hangs(tmp_path: Path, monkeypatch: pytest.Monk
     assert commit() is None
 
 
-def test_code_digest_depends_on_files_and_not_on_the_installation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_digest_depends_on_files_and_not_on_the_installation(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "PACKAGE", tmp_path)
     (tmp_path / "a.py").write_text("a = 1\n")
     digest = paths.digest_code()

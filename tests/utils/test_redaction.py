@@ -1,7 +1,6 @@
 """Text that looks like a secret is hidden; other text is unchanged."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ from clap_ds.utils.redaction import redact, redact_all
         ("token_type_embeddings.weight: [1]", "token_type_embeddings.weight: [1]"),
     ],
 )
-def test_text_with_secrets_hides_them(text: str, redacted_text: str) -> None:
+def test_text_with_secrets_hides_them(text, redacted_text):
     assert redact(text) == redacted_text
     assert redact_all({"a": [{text: text}]}) == {"a": [{redacted_text: redacted_text}]}
 
@@ -51,13 +50,13 @@ def test_text_with_secrets_hides_them(text: str, redacted_text: str) -> None:
         {"secrets": ["x y"]},
     ],
 )
-def test_field_with_the_name_of_a_secret_is_hidden_whole(content: dict[str, Any]) -> None:
+def test_field_with_the_name_of_a_secret_is_hidden_whole(content):
     text = json.dumps(redact_all(content))
     assert "[hidden]" in text
     assert "x y" not in text
 
 
-def test_names_of_this_project_are_no_secrets() -> None:
+def test_names_of_this_project_are_no_secrets():
     """Fields of runs, DeepSpeed and records, and options of tokenizers are shown."""
     names = [*Summary.__annotations__, *StepLine.__annotations__]
     names += ["additional_special_tokens", "cls_token"]
@@ -71,7 +70,7 @@ def test_names_of_this_project_are_no_secrets() -> None:
     assert redact(text) == text
 
 
-def test_command_with_secret_after_its_option_hides_it() -> None:
+def test_command_with_secret_after_its_option_hides_it():
     command = ["python", "train.py", "--hf_token", "abc", "--secret", "--samples", "5"]
     redacted_command = [*command]
     redacted_command[3] = "[hidden]"

@@ -69,7 +69,7 @@ def hf_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fusion", [False, True])
-def test_transformers_round_trip_is_exact(tmp_path: Path, fusion: bool) -> None:
+def test_transformers_round_trip_is_exact(tmp_path, fusion):
     original = save_clap(tmp_path / "hf", fusion=fusion)
     truncation = "fusion" if fusion else "rand_trunc"
     save_front_end(tmp_path / "hf", truncation=truncation)
@@ -85,7 +85,7 @@ def test_transformers_round_trip_is_exact(tmp_path: Path, fusion: bool) -> None:
     assert (extractor.truncation == "fusion") == fusion
 
 
-def test_weights_in_parts_are_read(hf_folder: Path) -> None:
+def test_weights_in_parts_are_read(hf_folder):
     expected = load_transformers(hf_folder).build().state_dict()
     model = transformers.ClapModel.from_pretrained(hf_folder)
     model.save_pretrained(hf_folder, max_shard_size="50KB")
@@ -116,9 +116,7 @@ SLOW = FRONT_END | {
         FRONT_END | {"truncation": "fusion"},
     ],
 )
-def test_front_end_saved_by_transformers_gives_its_embeddings(
-    front_end: dict[str, Any], tokenizer: Any, tmp_path: Path
-) -> None:
+def test_front_end_saved_by_transformers_gives_its_embeddings(front_end, tokenizer, tmp_path):
     extractor = transformers.ClapFeatureExtractor(**front_end)
     sample_rate = extractor.sampling_rate
     torch.manual_seed(3)
@@ -148,18 +146,14 @@ def test_front_end_saved_by_transformers_gives_its_embeddings(
         ("truncation", "fusion"),
     ],
 )
-def test_front_end_that_the_model_cant_have_is_rejected(
-    field: str, value: Any, hf_folder: Path
-) -> None:
+def test_front_end_that_the_model_cant_have_is_rejected(field, value, hf_folder):
     (path,) = hf_folder.glob("preprocessor_config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     with pytest.raises(ValueError, match=f"{path}: {field} is"):
         load_preset(str(hf_folder))
 
 
-def test_missing_front_end_is_assumed_and_printed_by_the_first_rank(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_front_end_is_assumed_and_printed_by_the_first_rank(tmp_path, capfd, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clap"}))
     capfd.readouterr()
     assert load_preset(str(tmp_path)).audio == load_preset("clap_htsat_tiny_roberta_base").audio
@@ -176,7 +170,7 @@ WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_unfit_sizes_and_tensors_are_rejected_and_listed(hf_folder: Path) -> None:
+def test_unfit_sizes_and_tensors_are_rejected_and_listed(hf_folder):
     weights = hf_folder / "model.safetensors"
     state = load_file(weights)
     del state[KEY]
@@ -197,7 +191,7 @@ def test_unfit_sizes_and_tensors_are_rejected_and_listed(hf_folder: Path) -> Non
             load_transformers(hf_folder)
 
 
-def test_own_safetensors_store_any_model_completely(tmp_path: Path) -> None:
+def test_own_safetensors_store_any_model_completely(tmp_path):
     mean = MICRO.model_copy(
         update={"name": "other", "text": MICRO.text.model_copy(update={"pooling": "mean"})}
     )
@@ -223,7 +217,7 @@ def test_own_safetensors_store_any_model_completely(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_published_layouts_equal_presets(changes: dict[str, Any], preset: str) -> None:
+def test_published_layouts_equal_presets(changes, preset):
     whole = transformers.ClapConfig(audio_config=changes).to_dict()
     sizes = parse_sizes(convert_clap_config(whole), "hf")
     # Missing fields have transformers' defaults.

@@ -34,9 +34,7 @@ MICRO = load_preset("micro").text
         (True, True, ""),
     ],
 )
-def test_hub_is_the_last_place_and_must_respond(
-    monkeypatch: pytest.MonkeyPatch, hub_responds: bool, is_on_hub: bool, message: str
-) -> None:
+def test_hub_is_the_last_place_and_must_respond(monkeypatch, hub_responds, is_on_hub, message):
     def head(url: str, timeout: float) -> None:
         if not hub_responds:
             raise TimeoutError(f"no answer within {timeout} s")
@@ -61,7 +59,7 @@ def save_roberta(path: Path, **changes: Any) -> str:
     return str(path)
 
 
-def test_text_tower_has_the_pretrained_weights_and_the_runs_dropout(tmp_path: Path) -> None:
+def test_text_tower_has_the_pretrained_weights_and_the_runs_dropout(tmp_path):
     config = MICRO.model_copy(update={"hub_name": save_roberta(tmp_path)})
     preset = load_preset("micro").model_copy(update={"text": config}).model_dump()
     model = {"preset": preset, "text_dropout": 0.2, "pretrained_text": True}
@@ -72,7 +70,7 @@ def test_text_tower_has_the_pretrained_weights_and_the_runs_dropout(tmp_path: Pa
     torch.testing.assert_close({**tower.roberta.state_dict()}, {**expected}, rtol=0, atol=0)
 
 
-def test_unfit_or_missing_pretrained_weights_are_rejected(tmp_path: Path) -> None:
+def test_unfit_or_missing_pretrained_weights_are_rejected(tmp_path):
     small = save_roberta(tmp_path / "small", num_hidden_layers=1, vocab_size=100)
     transformers.BertModel(transformers.BertConfig(**MICRO_TEXT)).save_pretrained(tmp_path / "bert")
     for name, message in (
@@ -85,7 +83,7 @@ def test_unfit_or_missing_pretrained_weights_are_rejected(tmp_path: Path) -> Non
             load_pretrained_text(MICRO.model_copy(update={"hub_name": name}))
 
 
-def test_captions_are_framed_truncated_and_padded(tokenizer_dir: str) -> None:
+def test_captions_are_framed_truncated_and_padded(tokenizer_dir):
     """Check for RoBERTa's ids; captions that are too long keep their end token."""
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
     long_caption = "a loud tone and " * 20
@@ -100,7 +98,7 @@ def test_captions_are_framed_truncated_and_padded(tokenizer_dir: str) -> None:
     assert ids[2].tolist() == [*whole[0, :9].tolist(), 2]
 
 
-def test_any_script_and_special_tokens_names_are_text(tokenizer_dir: str) -> None:
+def test_any_script_and_special_tokens_names_are_text(tokenizer_dir):
     caption = "</s> a <s><mask> 🔔 鐘の音 café\n"
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
     ids, mask = tokenize([caption], tokenizer, 64)
@@ -109,7 +107,7 @@ def test_any_script_and_special_tokens_names_are_text(tokenizer_dir: str) -> Non
     assert tokenizer.decode(text_ids) == caption
 
 
-def test_unfit_or_missing_tokenizers_are_rejected(tokenizer_dir: str, tmp_path: Path) -> None:
+def test_unfit_or_missing_tokenizers_are_rejected(tokenizer_dir, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
     size = len(tokenizer)
     tokenizer.pad_token = "<unk>"

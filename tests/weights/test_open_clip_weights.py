@@ -5,14 +5,13 @@ import hashlib
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from clap_ds.checkpoint import export
 from clap_ds.checkpoint.load_weights import load_weights
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights import open_clip_weights
 from clap_ds.weights.hub import train_tokenizer
@@ -32,7 +31,7 @@ FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion
         ("htsat_base_roberta_base", "ca70a93363981b21"),
     ],
 )
-def test_names_shapes_and_dtypes_equal_open_clips(preset: str, digest: str) -> None:
+def test_names_shapes_and_dtypes_equal_open_clips(preset, digest):
     with torch.device("meta"):
         state = open_clip_weights.to_open_clip(ClapModel(load_preset(preset)))
     lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
@@ -46,9 +45,7 @@ def test_names_shapes_and_dtypes_equal_open_clips(preset: str, digest: str) -> N
         ("htsat_large_roberta_base", "large", "mlp", "mean_pooler"),
     ],
 )
-def test_sizes_have_open_clips_fields(
-    preset: str, variant: str, projection: str, pooler: str
-) -> None:
+def test_sizes_have_open_clips_fields(preset, variant, projection, pooler):
     config = load_preset(preset)
     sizes = open_clip_weights.model_cfg(config, 77)
     audio = {"model_name": variant, "hop_size": 480, "enable_fusion": preset.endswith("fused")}
@@ -58,16 +55,14 @@ def test_sizes_have_open_clips_fields(
     assert sizes["text_cfg"].items() >= text.items()
 
 
-def test_model_that_open_clip_lacks_is_rejected_with_all_reasons() -> None:
+def test_model_that_open_clip_lacks_is_rejected_with_all_reasons():
     reasons = r"demo .*not HTSAT-tiny.*; its text projection .*; .* no hub_name"
     with pytest.raises(ValueError, match=reasons):
         open_clip_weights.model_cfg(load_preset("demo"), 77)
 
 
 @pytest.mark.parametrize("learns_bias", [False, True])
-def test_exported_folder_loads_unchanged(
-    learns_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exported_folder_loads_unchanged(learns_bias, tmp_path, monkeypatch):
     variants = {"micro": (MICRO.audio.embed_dim, MICRO.audio.depths)}
     monkeypatch.setattr(open_clip_weights, "_VARIANTS", variants)
     monkeypatch.setattr(open_clip_weights, "_FIXED", {})
@@ -96,9 +91,7 @@ def test_exported_folder_loads_unchanged(
 
 
 @pytest.mark.parametrize("config", [MICRO, FUSED], ids=["plain", "with fusion"])
-def test_htsats_own_weights_start_an_audio_tower(
-    config: ClapConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_htsats_own_weights_start_an_audio_tower(config, tmp_path, monkeypatch):
     source = random_model()
     htsat = {}
     for name, tensor in open_clip_weights.to_open_clip(source).items():

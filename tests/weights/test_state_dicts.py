@@ -73,9 +73,7 @@ def laion() -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("save", [torch.save, partial(torch.save, pickle_protocol=4), save_legacy])
-def test_laions_files_load(
-    tmp_path: Path, laion: dict[str, Tensor], save: Callable[..., None]
-) -> None:
+def test_laions_files_load(tmp_path, laion, save):
     for content in (laion, published(laion)):
         save(content, tmp_path / "clap.pt")
         checkpoint = load_weights(tmp_path / "clap.pt")
@@ -98,9 +96,7 @@ def config_of(content: Any, tmp_path: Path) -> ClapConfig:
         ({"fmin": 0}, "melW"),
     ],
 )
-def test_different_front_end_is_rejected_except_of_an_audio_tower(
-    tmp_path: Path, laion: dict[str, Tensor], changes: dict[str, Any], reason: str
-) -> None:
+def test_different_front_end_is_rejected_except_of_an_audio_tower(tmp_path, laion, changes, reason):
     tensors = laion | saved_front_end(**changes)
     with pytest.raises(ValueError, match=rf"clap\.pt .*front end.*{reason}"):
         config_of(tensors, tmp_path)
@@ -117,9 +113,7 @@ def without(laion: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in laion.items() if part not in name}
 
 
-def test_dicts_prefixes_and_other_tensors_around_a_model_are_ignored(
-    tmp_path: Path, laion: dict[str, Tensor]
-) -> None:
+def test_dicts_prefixes_and_other_tensors_around_a_model_are_ignored(tmp_path, laion):
     optimizer = {"state": {0: {"step": torch.ones(1)}, 1: {"step": torch.ones(1)}}}
     for content in (
         renamed(laion, "", "_orig_mod."),
@@ -135,9 +129,7 @@ def test_dicts_prefixes_and_other_tensors_around_a_model_are_ignored(
         assert config_of(content, tmp_path) == MICRO
 
 
-def test_file_of_two_models_is_rejected_with_their_prefixes(
-    tmp_path: Path, laion: dict[str, Tensor]
-) -> None:
+def test_file_of_two_models_is_rejected_with_their_prefixes(tmp_path, laion):
     both = renamed(laion, "", "model.") | renamed(laion, "", "ema.")
     with pytest.raises(ValueError, match=r"2 models.*model\., ema\."):
         config_of(both, tmp_path)
@@ -150,9 +142,7 @@ PANN = {
 BERT = {"text_branch.embeddings.word_embeddings.weight": torch.ones(30522, 1)}
 
 
-def test_unsupported_models_and_contents_are_named(
-    tmp_path: Path, laion: dict[str, Tensor]
-) -> None:
+def test_unsupported_models_and_contents_are_named(tmp_path, laion):
     norm = "layers.0.blocks.0.norm1"
     for content, reason in (
         ({"state_dict": PANN}, "PANN"),
@@ -167,7 +157,7 @@ def test_unsupported_models_and_contents_are_named(
 
 
 @pytest.mark.parametrize("name", ["clap_htsat_tiny_roberta_base_fused", "music"])
-def test_sizes_are_inferred_from_the_tensors(tmp_path: Path, name: str) -> None:
+def test_sizes_are_inferred_from_the_tensors(tmp_path, name):
     config = load_preset("clap_htsat_tiny_roberta_base_fused")
     if name == "music":
         # music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512.
@@ -202,7 +192,7 @@ class Reduced:
 
 
 @pytest.mark.parametrize(("protocol", "as_zip"), [(2, False), (4, True)])
-def test_no_code_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -> None:
+def test_no_code_in_a_file_is_run(tmp_path, protocol, as_zip):
     marker = tmp_path / "marker"
     inner = tmp_path / "inner.pt"
     make = f"open({str(marker)!r}, 'w')"
@@ -229,8 +219,8 @@ def test_no_code_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -
 @pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_torchscript_archive_is_rejected_even_if_it_replaces_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
-) -> None:
+    tmp_path, monkeypatch, is_replaced
+):
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "code.pt")
     load = torch.load
 
@@ -245,7 +235,7 @@ def test_torchscript_archive_is_rejected_even_if_it_replaces_the_file(
         load_weights(tmp_path / "code.pt", MICRO)
 
 
-def test_attributes_of_a_dict_are_ignored(tmp_path: Path, laion: dict[str, Tensor]) -> None:
+def test_attributes_of_a_dict_are_ignored(tmp_path, laion):
     content = OrderedDict(laion)
     content.get = torch.ones(1)  # type: ignore[method-assign]
     assert config_of(content, tmp_path) == MICRO
