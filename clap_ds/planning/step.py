@@ -203,7 +203,7 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     end and both towers."""
     run, model = _simplify(run, micro_batch, CUDA)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
-    model.train().to(dtype).to_empty(device="cpu")  # of preserve_rng_and_bn memory
+    model.train().to(dtype).to_empty(device="cpu")  # without memory
     audio, *text = next(_batches(run)).model_inputs()
     # The arguments of each submodule.
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
