@@ -160,6 +160,7 @@ def note_ranks(path: str) -> None:
     )
 
 
+@pytest.mark.end_to_end
 def test_first_rank_of_a_host_compiles_before_the_others(two_ranks, tmp_path):
     two_ranks.run(note_ranks, str(tmp_path / "ranks"))
     # One graph for the text tower, and two for the audio tower on several ranks.
