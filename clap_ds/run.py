@@ -105,15 +105,15 @@ def _gather_places(local_environment: Any, device: torch.device) -> list[Any]:
 
 
 def setup_model(run: RunSettings, ranks: Ranks, device: torch.device) -> ContrastiveModel:
-    """Build a run's model on a device, with the same weights on every rank, if a training step can
-    fit in memory."""
+    """Build a run's model on a device, with the same weights on every rank. A collective; raises
+    UserError if a training step can't fit in memory."""
     clap = run.clap
     require_memory(run, ranks, device)
     with raise_on_all_ranks():
-        # One rank per host downloads, before all read.
+        # One rank per host downloads files, before all ranks read them.
         fetch_from_hub(clap.model, clap.data, ranks)
     with raise_on_all_ranks():
-        # The same seed on every rank gives all the same weights.
+        # Every rank draws the same weights.
         torch.manual_seed(clap.seed)
         model = build_model(clap.model, clap.loss, device, clap.train.freeze).to(device)
     return model

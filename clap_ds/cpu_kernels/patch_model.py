@@ -221,10 +221,11 @@ NATIVE: tuple[Any, ...] = (
 def _segments(
     hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: PackedLayout | None, *, first_only: bool
 ) -> Segments:
-    """Return the segments of right-padded captions, or of packed ones including padding."""
+    """Return the segments of attention: right-padded captions, or packed ones. `first_only`: of
+    which only first tokens are queries, as they are pooled."""
     if layout is not None:
-        cu_seqlens, num_captions, _ = layout.packing
-        # Captions of padding have no first token that is pooled.
+        cu_seqlens, num_captions, _longest = layout.packing
+        # Captions that only fill the row aren't pooled, but other layers compute them.
         count = num_captions if first_only else len(cu_seqlens) - 1
         lengths = cu_seqlens.diff()[:count]
         return Segments.of_captions(cu_seqlens[:count], lengths, first_only=first_only)

@@ -146,31 +146,35 @@ def _find_silent_cause(
     *,
     has_causes: bool,
 ) -> list[RankError]:
-    """Return the error of ranks without any file, if it is clear.
+    """Return a list with the error of ranks without any file, or empty if it isn't clear: the
+    launcher's if it names one of their hosts, else that they were killed if they are of one host.
 
-    A rank that is killed while it imports torch leaves no file, nor does one that is stopped a
-    moment earlier.
+    A rank that is killed while it imports torch leaves no file, nor does one that the launcher
+    stops before.
 
     Args:
         host_of_rank: of the ranks with a file.
         hosts: host of each rank.
+        launcher_error: what the launcher printed, if it is an error.
         has_causes: whether other ranks have errors.
     """
     silent_ranks = [rank for rank in range(len(hosts)) if rank not in host_of_rank]
     if not silent_ranks:
         return []
     # By number, since files may have other names of hosts than SLURM has.
-    num_silent = Counter(hosts)
-    num_silent.subtract(host_of_rank.values())
-    silent_hosts = [host for host, number in num_silent.items() if number > 0]
+    num_ranks = Counter(hosts)
+    num_ranks.subtract(host_of_rank.values())
+    silent_hosts = [host for host, num_silent in num_ranks.items() if num_silent > 0]
     if launcher_error is None:
         if not has_causes or len(silent_hosts) != 1:
             return []
         killed = _describe_killed(dict.fromkeys(silent_ranks, silent_hosts[0]))
+        # When is unknown: errors with a time are causes before it.
         return [replace(killed, at=math.inf)]
     if not {*silent_hosts}.intersection(launcher_error.hosts):
         return []
     if _is_everywhere(launcher_error.fault, launcher_error.hosts, hosts):
+        # What all hosts lack is no host's fault.
         return [replace(launcher_error, hosts=[])]
     return [launcher_error]
 

@@ -1,7 +1,7 @@
 """Compute contrastive losses over the global batch, with exact gradients but without sending
 feature gradients.
 
-Both losses' gradients have a closed form: a rank that has seen all features computes its own
+Both losses here have closed-form gradients: a rank that has seen all features computes its own
 features' gradient in the forward pass, and then frees the similarities and gathered features. The
 softmax loss works tile by tile, as the similarities of a large batch don't fit in memory. The
 operations between two matrix products are a separate function, which torch.compile fuses into one
@@ -93,7 +93,7 @@ class ContrastiveLoss:
             this rank's pairs, and its gradients by this rank's features and the scalars.
         needs_bias: whether the model learns a logit bias.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss
-            (B,), and that of chance.
+            (B,), and the loss if all similarities are equal.
     """
 
     compute: Callable[..., LossAndGradients]

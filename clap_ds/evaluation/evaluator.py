@@ -73,7 +73,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         # Whether the towers run uncompiled, as compiling them for evaluation has failed.
-        self._is_eager = False
+        self._runs_uncompiled = False
         # Unusable items in order, without duplicates: tasks may share clips.
         self._broken: dict[SkippedSample, None] = {}
         if self.loss_kind not in LOSSES:
@@ -139,19 +139,20 @@ class Evaluator:
         is_first = self.ranks.local_rank == 0
         with activity("compiling"):
             problem = first_error(embed, is_first) or first_error(embed, not is_first)
-        self._is_eager = problem is not None
+        self._runs_uncompiled = problem is not None
         if problem and self.ranks.is_main_process:
             print(f"warning: evaluations can't be compiled and run slower: {problem}", flush=True)
         return problem
 
     def evaluate_engine(self, engine: ClapEngine) -> Evaluation:
-        """Evaluate the averaged weights, if there are any, else the model's, like `evaluate`."""
-        # Ranks' batch norms have seen different data.
+        """Evaluate the averaged weights, if there are any, else the model's. A collective, like
+        `evaluate`."""
+        # Ranks' batch norms have seen different data, so all take rank 0's statistics.
         engine.broadcast_bn_statistics()
         try:
             with (
                 engine.ema.in_place() if engine.ema is not None else nullcontext(),
-                torch.compiler.set_stance("force_eager" if self._is_eager else "default"),
+                torch.compiler.set_stance("force_eager" if self._runs_uncompiled else "default"),
             ):
                 return self.evaluate(engine.model)
         except NonFiniteError as error:

@@ -239,8 +239,8 @@ def _(tokens_TC: Tensor, *_: Any) -> Tensor:
 def _backward(
     tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, d_output_TC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the input's gradient, GELU's output and the gradient of its input, (T, M) each, and
-    partial sums of the biases' gradients, (programs, M + C) in fp32."""
+    """Return the gradient of the tokens, (T, C), GELU's output and the gradient of GELU's input,
+    (T, M) each, and sums of the biases' gradients per block of tokens, (blocks, M + C) in fp32."""
     inputs = (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)
     outputs = _allocate(tokens_TC, weight1_MC)
     grid = (triton.cdiv(len(tokens_TC), BACKWARD_BLOCK),)

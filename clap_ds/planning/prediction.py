@@ -81,7 +81,7 @@ def describe_traffic(
     step: Step, step_s: dict[str, dict[str, float]], loss_kind: str
 ) -> dict[str, float]:
     """Return the fields of `Traffic` for a step with these seconds by part and estimate."""
-    # Softmax's columns are one of the loss's six products; the sigmoid loss waits for both towers.
+    # Softmax's columns are one of the loss's six products; other losses wait for both towers.
     column_share = 1 / 6 if loss_kind == "softmax" else 0.0
     middle_s = {part: estimates["middle"] for part, estimates in step_s.items()}
     traffic = Traffic(

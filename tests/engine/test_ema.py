@@ -53,7 +53,7 @@ def _check_evaluation(engine: ClapEngine) -> None:
             assert torch.equal(parameter, expected), name
         return SimpleNamespace(metrics={}, chances={})
 
-    evaluator: Any = SimpleNamespace(evaluate=evaluate_model, _is_eager=False)
+    evaluator: Any = SimpleNamespace(evaluate=evaluate_model, _runs_uncompiled=False)
     Evaluator.evaluate_engine(evaluator, engine)
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, initial[name]), name
