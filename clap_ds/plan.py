@@ -150,6 +150,8 @@ def predict_scales(
         for fraction in (0, 1)
     ]
     rows: list[dict[str, Any]] = []
+    # Of the smallest scale.
+    first_rates: dict[str, float] = {}
     for num_nodes in nodes:
         cluster = make_cluster(num_nodes, gpu, arguments)
         costs_s = {estimate: added_s(prediction, cluster, nodes, estimate) for estimate in step_s}
@@ -158,7 +160,7 @@ def predict_scales(
             estimate: num_samples / (seconds + sum(costs_s[estimate].values()))
             for estimate, seconds in step_s.items()
         }
-        first_rates = rows[0]["rates"] if rows else rates
+        first_rates = first_rates or rates
         # In percent of the smallest scale's rate under the same law.
         efficiencies = [100 * rates[estimate] / first_rates[estimate] for estimate in rates]
         efficiencies += [100 * law.rate(num_nodes) / law.rate(nodes[0]) for law in published_laws]
@@ -171,14 +173,11 @@ def predict_scales(
             "samples_per_s_per_gpu": {**rates, "low": min(rates["low"], *published_rates)},
             "samples_per_s": cluster.num_gpus * rates["middle"],
             "added_s": costs_s["middle"],
-            "rates": rates,
         }
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
             row["gpu_hours"] = cluster.num_gpus * row["hours"]
         rows.append(row)
-    for row in rows:
-        del row["rates"]
     return rows
 
 

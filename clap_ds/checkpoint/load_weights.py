@@ -131,7 +131,6 @@ def _read_open_clip_folder(folder: Path, config: ClapConfig | None) -> Checkpoin
 
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
-    # Weights of local files don't need the Hub's client.
     folder = snapshot_download(
         str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL
     )

@@ -11,12 +11,8 @@ from __future__ import annotations
 import glob
 import os
 import subprocess
-from typing import TYPE_CHECKING
 
 from clap_ds.utils.errors import UserError, first_line, run_alone
-
-if TYPE_CHECKING:
-    pass
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 HIDE_ALL_GPUS = ("", "-1", "NoDevFiles")

@@ -29,7 +29,7 @@ def initialize(
     port is in use, or hosts have different software and that isn't allowed."""
     software = None
     if ranks.local_rank == 0:
-        # One rank of each host reads files and asks git, while it imports torch.
+        # One rank of each host reads files and asks git, while it sets up its device.
         software = ThreadPoolExecutor(1).submit(describe_software)
     device = choose_device(ranks.rank, ranks.local_rank)
 

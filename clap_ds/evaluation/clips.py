@@ -141,7 +141,7 @@ def plan_zero_shot(
     names_by_clip, broken = _read_each(
         clips,
         partial(classes_of, field=field),
-        (f"{section}.shards: expected clips with {field!r} ({section}.class_key) in a json"),
+        f"{section}.shards: expected clips with {field!r} ({section}.class_key) in a json",
     )
     # The first clip of each class, which errors name.
     examples: dict[str, Clip] = {}

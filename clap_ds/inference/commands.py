@@ -128,7 +128,7 @@ def _parse_classify(argv: Sequence[str] | None) -> argparse.Namespace:
         "--template",
         action="append",
         metavar="TEXT",
-        help=("add a caption with {} for the label; repeatable (default: evaluation's templates)"),
+        help="add a caption with {} for the label; repeatable (default: evaluation's templates)",
     )
     add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row")
     add("--output", type=Path, metavar="FILE", help=OUTPUT_HELP)

@@ -53,7 +53,7 @@ def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") 
     add(
         "--best",
         action="store_true",
-        help=("use a folder's best checkpoint by its run's best_metric (default: the newest)"),
+        help="use a folder's best checkpoint by its run's best_metric (default: the newest)",
     )
     add(
         "--tokenizer",

@@ -80,13 +80,13 @@ def text_attention_problem(
     Arguments are those of `supports_captions`, and the dtype of queries, keys and values.
     """
     if not supports_captions(head_dim, longest):
-        return f"captions of {longest} tokens or heads of {head_dim} channels are too large for it"
+        return f"it doesn't support {longest} tokens per caption with {head_dim} channels per head"
     # In fp32 a program's keys and values don't fit in registers.
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"{str(dtype).removeprefix('torch.')} is slower with it"
+        return f"it needs 16-bit tensors, found {str(dtype).removeprefix('torch.')}"
     # Older GPUs have less shared memory than the kernel takes, or no tensor cores for it.
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "it needs compute capability 8.0"
+        return "it needs a GPU of compute capability 8.0 or more"
     return None
 
 
