@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,12 +57,20 @@ class SubmittedJob:
 
     def wait(self, timeout_s: float = 300, confirm_s: float = 30) -> str:
         """Wait until it ends and return its state. It stays COMPLETING if a node can't be reached
-        to confirm the end."""
-        is_over = lambda: self.state in TERMINAL_STATES  # noqa: E731
+        to confirm the end; a job that SLURM requeues is COMPLETING only briefly."""
+        completing_since = None
+
+        def is_over() -> bool:
+            nonlocal completing_since
+            state = self.state
+            if state != "COMPLETING":
+                completing_since = None
+                return state in TERMINAL_STATES
+            if completing_since is None:
+                completing_since = time.monotonic()
+            return time.monotonic() - completing_since > confirm_s
+
         self.cluster.wait_until(is_over, timeout_s, f"the end of job {self.number}")
-        with contextlib.suppress(AssertionError):
-            is_confirmed = lambda: self.state != "COMPLETING"  # noqa: E731
-            self.cluster.wait_until(is_confirmed, confirm_s, "nodes to confirm the end")
         return self.state
 
     def check_end(self, state: str, exit_code: int) -> None:
