@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -133,9 +133,9 @@ def setup_engine(
 
 
 def setup_dataloader(
-    run: RunSettings, ranks: Ranks, engine: ClapEngine, state: dict[str, Any] | None = None
+    run: RunSettings, ranks: Ranks, engine: ClapEngine, states: Sequence[dict[str, Any]] = ()
 ) -> BatchSource:
-    """Build a rank's data loader for an engine; it continues from `state`."""
+    """Build a rank's data loader for an engine; it continues from all ranks' `states`."""
     clap = run.clap
     with raise_on_all_ranks():
         loader = build_batches(
@@ -149,7 +149,7 @@ def setup_dataloader(
             seed=clap.seed,
             device=engine.device,
             pack_captions=clap.packs_captions,
-            state=state,
+            states=states,
             needs_epochs=clap.train.epochs is not None,
         )
     return loader

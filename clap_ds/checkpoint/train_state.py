@@ -68,13 +68,6 @@ class TrainState:
         self.train_s = train_s
         self.saved_step = self.step
 
-    def data_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the state of a rank's data source, or None at the start."""
-        if not self.data:
-            return None
-        # With more ranks than at the last save, several continue from one state.
-        return self.data[rank % len(self.data)]
-
     def to_json(self) -> str:
         content = asdict(self)
         # It is the step when loaded.

@@ -1,7 +1,7 @@
 """Move a rank's batches to its device. On a GPU, the next batch is copied during the current step
 on its own stream, after the step before, whose batch's memory it may take."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ class _Prefetched(NamedTuple):
     batch: Batch
     # the end of its copy on the GPU, or None
     copied: torch.cuda.Event | None
-    # the stream's state after the batch
-    state: dict[str, Any]
+    # makes the stream's state after the batch
+    snapshot: Callable[[], dict[str, Any]]
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
@@ -39,12 +39,12 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self._pack_captions = pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
         self._prefetched: _Prefetched | None = None
-        self._state = pieces.state()
+        self._snapshot = pieces.snapshot()
         self._is_reported = False
 
     def __next__(self) -> Batch:
         """Return the next batch, ready for work queued on the current stream."""
-        batch, copied, self._state = self._prefetched or self._prefetch()
+        batch, copied, self._snapshot = self._prefetched or self._prefetch()
         self._prefetched = None
         if copied:
             torch.cuda.current_stream(self._device).wait_event(copied)
@@ -65,19 +65,19 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         stream = self._copy_stream
         if stream is None:
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
-            return _Prefetched(batch, None, self._pieces.state())
+            return _Prefetched(batch, None, self._pieces.snapshot())
         # The batch may take memory that queued work still reads.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event()
         with torch.cuda.stream(stream):
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
             copied.record(stream)
-        return _Prefetched(batch, copied, self._pieces.state())
+        return _Prefetched(batch, copied, self._pieces.snapshot())
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's JSON-serializable state after the last returned batch, for
-        `build_batches` to resume."""
-        return self._state
+        """Return this rank's JSON-serializable state after the last returned batch. From those of
+        all ranks, `build_batches` resumes."""
+        return self._snapshot()
 
     def statistics(self) -> dict[str, Any]:
         return self._pieces.statistics()
@@ -124,16 +124,16 @@ def build_batches(
     data: SyntheticData | ShardData,
     *,
     pack_captions: bool = False,
-    state: dict[str, Any] | None = None,
+    states: Sequence[dict[str, Any]] = (),
     needs_epochs: bool = False,
     **spec: Any,
 ) -> BatchSource:
     """Build one rank's endless batches on a device from the `clap.data` section.
 
     Args:
-        state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks
-            changed. Exact if ranks, workers, settings and shards are unchanged; else data continues
-            in a new order.
+        states: `BatchSource.state()` of all ranks to resume, by rank. The order of samples is
+            continued if ranks, workers, settings and shards are unchanged. If only the shards are,
+            what is left of the epoch comes in another order; else a new epoch begins.
         needs_epochs: count local tars without a manifest regardless of their size.
         spec: fields of `BatchSpec`.
 
@@ -144,12 +144,12 @@ def build_batches(
     device = batch_spec.device
     pieces: MicroBatchStream
     if isinstance(data, SyntheticData):
-        pieces = SyntheticStream(data, batch_spec, state)
+        pieces = SyntheticStream(data, batch_spec, states)
     else:
         # needs audio decoders and tokenizers
         from clap_ds.data.webdataset import WebDatasetStream
 
-        pieces = WebDatasetStream(data, batch_spec, state, needs_epochs=needs_epochs)
+        pieces = WebDatasetStream(data, batch_spec, states, needs_epochs=needs_epochs)
     is_on_host = getattr(data, "placement", "host") == "host"
     copy_ahead = device.type == "cuda" and is_on_host
     return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)

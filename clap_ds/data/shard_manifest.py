@@ -404,13 +404,17 @@ def is_sample(item: Item) -> bool:
     return not item.keys().isdisjoint(CLIP_FORMATS) and not item.keys().isdisjoint(CAPTION_FORMATS)
 
 
-def samples_between(items: Iterator[Item], start: int, stop: int | None) -> Iterator[Item]:
-    """Yield a tar's items from sample `start` to before sample `stop` (None: all), including items
-    that aren't samples."""
+def samples_between(
+    items: Iterator[Item], start: int, stop: int | None
+) -> Iterator[tuple[int | None, Item]]:
+    """Yield a tar's items from sample `start` to before sample `stop` (None: all), each with its
+    number as a sample, or None if it isn't one."""
     num_samples = 0
     for item in items:
+        number = num_samples if is_sample(item) else None
         if num_samples >= start:
-            yield item
-        num_samples += is_sample(item)
+            yield number, item
+        if number is not None:
+            num_samples += 1
         if num_samples == stop:
             return

@@ -16,6 +16,7 @@ position in it. A position is thus a few numbers, from which reading resumes exa
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 import resource
@@ -24,7 +25,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import accumulate, chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ from webdataset.filters import shuffle
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import SkippedSample, captions_of, choose_clip, read_clip, values_by_name
-from clap_ds.data.shard_assignment import Source, TarPart
+from clap_ds.data.epoch_progress import Draw
+from clap_ds.data.shard_assignment import OUTSIDE, Source, TarPart
 from clap_ds.data.shard_io import open_ahead, open_shard
 from clap_ds.data.shard_manifest import (
     DAMAGE,
@@ -46,7 +48,6 @@ from clap_ds.data.shard_manifest import (
     describe_error,
     fetch,
     list_items,
-    samples_between,
 )
 from clap_ds.data.staging import StagingFolder
 from clap_ds.utils.errors import printable
@@ -56,6 +57,8 @@ Position = dict[str, Any]
 """A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass
 and its items drawn."""
 START: Position = {"samples": 0, "passes": []}
+
+_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 def log(message: str) -> None:
@@ -73,6 +76,8 @@ class Chunk:
     skipped: list[SkippedSample]
     # the reader's position after these rows
     position: Position
+    # all draws from the reader's shares for these rows
+    draws: list[Draw]
     # `Batch.input_ids` and `attention_mask`, which tensors would send through /dev/shm
     captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     # excludes waiting to be fetched; 0 for a worker's first chunk, which includes starting
@@ -119,26 +124,25 @@ class ShardReader:
         readers = [
             _SourceReader(self, number, start, report) for number, start in enumerate(passes)
         ]
-        weights = [source.weight for source in self.sources]
         num_samples = self.start["samples"]
         is_timed = False
         for slot in cycle(range(len(self.ring_buffer))):
             started_s = time.perf_counter()
             captions: list[str] = []
-            for row in self.ring_buffer[slot]:
-                reader = readers[0]
-                if len(readers) > 1:
-                    rng = random.Random(f"{self.seed}, mixture {num_samples}")
-                    (reader,) = rng.choices(readers, weights)
+            draws: list[Draw] = []
+            for row_number, row in enumerate(self.ring_buffer[slot]):
+                reader = readers[self._choose_source(num_samples)]
                 num_samples += 1
-                caption = reader.read_into(row)
+                caption, drawn_places = reader.read_into(row)
+                draws += [Draw(row_number, reader.number, *drawn) for drawn in drawn_places]
                 if caption is None:
-                    yield Chunk(self.worker, slot, skipped, self.start, failure=reader.failure())
+                    failure = reader.failure()
+                    yield Chunk(self.worker, slot, skipped, self.start, [], failure=failure)
                     return
                 captions.append(caption)
             passes = [(reader.pass_number, reader.num_drawn) for reader in readers]
             position = {"samples": num_samples, "passes": passes}
-            chunk = Chunk(self.worker, slot, [*skipped], position)
+            chunk = Chunk(self.worker, slot, [*skipped], position, draws)
             skipped.clear()
             ids, mask = tokenize(captions, self.tokenizer, self.spec.context_length)
             chunk.captions = ids.numpy(), mask.numpy()
@@ -147,6 +151,22 @@ class ShardReader:
             yield chunk
             is_timed = True
 
+    def _choose_source(self, num_samples: int) -> int:
+        """Choose the source of the sample after `num_samples` by the sources' weights."""
+        weights = [source.weight for source in self.sources]
+        if len(weights) == 1:
+            return 0
+        if any(source.partition is None for source in self.sources):
+            rng = random.Random(f"{self.seed}, mixture {num_samples}")
+            (number,) = rng.choices(range(len(weights)), weights)
+            return number
+        # Multiples of the golden ratio cover [0, 1) evenly at any time. All workers thus draw from
+        # a source equally often, up to a few samples, and finish its passes together.
+        phase = random.Random(f"{self.seed}, mixture").random()
+        place = (phase + num_samples * _GOLDEN_RATIO) % 1
+        ends = [*accumulate(weights)]
+        return min(bisect.bisect(ends, place), len(weights) - 1)
+
 
 class _SourceReader:
     """The items of one worker's part of a source, in endless passes from a position on."""
@@ -154,6 +174,7 @@ class _SourceReader:
     def __init__(
         self, reader: ShardReader, number: int, start: tuple[int, int], report: Report
     ) -> None:
+        self.number = number
         self._source = reader.sources[number]
         self._data = reader.data
         self._audio = reader.spec.model.audio
@@ -174,34 +195,45 @@ class _SourceReader:
         self._samples_at_end = partition.samples_until(pass_number + 1) if partition else math.inf
         # A resumed pass had a usable item, or else this pass may be too short to have one.
         self._has_usable = num_drawn > 0 or self._num_samples >= self._samples_at_end
+        if partition:
+            is_short = partition.is_partial(pass_number) or partition.share_size(pass_number) == 0
+            self._has_usable = self._has_usable or is_short
         self._pass_seed = f"{self._seed}, pass {pass_number}"
         self._items = islice(self._items_of_pass(), num_drawn, None)
 
-    def read_into(self, row: Tensor) -> str | None:
-        """Write the next usable item's audio to `row`. Return its caption, or None if a whole pass
-        has no usable item."""
+    def read_into(self, row: Tensor) -> tuple[str | None, list[tuple[int, int]]]:
+        """Write the next usable item's audio to `row`.
+
+        Returns:
+            Its caption, or None if a whole pass has no usable item; and of everything that was
+            drawn from this worker's share, the pass and the place in the share.
+        """
+        drawn_places = []
         while True:
             while self._num_samples < self._samples_at_end:
-                item = next(self._items, None)
+                place, item = next(self._items, (OUTSIDE, None))
                 if item is None:
                     break
                 rng = random.Random(f"{self._pass_seed}, item {self.num_drawn}")
                 self.num_drawn += 1
+                if place != OUTSIDE:
+                    drawn_places.append((self.pass_number, place))
                 caption = self._decode(item, row, rng)
                 if caption is not None:
                     self._num_samples += 1
                     self._has_usable = True
-                    return caption
+                    return caption, drawn_places
             if not self._has_usable:
-                return None
+                return None, drawn_places
             self._start_pass(self.pass_number + 1, 0)
 
     def failure(self) -> str:
         shards = self._source.shards
         return f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
 
-    def _items_of_pass(self) -> Iterator[Item]:
-        """Yield the items of one pass, then replacements for unusable ones."""
+    def _items_of_pass(self) -> Iterator[tuple[int, Item]]:
+        """Yield the items of one pass, then replacements for unusable ones, each with its place in
+        this worker's share."""
         source = self._source
         rng = random.Random(self._pass_seed)
         parts = [TarPart(shard) for shard in source.shards]
@@ -220,14 +252,14 @@ class _SourceReader:
         shuffled = shuffle(buffer_size, rng=rng)(self._read_tars(parts))
         return chain(shuffled, self._read_tars(replacements))
 
-    def _read_tars(self, parts: list[TarPart]) -> Iterator[Item]:
-        """Yield the items of these tars, as far as they are readable."""
+    def _read_tars(self, parts: list[TarPart]) -> Iterator[tuple[int, Item]]:
+        """Yield the items of these tars and their places, as far as they are readable."""
         open_source = self._staging.open if self._staging else open_shard
         open_tar = partial(open_source, cache_bytes=1e9 * self._data.cache_gb)
         opened_tars = open_ahead((part.tar for part in parts), open_tar)
         for part, (tar, open_file) in zip(parts, opened_tars, strict=True):
             items = list_items(tar, self._report, open_file)
-            yield from samples_between(items, part.start, part.stop)
+            yield from part.select(items)
 
     def _decode(self, item: Item, row: Tensor, rng: random.Random) -> str | None:
         """Write an item's audio to `row`. Return its caption, or None if it is unusable."""

@@ -1,6 +1,7 @@
 """Generate random batches of the right shapes, to benchmark without disks and decoders."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -40,10 +41,11 @@ class SyntheticStream:
     collate each batch again from its clips."""
 
     def __init__(
-        self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None
+        self, data: SyntheticData, spec: BatchSpec, states: Sequence[dict[str, Any]] = ()
     ) -> None:
         self._batches = _random_batches(data, spec)
-        self._num_batches = (state or {}).get("batches", 0)
+        # Ranks draw equally many batches.
+        self._num_batches = states[0].get("batches", 0) if states else 0
         self._starts = range(0, spec.micro_batch, PIECE_SIZE)
         self._loader: Loader[list[Tensor]] | None = None
         if data.num_workers:
@@ -76,8 +78,8 @@ class SyntheticStream:
         if self._loader is not None:
             self._loader.close()
 
-    def state(self) -> dict[str, Any]:
-        return {"source": "synthetic", "batches": self._num_batches}
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return partial(dict, source="synthetic", batches=self._num_batches)
 
     def throughput(self) -> None:
         return None

@@ -2,21 +2,25 @@
 
 The chain from tars to micro-batches:
 
-1. `plan_reading` finds the tars, and assigns a part of each pass to every worker of this rank.
+1. `find_shards` finds the tars, and `ShardSet.assign` gives every worker of this rank its part of
+   each pass.
 2. `ShardReader` (`clap_ds.data.shard_reader`) reads one worker's part. It writes audio to a ring
    buffer that it shares with the rank, because 616 ten-second clips take 1.2 GB.
 3. `Loader` runs the workers, and receives a chunk of rows from each in turn.
 4. `WebDatasetStream` joins chunks to micro-batches, reports skipped items and tracks the state.
 
-The state holds the position of each worker behind its last chunk that is used up.
+The state holds the position of each worker behind its last chunk that is used up, from which the
+same ranks and workers continue exactly. It also holds which samples of the epoch have been drawn
+(`clap_ds.data.epoch_progress`), so that any other number of ranks and workers reads the rest.
 """
 
 import hashlib
 import json
 import math
 import weakref
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -27,10 +31,23 @@ from torch.utils.data import IterableDataset, get_worker_info
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec, LoaderThroughput
 from clap_ds.data.clip import SkippedSample
-from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
+from clap_ds.data.epoch_progress import (
+    DrawnSamples,
+    decode_unfinished,
+    encode_unfinished,
+    find_unfinished,
+)
+from clap_ds.data.shard_assignment import (
+    ReaderLayout,
+    Source,
+    UnfinishedPass,
+    assign_shards,
+    assign_shares,
+    expand_sources,
+)
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, count_bytes, kind_of, samples_of
-from clap_ds.data.shard_reader import START, Chunk, ShardReader, log
+from clap_ds.data.shard_reader import START, Chunk, Position, ShardReader, log
 from clap_ds.data.staging import StagingFolder
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.weights.hub import load_tokenizer
@@ -43,51 +60,67 @@ _MAX_CHUNK_ROWS = 32
 
 
 @dataclass(slots=True)
-class ReadingPlan:
-    """The tars that a rank's workers read, and what describes their order and contents."""
+class ShardSet:
+    """The tars of a run's sources, and what describes their order and contents."""
 
+    sources: list[Source]
     kind: Kind
-    chunk_rows: int
-    # each worker's part of every source
-    sources_by_worker: list[list[Source]]
+    # per source, each tar's samples; None: unknown, or drawn with replacement
+    samples: list[list[int]] | None
+    layout: ReaderLayout
     # everything that determines the order of samples
     order: dict[str, Any]
     # goes into the run's record
     statistics: dict[str, Any]
-    staging: StagingFolder | None
+
+    def assign(
+        self, data: ShardData, spec: BatchSpec, unfinished: list[list[UnfinishedPass]]
+    ) -> list[list[Source]]:
+        """Return each worker's part of every source."""
+        if self.samples is None:
+            return assign_shards(self.sources, data, spec)
+        return assign_shares(self.sources, self.samples, self.layout, spec.rank, unfinished)
 
 
-def plan_reading(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> ReadingPlan:
-    """Find the shards, and assign a part of each source to every worker of this rank."""
+def find_shards(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> ShardSet:
+    """Find the shards, count their samples and describe their order."""
     sources = expand_sources(data.shards)
     shards = list(chain.from_iterable(source.shards for source in sources))
     kind = kind_of(shards, spec.model, warns=spec.rank == 0)
-    samples = samples_of(shards, math.inf if needs_epochs else _COUNTED_BYTES)
-    num_samples = sum(samples) if samples else None
-    has_epochs = bool(num_samples) and data.has_epochs
+    counts = samples_of(shards, math.inf if needs_epochs else _COUNTED_BYTES)
+    num_samples = sum(counts) if counts else None
+    samples = None
+    if counts and not data.resampled:
+        remaining_counts = iter(counts)
+        samples = [list(islice(remaining_counts, len(source.shards))) for source in sources]
+        if not all(map(sum, samples)):
+            # A source without samples has no passes.
+            samples = None
     chunk_rows = min(spec.micro_batch, _MAX_CHUNK_ROWS)
-    epoch_samples = samples if has_epochs else None
-    sources_by_worker = assign_shards(sources, data, spec, epoch_samples, chunk_rows)
+    layout = ReaderLayout(
+        spec.world_size,
+        max(data.num_workers, 1),
+        chunk_rows,
+        spec.seed,
+        shuffles_tars=data.shuffle_buffer > 0,
+    )
     # Names without folders: moved tars are read in the same order.
     contents: Any = []
     for source in sources:
         names = [shard.rpartition("/")[2] for shard in source.shards]
         contents.append([names, source.weight])
-    if has_epochs:
-        contents = [contents, samples]
-    staging = None
-    if data.stage_to:
-        staging = StagingFolder(data.stage_to)
-        _check_room(staging, shards, sources_by_worker, spec.ranks_per_host)
-    return ReadingPlan(
+    if samples:
+        contents = [contents, counts]
+    return ShardSet(
+        sources,
         kind,
-        chunk_rows,
-        sources_by_worker,
+        samples,
+        layout,
         order={
-            "ranks": spec.world_size,
-            "workers per rank": len(sources_by_worker),
-            "rows in a piece": chunk_rows,
-            "seed": spec.seed,
+            "ranks": layout.world_size,
+            "workers per rank": layout.num_workers,
+            "rows in a piece": layout.chunk_rows,
+            "seed": layout.seed,
             "clap.data.shuffle_buffer": data.shuffle_buffer,
             "clap.data.resampled": data.resampled,
             "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
@@ -97,11 +130,22 @@ def plan_reading(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> Rea
             "kind": kind,
             "num_shards": len(shards),
             "num_samples": num_samples,
-            "epoch_samples": num_samples if has_epochs else None,
+            "epoch_samples": num_samples if samples and data.has_epochs else None,
             "num_workers": data.num_workers,
         },
-        staging=staging,
     )
+
+
+def set_up_staging(
+    data: ShardData, spec: BatchSpec, sources_by_worker: list[list[Source]]
+) -> StagingFolder | None:
+    """Return the folder of `clap.data.stage_to`, if it has room for what this host reads."""
+    if not data.stage_to:
+        return None
+    staging = StagingFolder(data.stage_to)
+    shards = list(chain.from_iterable(source.shards for source in expand_sources(data.shards)))
+    _check_room(staging, shards, sources_by_worker, spec.ranks_per_host)
+    return staging
 
 
 def _check_room(
@@ -121,71 +165,150 @@ def _check_room(
     staging.check_room(min(bytes_of_host, sum(bytes_by_shard.values())))
 
 
-def resume_state(
-    plan: ReadingPlan, spec: BatchSpec, previous: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return the state after `previous`, in a new order if it can't be exact.
+@dataclass(slots=True)
+class ReadingState:
+    """Where a rank's reading stands.
 
-    `origin` counts all ranks' samples before this order, `samples` this rank's since. `rows_taken`
-    counts those of the next worker's current chunk.
+    Attributes:
+        origin: all ranks' samples before this order.
+        samples: this rank's samples since.
+        positions: of each worker, behind its last chunk that is used up.
+        rows_taken: rows of the next worker's current chunk that are used.
+        drawn: what the workers have drawn of their shares; None if it isn't known.
+        unfinished: per source, the passes that this order completes.
     """
-    state = {
-        "source": "webdataset",
-        "order": plan.order,
-        "origin": 0,
-        "samples": 0,
-        "positions": [START] * len(plan.sources_by_worker),
-        "next_worker": 0,
-        "rows_taken": 0,
-    }
-    if previous is None:
+
+    order: dict[str, Any]
+    positions: list[Position]
+    unfinished: list[list[UnfinishedPass]]
+    drawn: DrawnSamples | None
+    origin: int = 0
+    samples: int = 0
+    next_worker: int = 0
+    rows_taken: int = 0
+
+    def copy(self) -> "ReadingState":
+        drawn = self.drawn.copy() if self.drawn else None
+        return replace(self, positions=[*self.positions], drawn=drawn)
+
+    def to_json(self, samples: list[list[int]] | None, *, is_first_rank: bool) -> dict[str, Any]:
+        content = {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        content["source"] = "webdataset"
+        if samples and self.drawn:
+            content["drawn"] = self.drawn.to_json()
+            # equal on all ranks
+            if is_first_rank and any(self.unfinished):
+                content["unfinished"] = encode_unfinished(self.unfinished, samples)
+        return content
+
+
+_PLAIN_FIELDS = ("order", "origin", "samples", "positions", "next_worker", "rows_taken")
+
+
+def resume_state(
+    shards: ShardSet, spec: BatchSpec, previous_by_rank: Sequence[dict[str, Any]]
+) -> ReadingState:
+    """Return the state after a checkpoint's, which is exact in the same order. In another one,
+    the ranks read what is left of unfinished passes first, if it is known."""
+    num_workers = shards.layout.num_workers
+    num_sources = len(shards.sources)
+    state = ReadingState(
+        shards.order,
+        [START] * num_workers,
+        [[] for _ in range(num_sources)],
+        DrawnSamples.none_yet(num_workers, num_sources) if shards.samples else None,
+    )
+    if not previous_by_rank:
         return state
-    previous_order = previous.get("order", {})
+    first = previous_by_rank[0]
+    previous_order = first.get("order", {})
     differences = [
         f"{name} (then {previous_order.get(name)}, now {value})"
-        for name, value in plan.order.items()
+        for name, value in shards.order.items()
         if previous_order.get(name) != value
     ]
+    unfinished = state.unfinished
+    if shards.samples and "unfinished" in first:
+        unfinished = decode_unfinished(first["unfinished"], shards.samples)
     if not differences:
-        return state | previous
-    previous_ranks = previous_order.get("ranks", spec.world_size)
-    origin = previous.get("origin", 0) + previous.get("samples", 0) * previous_ranks
-    state["origin"] = origin
+        previous = previous_by_rank[spec.rank]
+        drawn = None
+        if shards.samples and "drawn" in previous:
+            drawn = DrawnSamples.from_json(previous["drawn"])
+        fields = {name: previous[name] for name in _PLAIN_FIELDS}
+        return ReadingState(**fields, unfinished=unfinished, drawn=drawn)
+    num_read = first.get("samples", 0) * len(previous_by_rank)
+    state.origin = first.get("origin", 0) + num_read
+    next_samples = "with a new epoch in a new order"
+    is_same_data = previous_order.get("shards") == shards.order["shards"]
+    if shards.samples and is_same_data and all("drawn" in state for state in previous_by_rank):
+        state.unfinished = _find_left(shards, previous_by_rank, unfinished, num_read)
+        num_left = sum(num for passes in state.unfinished for _, num in passes)
+        next_samples = f"with the {num_left:,} samples that the unfinished epoch has left"
     if spec.rank == 0:
         log(
-            f"resuming after {origin:,} samples in a new order, because these changed: "
+            f"resuming after {state.origin:,} samples {next_samples}, because these changed: "
             f"{', '.join(differences)}"
         )
     return state
 
 
-def _num_chunks(plan: ReadingPlan, micro_batch: int, num_workers: int) -> tuple[int, int]:
+def _find_left(
+    shards: ShardSet,
+    previous_by_rank: Sequence[dict[str, Any]],
+    unfinished: list[list[UnfinishedPass]],
+    num_read: int,
+) -> list[list[UnfinishedPass]]:
+    """Return per source what a checkpoint's readers, which had their own `unfinished` passes, left
+    of theirs."""
+    assert shards.samples is not None
+    order = previous_by_rank[0]["order"]
+    layout = ReaderLayout(
+        order["ranks"],
+        order["workers per rank"],
+        order["rows in a piece"],
+        order["seed"],
+        shuffles_tars=order["clap.data.shuffle_buffer"] > 0,
+    )
+    drawn_by_rank = [DrawnSamples.from_json(state["drawn"]) for state in previous_by_rank]
+    is_mixed = len(shards.sources) > 1
+    left = []
+    for number, samples in enumerate(shards.samples):
+        progress = [shares[number] for drawn in drawn_by_rank for shares in drawn.shares]
+        partition = layout.divide(samples, unfinished[number], is_mixed=is_mixed)
+        tar_order = layout.tar_order(len(samples))
+        left.append(find_unfinished(partition, progress, tar_order, num_read))
+    return left
+
+
+def _num_chunks(layout: ReaderLayout, micro_batch: int, num_workers: int) -> tuple[int, int]:
     """Return how many chunks each worker makes ahead, and how many its ring buffer holds."""
-    num_readers = len(plan.sources_by_worker)
+    num_readers = layout.num_workers
     # A micro-batch may begin and end within a chunk.
-    chunks_in_use = math.ceil((micro_batch - 1) / plan.chunk_rows) + 1
+    chunks_in_use = math.ceil((micro_batch - 1) / layout.chunk_rows) + 1
     slots_in_use = math.ceil(chunks_in_use / num_readers)
     if num_workers == 0:
         return 0, slots_in_use
     # Two micro-batches wait ahead of the one in use, and each worker fills another chunk.
-    chunks_ahead = max(2, math.ceil(2 * micro_batch / (plan.chunk_rows * num_readers)))
+    chunks_ahead = max(2, math.ceil(2 * micro_batch / (layout.chunk_rows * num_readers)))
     return chunks_ahead, chunks_ahead + slots_in_use
 
 
 def _allocate_ring_buffers(
-    plan: ReadingPlan, data: ShardData, spec: BatchSpec, num_slots: int
+    shards: ShardSet, data: ShardData, spec: BatchSpec, num_slots: int
 ) -> Tensor:
     """Return shared memory for audio, (workers, slots, rows of a chunk, *row shape)."""
     audio = spec.model.audio
     row_shape = audio.clip_shape
     dtype: torch.dtype = getattr(torch, data.audio_dtype)
-    if plan.kind == "mel":
+    if shards.kind == "mel":
         row_shape = audio.feature_shape
         dtype = torch.float16
     elif audio.fusion and data.audio_dtype == "int16":
         # Fusion's rows are features, in 16 bits, too.
         dtype = torch.float16
-    shape = (len(plan.sources_by_worker), num_slots, plan.chunk_rows, *row_shape)
+    layout = shards.layout
+    shape = (layout.num_workers, num_slots, layout.chunk_rows, *row_shape)
     return shared_empty(shape, dtype)
 
 
@@ -208,19 +331,22 @@ class WebDatasetStream:
         self,
         data: ShardData,
         spec: BatchSpec,
-        state: dict[str, Any] | None = None,
+        states: Sequence[dict[str, Any]] = (),
         *,
         needs_epochs: bool = False,
     ) -> None:
         self._num_workers = data.num_workers
         self._micro_batch = spec.micro_batch
-        plan = plan_reading(data, spec, needs_epochs=needs_epochs)
-        self._kind = plan.kind
-        self._statistics = plan.statistics
-        self._state = resume_state(plan, spec, state)
-        chunks_ahead, num_slots = _num_chunks(plan, spec.micro_batch, data.num_workers)
-        self._ring_buffers = _allocate_ring_buffers(plan, data, spec, num_slots)
-        self._chunks = self._start_workers(plan, data, spec, chunks_ahead)
+        shards = find_shards(data, spec, needs_epochs=needs_epochs)
+        self._kind = shards.kind
+        self._samples = shards.samples
+        self._statistics = shards.statistics
+        self._is_first_rank = spec.rank == 0
+        self._state = resume_state(shards, spec, states)
+        chunks_ahead, num_slots = _num_chunks(shards.layout, spec.micro_batch, data.num_workers)
+        self._ring_buffers = _allocate_ring_buffers(shards, data, spec, num_slots)
+        sources_by_worker = shards.assign(data, spec, self._state.unfinished)
+        self._chunks = self._start_workers(sources_by_worker, data, spec, chunks_ahead)
         # the chunk in use, and its rows
         self._current: tuple[Chunk, Batch] | None = None
         # by name
@@ -232,16 +358,21 @@ class WebDatasetStream:
             self._lock_ring_buffers()
 
     def _start_workers(
-        self, plan: ReadingPlan, data: ShardData, spec: BatchSpec, chunks_ahead: int
+        self,
+        sources_by_worker: list[list[Source]],
+        data: ShardData,
+        spec: BatchSpec,
+        chunks_ahead: int,
     ) -> Loader[Chunk]:
+        staging = set_up_staging(data, spec, sources_by_worker)
         text = spec.model.text
         tokenizer = load_tokenizer(
             data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
         )
         # Draws differ between orders, ranks and workers.
-        seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}"
+        seed = f"seed {spec.seed}, after {self._state.origin}, rank {spec.rank}"
         readers = []
-        for worker, sources in enumerate(plan.sources_by_worker):
+        for worker, sources in enumerate(sources_by_worker):
             reader = ShardReader(
                 worker,
                 sources,
@@ -250,12 +381,12 @@ class WebDatasetStream:
                 tokenizer,
                 self._ring_buffers[worker],
                 seed=f"{seed}, worker {worker}",
-                start=self._state["positions"][worker],
-                staging=plan.staging,
+                start=self._state.positions[worker],
+                staging=staging,
             )
             readers.append(reader)
         # The loader polls workers in turn, so the next one comes first.
-        next_worker = self._state["next_worker"]
+        next_worker = self._state.next_worker
         dataset = _Readers(readers[next_worker:] + readers[:next_worker])
         options: dict[str, Any] = {}
         if data.num_workers:
@@ -284,24 +415,27 @@ class WebDatasetStream:
             if self._current is None:
                 self._current = self._receive()
             chunk, batch = self._current
-            start = self._state["rows_taken"]
+            start = self._state.rows_taken
             piece = batch.rows(start, min(start + num_missing, len(batch)))
             pieces.append(piece)
             num_missing -= len(piece)
-            self._state["rows_taken"] += len(piece)
-            if self._state["rows_taken"] == len(batch):
-                self._finish_chunk(chunk)
-        self._state["samples"] += self._micro_batch
+            self._take_rows(chunk, len(piece))
+        self._state.samples += self._micro_batch
         return pieces
 
-    def _finish_chunk(self, chunk: Chunk) -> None:
-        # A new list, because states that were returned before hold the old one.
-        positions = [*self._state["positions"]]
-        positions[chunk.worker] = chunk.position
-        self._state["positions"] = positions
-        self._state["next_worker"] = (chunk.worker + 1) % len(positions)
-        self._state["rows_taken"] = 0
-        self._current = None
+    def _take_rows(self, chunk: Chunk, num_rows: int) -> None:
+        """Advance the state by some rows of the current chunk."""
+        state = self._state
+        stop = state.rows_taken + num_rows
+        if state.drawn:
+            draws = [draw for draw in chunk.draws if state.rows_taken <= draw.row < stop]
+            state.drawn.add(chunk.worker, draws)
+        state.rows_taken = stop
+        if stop == self._ring_buffers.shape[2]:
+            state.positions[chunk.worker] = chunk.position
+            state.next_worker = (chunk.worker + 1) % len(state.positions)
+            state.rows_taken = 0
+            self._current = None
 
     def _receive(self) -> tuple[Chunk, Batch]:
         """Receive the next worker's chunk, and report the items that it skipped."""
@@ -330,8 +464,8 @@ class WebDatasetStream:
         rate = max(self._num_workers, 1) * self._timed_rows / self._timed_s
         return LoaderThroughput(rate, self._num_workers, self._kind)
 
-    def state(self) -> dict[str, Any]:
-        return dict(self._state)
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return partial(self._state.copy().to_json, self._samples, is_first_rank=self._is_first_rank)
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics that count skipped items and damaged tars once each; unknown numbers of

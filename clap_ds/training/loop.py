@@ -58,7 +58,7 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
         engine = setup_engine(run, ranks, model, StepTimer(device))
         state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         step_at_start = state.step
-        with setup_dataloader(run, ranks, engine, state.data_of(ranks.rank)) as loader:
+        with setup_dataloader(run, ranks, engine, state.data) as loader:
             compiled = engine.optimize_towers(loader, clap.model, clap.compile, ranks.local_rank)
             with raise_on_all_ranks():
                 epoch_samples = loader.statistics().get("epoch_samples")

@@ -64,7 +64,7 @@ def test_resumed_run_equals_uninterrupted(two_ranks, tmp_path, precision, frozen
     for rank, (uninterrupted, resumed, progress) in enumerate(results):
         assert resumed == uninterrupted
         assert resumed["steps"] == (6, 6, 0)
-        assert progress.data_of(rank) == {"rank": rank, "step": 3}
+        assert progress.data[rank] == {"rank": rank, "step": 3}
         assert (progress.samples, progress.train_s) == (18, 1.5)
 
 

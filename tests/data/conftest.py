@@ -1,7 +1,7 @@
 """Fixtures of the data tests."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
     of `clap.data` and fields of `BatchSpec`."""
 
     def open_data(
-        shards: Any = None, state: dict[str, Any] | None = None, **settings: Any
+        shards: Any = None, states: Sequence[dict[str, Any]] = (), **settings: Any
     ) -> BatchSource:
         spec = {name: settings.pop(name) for name in SPEC_FIELDS if name in settings}
         spec = {"micro_batch": 4, "context_length": 12} | spec
@@ -41,7 +41,7 @@ def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
             defaults = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
             data = ShardData(source="webdataset", shards=shards, **(defaults | settings))
         # as a checkpoint stores it
-        state = json.loads(json.dumps(state))
-        return build_batches(data, model=micro, state=state, **spec)
+        states = json.loads(json.dumps(states))
+        return build_batches(data, model=micro, states=states, **spec)
 
     return open_data

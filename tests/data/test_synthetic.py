@@ -54,7 +54,7 @@ def test_workers_make_same_batches_and_resume(draw, open_source, monkeypatch):
     with open_source(num_workers=2, **settings) as source:
         batches = [next(source) for _ in range(4)]
         state = source.state()
-    with open_source(num_workers=2, state=state, **settings) as source:
+    with open_source(num_workers=2, states=[state], **settings) as source:
         batches += [next(source) for _ in range(3)]
     assert all(map(are_equal, batches, draw(7, **settings)))
 
