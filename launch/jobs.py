@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clap_ds.config.arguments import read_config, with_field
-from clap_ds.config.batch_sizes import GLOBAL_BATCH, BatchSizes
+from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import read_summary
 from clap_ds.launch.cluster_profile import (
@@ -153,7 +153,11 @@ class Jobs:
             for job in self.jobs:
                 folder = self.folder / job.folder
                 folder.mkdir(exist_ok=True)
-                write_object(folder / "run.json", job.build_run(job.nodes * request.gpus))
+                run = job.build_run(job.nodes * request.gpus)
+                if request.fewer_nodes:
+                    # It depends on how many nodes are left.
+                    run[ACCUMULATION] = None
+                write_object(folder / "run.json", run)
                 write_object(folder / PROFILE, asdict(request.profile))
             self._write_scripts(request)
             self.check_scripts(self.jobs, request.submission_options)

@@ -58,6 +58,7 @@ class Request:
         gpus: ranks per node.
         gres: SLURM's name of a node's GPUs. None if SLURM manages none.
         train_options: checkpoint options of `clap_ds/train.py`.
+        fewer_nodes: smaller numbers of nodes on which a job may continue.
         options: further options of sbatch, instead of the profile's.
         submission_options: options of the first submission only, which aren't in the script.
     """
@@ -68,6 +69,7 @@ class Request:
     train: bool = False
     time: str | None = None
     spare_nodes: int = 0
+    fewer_nodes: list[int] = field(default_factory=list)
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
@@ -234,6 +236,8 @@ def format_script(
         # After lost hosts, SLURM may start the job again without spare nodes.
         options += f" --spare_nodes=$((SLURM_JOB_NUM_NODES - {nodes}))"
         guard = f"without_spares={slurm.without_spares(nodes, request.gpus)!r}\n{GUARD}\n"
+    if request.fewer_nodes:
+        options += f" --fewer_nodes={','.join(map(str, request.fewer_nodes))}"
     if request.auto_requeue:
         options += " --auto_requeue"
     package = Path("clap_ds") if CHECKOUT else PACKAGE
@@ -274,7 +278,7 @@ def _sbatch_options(request: Request, nodes: int, name: str, log: str) -> list[s
         **request.options,
     }
     options = [*profile.sbatch, "--wait-all-nodes=1", "--requeue"]
-    if request.spare_nodes:
+    if request.spare_nodes or request.fewer_nodes:
         options.append("--no-kill")
     options += [f"--{key}={_quote(value)}" for key, value in values.items() if value is not None]
     for option in options:

@@ -4,8 +4,9 @@ script.
 Examples:
     python -m clap_ds.launch.supervisor --folder F -- clap_ds/bench.py --deepspeed_config C
 
-If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that
-host. `attempts.json` in the folder and the run directory record the outcome.
+If a host fails, a spare host replaces it (`--spare_nodes`), the job continues on fewer hosts
+(`--fewer_nodes`), or SLURM requeues it without that host. `attempts.json` in the folder and the run
+directory record the outcome.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class RunningJob:
     Attributes:
         slots: ranks by allocated host.
         num_hosts: hosts of an attempt; others are spare.
+        host_counts: this, then the smaller numbers on which the run can continue.
         start: how often SLURM has requeued the job.
         attempts: records of all attempts, those of earlier starts included.
         stop_signal: the first signal that asked the job to stop.
@@ -76,6 +78,7 @@ class RunningJob:
         folder: Path,
         command: Sequence[str],
         spare_nodes: int = 0,
+        fewer_nodes: Sequence[int] = (),
         *,
         auto_requeue: bool = False,
         slots: int | None = None,
@@ -88,6 +91,7 @@ class RunningJob:
             write_atomically(hostfile, format_hostfile(slots_from_slurm(os.environ, slots)))
         self.slots = read_hostfile(hostfile)
         self.num_hosts = len(self.slots) - spare_nodes
+        self.host_counts = [self.num_hosts, *sorted(fewer_nodes, reverse=True)]
         # A requeued job doesn't wait for as many nodes as at first.
         self.requeue_changes = ""
         if slots and spare_nodes:
@@ -126,7 +130,10 @@ class RunningJob:
             hosts = self.choose_hosts()
             if not hosts:
                 return self._finish(outcome)
-            _report(f"error: {outcome.error}\nrestarting without {', '.join(outcome.at_fault)}")
+            plan = f"restarting without {', '.join(outcome.at_fault)}"
+            if len(hosts) < self.num_hosts:
+                plan += f" on {len(hosts)} of {self.num_hosts} nodes, with the same global batch"
+            _report(f"error: {outcome.error}\n{plan}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stop_signal = self.stop_signal or signal.Signals(number)
@@ -155,9 +162,10 @@ class RunningJob:
         is_new_start = all(attempt["start"] != self.start for attempt in self.attempts)
         if len(hosts) < self.num_hosts and is_new_start:
             hosts = [*self.slots]  # SLURM allocated an excluded host again
-        if len(hosts) < self.num_hosts:
-            return {}
-        return {host: self.slots[host] for host in hosts[: self.num_hosts]}
+        for num_hosts in self.host_counts:
+            if num_hosts <= len(hosts):
+                return {host: self.slots[host] for host in hosts[:num_hosts]}
+        return {}
 
     def _attempt_folder(self) -> Path:
         """Return the folder of the last attempt."""
@@ -346,6 +354,11 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def counts(text: str) -> list[int]:
+    """Read whole numbers that commas separate."""
+    return [*map(whole_number(), text.split(","))]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
@@ -357,6 +370,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--slots", type=whole_number(), metavar="N", help=slots_help)
     spare_help = "keep N hosts as hot spares"
     add("--spare_nodes", type=whole_number(0), default=0, metavar="N", help=spare_help)
+    fewer_help = "continue on so many hosts, the most that are left, if spares are used up"
+    add("--fewer_nodes", type=counts, default=(), metavar="N,N", help=fewer_help)
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     command_help = "after --: script that the ranks run, with its arguments"
     add("command", nargs="+", metavar="SCRIPT …", help=command_help)

@@ -75,6 +75,22 @@ def test_training_is_requeued_without_a_bad_host_and_at_its_time_until_done(subm
     assert (last_run["resumed_at_step"], last_run["step"]) == (stopped_run["step"], STEPS)
 
 
+def test_training_continues_on_fewer_nodes_with_the_same_global_batch(submit, cluster):
+    clap = {**TRAINING, "checkpoint": {"every_steps": 2}}
+    sizes = {"train_batch_size": 16, "gradient_accumulation_steps": None}
+    job = submit(2, request={"train": True, "fewer_nodes": [1]}, clap=clap, **sizes)
+    job.wait_for_steps()
+    cluster.run("node2", "kill", "-9", min(job.ranks("node2")))
+    job.check_end("COMPLETED", 0)
+    first, second = job.record["attempts"]
+    assert (first["at_fault"], second["hosts"]) == (["node2"], ["node1"])
+    killed, last = job.summaries
+    assert (killed["world_size"], last["world_size"]) == (4, 2)
+    assert last["step"] == STEPS
+    assert last["samples"] == 16 * STEPS
+    assert last["resumed_at_step"] > 0
+
+
 @pytest.mark.parametrize(
     ("launcher", "nodes", "hostfile_edit", "hosts"),
     [("pdsh", 2, "", ["node1", "node2"]), ("slurm", 3, "1d", ["node2", "node3"])],

@@ -71,6 +71,21 @@ def test_script_has_the_options_of_the_profile_unless_the_command_replaces_them(
         assert text in output
 
 
+def test_job_may_continue_on_numbers_of_nodes_that_divide_its_batches(submit, folder):
+    """6 nodes of 4 ranks have 96 samples in a micro-step of 4 each; 5 and 4 nodes divide one of the
+    global batches only."""
+    train = {"max_samples": 960, "batch_ramp": [[0, 96], [960, 192]]}
+    options = "--train --nodes 6 --min_nodes 2 --gpus_per_node 4"
+    submit(*options.split(), clap={"train": train}, gradient_accumulation_steps=2)
+    (job,) = _job_folders(folder)
+    run = json.loads((job / "run.json").read_text())
+    sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    assert [run[name] for name in sizes] == [4, 192, None]
+    script = (job / "tiny.sbatch").read_text()
+    assert "--fewer_nodes=3,2 " in script
+    assert "#SBATCH --no-kill" in script
+
+
 def test_line_of_the_watching_page_prints_the_jobs_progress(submit, folder):
     submit()
     (job,) = _job_folders(folder)
@@ -95,6 +110,8 @@ REFUSED_PARTITION = "invalid partition specified: gpuu"
         ({}, "--train", "", "clap.train: max_samples and epochs are missing"),
         ({"partition": "cpu"}, "", "", "pass --gpus_per_node"),
         ({}, "--nodes 5 --spare_nodes 2", "", "7 nodes, but the partition has 6"),
+        ({}, "--min_nodes 1", "", "--min_nodes needs --train"),
+        ({}, "--train --nodes 5 --min_nodes 3", "", "expected a number from 3 to 4 that divides"),
         ({}, "--time 1-00:00:01", "", "allows at most 1-00:00:00"),
         ({"sbatch": ["--exclusive -t 2-0"]}, "", "", "allows at most 1-00:00:00"),
         ({"gpus_per_node": 4}, "-p gpuu", REFUSED_PARTITION, "did you mean 'gpu'"),

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ def job_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
-def _start_job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
+def _start_job(
+    folder: Path, hosts: int, spare_nodes: int = 0, fewer_nodes: Sequence[int] = ()
+) -> RunningJob:
     """Return a job on n1, n2, … before its first attempt."""
     slots = [f"n{number} slots=4\n" for number in range(1, hosts + 1)]
     (folder / "hostfile").write_text("".join(slots))
     (folder / "cluster.json").write_text('{"requeues": 1}')
-    return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
+    return RunningJob(folder, ["bench.py"], spare_nodes, fewer_nodes, auto_requeue=True)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -93,6 +96,16 @@ def test_spare_host_replaces_a_lost_one(tmp_path):
     job.start = 1
     job.slots = {"n1": 4, "n2": 4}
     assert [*job.choose_hosts()] == ["n1", "n2"]
+
+
+def test_job_without_spares_continues_on_fewer_hosts(tmp_path):
+    """Four hosts, then two: three don't divide the global batch."""
+    job = _start_job(tmp_path, 5, 1, fewer_nodes=[1, 2])
+    for hosts, lost_host in (("n1 n2 n3 n4", "n2"), ("n1 n3 n4 n5", "n1"), ("n3 n4", "n4")):
+        assert [*job.choose_hosts()] == hosts.split()
+        job.begin_attempt(job.choose_hosts())
+        job.record_outcome(AttemptOutcome("failed", f"lost {lost_host}", 1, [lost_host]))
+    assert [*job.choose_hosts()] == ["n3", "n5"]
 
 
 def test_failure_that_recurs_on_another_host_is_the_programs(tmp_path):
