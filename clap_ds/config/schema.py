@@ -120,8 +120,8 @@ class ShardData(Section):
     of these. Mixture: {"pattern": share of the samples}."""
     resampled: bool = False
     """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once
-    per epoch, if shards are local or have a `manifest.json`; without one, and in mixtures, workers
-    share whole shards."""
+    per epoch, if shards are local or have a `manifest.json`; without one, workers share
+    whole shards."""
     caption_key: NotBlank = CAPTION_KEY
     """Where a clip's caption is: a field of its json, or `txt`. The first that isn't blank of
     several, separated by `;`."""
