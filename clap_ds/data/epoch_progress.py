@@ -6,6 +6,7 @@ it for all ranks. `find_unfinished` returns what is left of every pass that has 
 """
 
 import base64
+import itertools
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -57,35 +58,37 @@ class ShareProgress:
 
 @dataclass(slots=True)
 class DrawnSamples:
-    """What each worker of a rank has drawn, by worker and source."""
+    """What the workers of one rank have drawn, by worker and source."""
 
-    shares: list[list[ShareProgress]]
+    shares: dict[tuple[int, int], ShareProgress]
 
     @classmethod
     def none_yet(cls, num_workers: int, num_sources: int) -> Self:
-        return cls([[ShareProgress() for _ in range(num_sources)] for _ in range(num_workers)])
+        keys = itertools.product(range(num_workers), range(num_sources))
+        return cls({key: ShareProgress() for key in keys})
 
     def add(self, worker: int, draws: Iterable[Draw]) -> None:
         for draw in draws:
-            self.shares[worker][draw.source].add(draw)
+            self.shares[worker, draw.source].add(draw)
+
+    def of_source(self, source: int) -> list[ShareProgress]:
+        """Return the progress of all workers."""
+        return [share for (_, number), share in self.shares.items() if number == source]
 
     def copy(self) -> Self:
-        return type(self)([[share.copy() for share in shares] for shares in self.shares])
+        return type(self)({key: share.copy() for key, share in self.shares.items()})
 
-    def to_json(self) -> list[list[tuple[int, str]]]:
+    def to_json(self) -> list[tuple[int, int, int, str]]:
         return [
-            [(share.pass_number, _encode(share.drawn)) for share in shares]
-            for shares in self.shares
+            (*key, share.pass_number, _encode(share.drawn)) for key, share in self.shares.items()
         ]
 
     @classmethod
-    def from_json(cls, content: list[list[tuple[int, str]]]) -> Self:
-        return cls(
-            [
-                [ShareProgress(number, bytearray(_decode(drawn))) for number, drawn in shares]
-                for shares in content
-            ]
-        )
+    def from_json(cls, content: list[tuple[int, int, int, str]]) -> Self:
+        shares = {}
+        for worker, source, pass_number, drawn in content:
+            shares[worker, source] = ShareProgress(pass_number, bytearray(_decode(drawn)))
+        return cls(shares)
 
 
 def find_unfinished(

@@ -274,7 +274,7 @@ def _find_left(
     is_mixed = len(shards.sources) > 1
     left = []
     for number, samples in enumerate(shards.samples):
-        progress = [shares[number] for drawn in drawn_by_rank for shares in drawn.shares]
+        progress = [share for drawn in drawn_by_rank for share in drawn.of_source(number)]
         partition = layout.divide(samples, unfinished[number], is_mixed=is_mixed)
         tar_order = layout.tar_order(len(samples))
         left.append(find_unfinished(partition, progress, tar_order, num_read))
