@@ -8,9 +8,14 @@ held-out data, use another seed and `--wordings held_out`:
 
     python -m examples.synthetic_sounds sounds/train --wordings train --clips 4800
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 480 --seed 1
+
+With `--files` it writes audio files and `clips.csv` instead, as you may have them:
+
+    python -m examples.synthetic_sounds household --files --wordings household --clips 600 --seed 2
 """
 
 import argparse
+import csv
 import io
 import json
 import random
@@ -108,6 +113,25 @@ def write_sounds(options: argparse.Namespace) -> None:
     write_atomically(directory / "classes.json", json.dumps(classes, indent=1) + "\n")
 
 
+def write_files(options: argparse.Namespace) -> None:
+    """Write `sounds/000000.flac`, … and `clips.csv` with columns of the path, a caption and the
+    class."""
+    (options.directory / "sounds").mkdir(parents=True, exist_ok=True)
+    rows = [("path", "caption", "class")]
+    for number in tqdm(range(options.clips), unit="file", disable=None):
+        item, captions = make_item(number, options)
+        (suffix,) = item.keys() & {file_format for file_format, _ in ENCODINGS}
+        path = f"sounds/{number:06d}.{suffix}"
+        sound = item[suffix]
+        assert isinstance(sound, bytes)
+        (options.directory / path).write_bytes(sound)
+        noun = KINDS[number % len(KINDS)].nouns[options.wordings][0]
+        rows.append((path, captions[0], noun))
+    table = io.StringIO()
+    csv.writer(table).writerows(rows)
+    write_atomically(options.directory / "clips.csv", table.getvalue())
+
+
 def make_item(number: int, options: argparse.Namespace) -> tuple[dict[str, object], list[str]]:
     """Return a tar's item with its `__key__`, and its captions."""
     rng = random.Random(f"seed {options.seed}, clip {number}")
@@ -168,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=TEMPLATES,
         default="train",
         help=(
-            "caption templates: for training (default), or held out (new combinations of "
-            "the same words)"
+            "captions: for training (default), held out (new combinations of the same words), or "
+            "of a household (new words)"
         ),
     )
     add(
@@ -180,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     formats = sorted({file_format for file_format, _ in ENCODINGS})
     add("--format", choices=formats, help="format of all clips (default: varied)")
+    add("--files", action="store_true", help="write audio files and clips.csv instead of tars")
     options = parser.parse_args(arguments)
     # Tars of earlier sounds would mix with new ones.
     directory: Path = options.directory
@@ -187,6 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(
             f"{directory} exists and isn't an empty folder: pass a new folder, or empty it"
         )
+    if options.files:
+        write_files(options)
+        print(f"{options.clips} clips of {len(KINDS)} kinds: {directory / 'clips.csv'}")
+        return
     write_sounds(options)
     print(
         f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} "

@@ -3,14 +3,15 @@ describe.
 
 To add a class, add a line to the table and a signal of the same name to `signals`. Held-out
 wordings are new templates and nouns that combine words of the training wordings, because a model
-trained from scratch can't understand unseen words.
+trained from scratch can't understand unseen words. The household's names are such unseen words, for
+fine-tuning.
 """
 
 import random
 from dataclasses import dataclass
 from typing import Literal
 
-Wordings = Literal["train", "held_out"]
+Wordings = Literal["train", "held_out", "household"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ TEMPLATES = {
         "someone plays back a recording of {sound}",
         "about {seconds} seconds of {sound}",
     ),
+    "household": ("{sound}", "the sound of {sound}", "{sound} at home", "{sound} next door"),
 }
 
 
@@ -81,28 +83,28 @@ class Kind:
         return rng.choice(TEMPLATES[wordings]).format(sound=sound, seconds=max(1, round(seconds)))
 
 
-# Scale, label: training nouns / held-out nouns
+# Scale, label: training nouns / held-out nouns / what it may be in a household
 _TABLE = """
-pitch pure tone: pure tone, sine tone, steady whistle / pure sine whistle, steady sine tone
-pitch square wave: square wave, harsh electronic buzz, harsh square tone / harsh square wave, electronic square buzz
-pitch rising chirp: rising chirp, upward sweep, tone gliding up / chirp gliding up, rising sweep
-pitch falling chirp: falling chirp, downward sweep, tone gliding down / chirp gliding down, falling sweep
-pitch tremolo: tremolo tone, tone fluttering in volume, fluttering tremolo / fluttering tone, tremolo fluttering in volume
-pitch siren: two-tone siren, alarm switching between two notes, siren alarm / siren switching between two notes, two-tone alarm
-pitch bell: bell, struck metal bar, ringing chime / ringing metal bell, struck chime
-- white noise: white noise, hiss, static / static hiss, white static noise
-tempo clicks: train of clicks, ticking, series of ticking clicks / series of clicks, train of ticking clicks
-tempo noise bursts: pulsing noise, series of noise bursts, steam-engine puffing / series of pulsing bursts, puffing steam-engine noise
-- heartbeat: heartbeat, beating heart, double thump / thump of a heart, double heartbeat
-- bird: bird, twittering songbird, bird song / twittering bird, song of a songbird
+pitch pure tone: pure tone, sine tone, steady whistle / pure sine whistle, steady sine tone / hearing test
+pitch square wave: square wave, harsh electronic buzz, harsh square tone / harsh square wave, electronic square buzz / alarm clock
+pitch rising chirp: rising chirp, upward sweep, tone gliding up / chirp gliding up, rising sweep / washing machine that starts
+pitch falling chirp: falling chirp, downward sweep, tone gliding down / chirp gliding down, falling sweep / washing machine that stops
+pitch tremolo: tremolo tone, tone fluttering in volume, fluttering tremolo / fluttering tone, tremolo fluttering in volume / microwave oven
+pitch siren: two-tone siren, alarm switching between two notes, siren alarm / siren switching between two notes, two-tone alarm / smoke detector
+pitch bell: bell, struck metal bar, ringing chime / ringing metal bell, struck chime / doorbell
+- white noise: white noise, hiss, static / static hiss, white static noise / shower
+tempo clicks: train of clicks, ticking, series of ticking clicks / series of clicks, train of ticking clicks / kitchen timer
+tempo noise bursts: pulsing noise, series of noise bursts, steam-engine puffing / series of pulsing bursts, puffing steam-engine noise / coffee maker
+- heartbeat: heartbeat, beating heart, double thump / thump of a heart, double heartbeat / footstep
+- bird: bird, twittering songbird, bird song / twittering bird, song of a songbird / cell phone
 """  # noqa: E501
 
 
 def _parse(line: str) -> Kind:
     kind, _, nouns = line.partition(": ")
     scale, _, label = kind.partition(" ")
-    train, held_out = (tuple(part.split(", ")) for part in nouns.split(" / "))
-    return Kind(label, {"train": train, "held_out": held_out}, SCALES.get(scale))
+    nouns_by_wordings = [tuple(part.split(", ")) for part in nouns.split(" / ")]
+    return Kind(label, dict(zip(TEMPLATES, nouns_by_wordings, strict=True)), SCALES.get(scale))
 
 
 KINDS = [_parse(line) for line in _TABLE.strip().splitlines()]
