@@ -180,10 +180,11 @@ def problems_for_training(
     # The last step depends on the number of ranks and, for epochs, on the data.
     if clap.profile is not None and train.max_samples and world_size and not problems:
         plan = TrainPlan.from_settings(clap, sizes, epoch_samples=None)
+        profiled = plan.profiled_steps[1:]
         last_step = plan.last_step(TrainState())
-        if plan.profiled_steps[-1] > last_step:
-            found = f"start_step + steps = {plan.profiled_steps[-1] + 1}"
-            problems.append(f"clap.profile: the run's last step is {last_step}, found {found}")
+        if profiled[-1] > last_step:
+            expected = f"expected steps up to {last_step}, the run's last"
+            problems.append(f"clap.profile: {expected}, found {profiled[0]} to {profiled[-1]}")
     if train.max_samples is None and train.epochs is None:
         problems.append("clap.train: max_samples and epochs are missing: set one of them")
     has_epochs = isinstance(clap.data, ShardData) and clap.data.has_epochs

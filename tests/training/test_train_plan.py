@@ -112,7 +112,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"train": TRAIN, "profile": {"start_step": 3, "steps": 2}},
-        "clap.profile: the run's last step is 3, found start_step + steps = 5",
+        "clap.profile: expected steps up to 3, the run's last, found 3 to 4",
     ),
     (with_one_pair("gradcache", 1), "train_micro_batch_size_per_gpu: 1 on 1 rank"),
     (with_ramp([9, 6], [30, 12]), "the first 0"),
