@@ -55,7 +55,7 @@ class StepProfiler:
         self._is_cuda = timer.device.type == "cuda"
         self._rank = rank
         # Paths of all files begin with it.
-        self._prefix = str(folder / "profile" / f"rank{rank}")
+        self._prefix = folder / "profile" / f"rank{rank}"
         is_profiled = settings is not None and rank in settings.ranks
         self._steps = steps if is_profiled else range(0)
         # Ends what has been started.
@@ -66,8 +66,8 @@ class StepProfiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
         if self._steps:
+            self._stop()
             print(f"clap.profile: the run ended before step {self._steps[-1]}", flush=True)
 
     def begin_step(self, step: int) -> None:
@@ -86,6 +86,8 @@ class StepProfiler:
             self._steps = range(0)
 
     def _start(self) -> None:
+        with warn_on_disk_full(self._prefix):
+            self._prefix.parent.mkdir(exist_ok=True)
         if self._settings.memory and self._is_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
             self._running.callback(self._write_memory)
@@ -122,10 +124,9 @@ class StepProfiler:
         averages = profiled.key_averages()
         order = "self_cuda_time_total" if self._is_cuda else "self_cpu_time_total"
         trace = f"{self._prefix}_trace.json.gz"
-        table = Path(f"{self._prefix}_table.txt")
-        with warn_on_disk_full(table):
-            table.parent.mkdir(exist_ok=True)
-            table.write_text(averages.table(sort_by=order, row_limit=-1))
+        with warn_on_disk_full(self._prefix):
+            table = averages.table(sort_by=order, row_limit=-1)
+            Path(f"{self._prefix}_table.txt").write_text(table)
             profiled.export_chrome_trace(trace)
         if self._rank == min(self._settings.ranks):
             title = f"profile of steps {self._steps[1]} to {self._steps[-1]} on rank {self._rank}"
@@ -133,10 +134,9 @@ class StepProfiler:
             print(f"{title}: {trace} (open it at https://ui.perfetto.dev)\n{top}", flush=True)
 
     def _write_memory(self) -> None:
-        snapshot = Path(f"{self._prefix}_memory.pickle")
-        with warn_on_disk_full(snapshot):
-            snapshot.parent.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+        snapshot = f"{self._prefix}_memory.pickle"
+        with warn_on_disk_full(self._prefix):
+            torch.cuda.memory._dump_snapshot(snapshot)
         torch.cuda.memory._record_memory_history(enabled=None)
         page = "https://pytorch.org/memory_viz"
         print(f"memory of rank {self._rank}: {snapshot} (open it at {page})", flush=True)

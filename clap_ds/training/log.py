@@ -205,15 +205,6 @@ class TrainLogger:
         line = self._lines[-1]
         loss, norm, logit_scale, _ = window.figures[-1].mean(axis=0).tolist()
 
-        slow_ranks = Summary()
-        if not self._is_profiled:
-            slow_ranks = self._stragglers.add(
-                self._batch, window.step_s[:, 0], window.own_s, window.data_wait_s
-            )
-        # The first window includes compilation and the first batches.
-        if self._is_warm and not self._is_profiled:
-            self._throughput.add(window, self._batch)
-        self._is_warm = True
         self._memory = window.memory
         self._joules = window.joules - self._joules_at_start
 
@@ -221,8 +212,17 @@ class TrainLogger:
         samples_per_s = window.samples_per_s(self._batch)
         data_wait_percent = 100 * window.waited_s / window.slowest_s
         rates = {"samples_per_s": samples_per_s, "data_wait_percent": data_wait_percent}
+        slow_ranks = Summary()
+        # A profiler slows steps down.
         if not self._is_profiled:
+            slow_ranks = self._stragglers.add(
+                self._batch, window.step_s[:, 0], window.own_s, window.data_wait_s
+            )
+            # The first window includes compilation and the first batches.
+            if self._is_warm:
+                self._throughput.add(window, self._batch)
             self._scalars.write(_name_scalars("train", rates, line["samples"]))
+        self._is_warm = True
 
         text = (
             f"loss {loss:.4f}  lr {line['lr']:.3g}  logit scale {logit_scale:.2f}"
