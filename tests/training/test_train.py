@@ -56,6 +56,8 @@ def test_training_leaves_records_for_analysis_and_users(tmp_path):
     assert (read_record(record).rate or 0) > 0
     marked = [line["step"] for line in commands.lines(config) if line.get("profiled")]
     assert marked == [2, 3, 4]
+    # Of 10 steps with a window each, the first is warm-up, too.
+    assert len(summary["samples_per_s_per_gpu"]["windows"]) == 6
     trace = gzip.decompress((record / "profile/rank0_trace.json.gz").read_bytes())
     # GradCache's first pass over all micro-batches is one phase.
     assert (trace.count(b"ProfilerStep#"), trace.count(b'"forward"')) == (2, 2 * 3)
