@@ -197,6 +197,7 @@ IGNORED_SETTINGS = (
     "optimizer.params.lr",
     "scheduler.",
     "clap.bench.windows",
+    "clap.profile",
     "clap.bench.breakdown_steps",
 )
 ACCUMULATION = "gradient_accumulation_steps"

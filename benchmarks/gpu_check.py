@@ -3,7 +3,7 @@
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Steps are independent: one that fails, hangs or has no time left becomes a row. docs/clusters.md
+Steps are independent: one that fails, hangs or has no time left becomes a row. docs/gpus.md
 describes the calls.
 """
 

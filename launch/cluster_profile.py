@@ -48,7 +48,7 @@ def job_file(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """One cluster. Null means the cluster's default. docs/clusters.md has a table of the fields."""
+    """One cluster. Null means the cluster's default. docs/cluster_profile.md lists the fields."""
 
     account: str | None = None
     partition: str | None = None

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_request(parser)
     nodes_help = "submit a job for each number of nodes"
     add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help=nodes_help)
-    batch_help = "keep N samples per step at every scale, by gradient accumulation"
+    batch_help = "strong scaling: keep N samples per step at every scale, by gradient accumulation"
     add("--global_batch", type=whole_number(), metavar="N", help=batch_help)
     repeats_help = "submit N jobs per configuration"
     add("--repeats", type=whole_number(), default=1, metavar="N", help=repeats_help)

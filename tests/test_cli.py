@@ -1,4 +1,4 @@
-"""`clap-ds`: its commands, their help, and messages about unknown commands and options."""
+"""`clap-ds`: its commands, their help and pages, and messages about unknown commands and options."""
 
 import argparse
 import re
@@ -10,7 +10,10 @@ import pytest
 
 from clap_ds import cli, shards
 from clap_ds.config.arguments import CommandParser, make_parser
+from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import list_presets
+from clap_ds.flop_count.analytic import TextLengths, forward_flops
+from clap_ds.presets import CONFIGURATIONS, PRESETS
 from clap_ds.utils.paths import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,3 +132,33 @@ def test_presets_command_lists_all(capsys):
     output = capsys.readouterr().out
     for name in (*list_presets(), *(path.stem for path in CONFIGS.glob("*.json"))):
         assert name in output
+
+
+def read_rows(page: str) -> dict[str, list[str]]:
+    """Return the cells of a page's tables by the name in their first column."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    rows = [re.split(r" *\| *", row)[1:-1] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    return {name.strip("`"): cells for name, *cells in rows}
+
+
+def test_commands_page_has_each_command_with_its_purpose():
+    rows = read_rows("cli.md")
+    for commands in cli.GROUPS.values():
+        for name, (_, purpose) in commands.items():
+            assert rows[f"clap-ds {name}"][0].partition(":")[0] == purpose.partition(":")[0]
+
+
+def test_presets_page_has_each_name_with_its_description():
+    rows = read_rows("presets.md")
+    for name, description in {**PRESETS, **CONFIGURATIONS}.items():
+        assert rows[name][0] == description
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_page_states_sizes_and_gflops(name):
+    preset = load_preset(name)
+    tokens = TextLengths.fixed(min(77, preset.text.max_tokens))
+    _, sizes, joint_dim, _, gflops = read_rows("presets.md")[name]
+    channels = f"{preset.audio.embed_dim}; {', '.join(map(str, preset.audio.depths))}"
+    assert (sizes, joint_dim) == (channels, f"{preset.joint_dim:,}")
+    assert gflops == f"{forward_flops(preset, tokens, 'model') / 1e9:.2f}"

@@ -28,7 +28,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 # pages whose JSON blocks are cluster profiles, and parts of a configuration
-PROFILES = ("docs/clusters.md", "docs/infiniband_nccl.md")
+PROFILES = ("docs/cluster_profile.md", "docs/infiniband_nccl.md", "docs/installation.md")
 PARTS = ("docs/recipes.md",)
 # tests/cluster/test_walkthrough.py runs this section on a cluster.
 WALKTHROUGH = re.compile(r"^## From clone to scaling plot\n.*?(?=^## )", re.MULTILINE | re.DOTALL)

@@ -47,6 +47,7 @@ _WITHOUT_EFFECT = (
     "clap.output",
     "clap.checkpoint",
     "clap.bench",
+    "clap.profile",
     "clap.hardware",
     "clap.debug",
     "clap.train.resume",

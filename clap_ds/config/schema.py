@@ -177,6 +177,27 @@ class BenchSettings(Section):
     """Steps of the instrumented pass that breaks down a step's time; 0 skips it."""
 
 
+class ProfileSettings(Section):
+    """Steps that torch.profiler records to `profile/` in the run directory. They don't count in
+    throughput. Under `nsys profile` they are marked for Nsight Systems instead."""
+
+    start_step: Annotated[int, Field(ge=2)] = 12
+    """First recorded step of training, counted from this start of the run; the profiler warms up in
+    the step before it. A benchmark ignores it: its recorded steps follow all others."""
+    steps: PositiveInt = 3
+    """Recorded steps; each adds to the size of the trace."""
+    memory: bool = False
+    """Also write a snapshot of the CUDA allocator's memory; on a CPU, record allocations in the
+    trace and in the table."""
+    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
+    """Ranks to profile. The lowest one's table is printed."""
+
+    def steps_from(self, first_step: int) -> range:
+        """Return the numbers of the warm-up step and of the recorded ones, which begin with
+        `first_step`."""
+        return range(first_step - 1, first_step + self.steps)
+
+
 class HardwareSettings(Section):
     """Peak throughput of the device, for MFU."""
 

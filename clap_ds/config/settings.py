@@ -65,6 +65,7 @@ class ClapSettings(schema.EngineSettings):
     train: schema.TrainSettings = schema.TrainSettings()
     checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
     evaluation: schema.EvaluationSettings = schema.EvaluationSettings()
+    profile: schema.ProfileSettings | None = None
     hardware: schema.HardwareSettings = schema.HardwareSettings()
     output: schema.OutputSettings = schema.OutputSettings()
     debug: schema.DebugSettings = schema.DebugSettings()
@@ -198,7 +199,7 @@ def load_run(
     # Rules between fields are checked only if each field is valid.
     if not problems:
         problems += _check_deepspeed(deepspeed)
-        problems += _check_together(clap, find_precision(deepspeed))
+        problems += _check_together(clap, find_precision(deepspeed), world_size)
     if problems:
         raise UserError("\n".join(locate(problem, path, assignments) for problem in problems))
     if world_size:
@@ -261,7 +262,9 @@ def _check_precision(config: dict[str, Any]) -> Iterator[str]:
         yield f"{expected} ({reason}; use fp16.enabled)"
 
 
-def _check_together(clap: ClapSettings, precision: str) -> Iterator[str]:
+def _check_together(
+    clap: ClapSettings, precision: str, world_size: int | None = None
+) -> Iterator[str]:
     """Yield problems that involve several fields of `clap`."""
     preset = clap.preset()
     train = clap.train
@@ -280,6 +283,9 @@ def _check_together(clap: ClapSettings, precision: str) -> Iterator[str]:
             yield f"clap.train.lr_scale: {tower} is in clap.train.freeze"
     if train.max_samples and train.epochs:
         yield "clap.train: set max_samples or epochs, not both"
+    if clap.profile and world_size and max(clap.profile.ranks) >= world_size:
+        expected = f"ranks below {world_size}, the number of ranks"
+        yield f"clap.profile.ranks: expected {expected}, found {clap.profile.ranks}"
     if preset.open_clip and clap.packs_captions:
         yield f"clap.text_packing: {preset.name} takes padded captions"
     if preset.open_clip and precision in ("bf16", "fp16"):

@@ -33,7 +33,7 @@ def choose_accelerator() -> str:
     if problem:
         raise UserError(
             f"torch {torch.__version__} can't use this machine's GPU, {gpu}: {problem}"
-            " See “GPUs and drivers” in docs/clusters.md, or set DS_ACCELERATOR=cpu to run on CPUs"
+            " See “GPUs and drivers” in docs/installation.md, or set DS_ACCELERATOR=cpu to run on CPUs"
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return "cpu"

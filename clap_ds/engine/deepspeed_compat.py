@@ -158,12 +158,14 @@ class StepToStepTimer(ThroughputTimer):
     DeepSpeed's own runs on the host from the launch of the forward pass to the end of `step()`.
     While the host is ahead of the GPU, this isn't a step's time, unless the timer waits for the GPU
     twice in every step. From end to end, times add up to wall time wherever the host waits, waiting
-    for data included. Evaluations and checkpoints are excluded by `pause`.
+    for data included. Evaluations and checkpoints are excluded by `pause`, and so are steps after it
+    while `is_off` is set.
     """
 
     def __init__(self, timer: ThroughputTimer) -> None:
         """Make a replacement for an engine's timer."""
         super().__init__(timer.config, timer.batch_size, steps_per_output=timer.steps_per_output)
+        self.is_off = False
         self._unprinted_s = 0.0
         self._unprinted_steps = 0
 
@@ -173,7 +175,7 @@ class StepToStepTimer(ThroughputTimer):
         # The clock runs from step to step; DeepSpeed's `stop` needs `started`.
         if self.start_time > 0:
             self.started = True
-        elif self.config.enabled:
+        elif self.config.enabled and not self.is_off:
             get_accelerator().synchronize()
             super().start()
 

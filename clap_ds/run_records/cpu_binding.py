@@ -121,4 +121,4 @@ def find_wrong_binding(places: Sequence[RankPlace], num_workers: int) -> str | N
     message = next(iter(problems.values()))
     if len(problems) > 1:
         message += f" (and on {len(problems) - 1:,} other host(s))"
-    return f"{message}. Bind each rank to cores of its own: “Core binding” in docs/clusters.md"
+    return f"{message}. Bind each rank to cores of its own: “Core binding” in docs/gpus.md"

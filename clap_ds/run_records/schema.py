@@ -230,3 +230,5 @@ class StepLine(TypedDict, total=False):
     logit_scale: float
     chance: dict[str, float]
     skipped: bool
+    profiled: bool
+    """Whether a profiler slowed the step down, so that throughput doesn't count it."""

@@ -24,7 +24,7 @@ def measure_breakdown(
     if num_steps == 0:
         return []
     # These steps are slower than usual.
-    engine.deepspeed.tput_timer.config.enabled = False
+    engine.deepspeed.tput_timer.is_off = True
     dist.barrier()
     # The first step is atypical.
     _measure_step(engine, loader)

@@ -1,7 +1,8 @@
 """Measure a run's throughput: the loop of `clap-ds bench`.
 
 Warm-up steps come first, then timed windows of steps. The device is synchronized only at the
-windows' edges. Instrumented steps then give the phases of a step, and last FLOPs are counted.
+windows' edges. Instrumented steps then give the phases of a step, and FLOPs are counted. Steps to
+profile come last: a profiler may slow down all steps after it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, MICRO_BATCH
+from clap_ds.config.schema import ProfileSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.metrics.profiler import StepProfiler
 from clap_ds.metrics.tensorboard import Scalars
 from clap_ds.metrics.timers import StepTimer, StepTimes
 from clap_ds.run import join_ranks, open_run_dir, setup_dataloader, setup_engine, setup_model
@@ -67,9 +71,11 @@ def measure_run(run: RunSettings, ranks: Ranks) -> None:
                 phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
             # After timing, as it changes the model's kernels for a while.
             flops = measure_flops(engine, loader, clap.model, profiler, record.path)
+            report.finish(phases_s, flops, clap.hardware.peak_tflops)
+            if clap.profile is not None:
+                profile_steps(engine, loader, clap.profile, record.path, ranks.rank)
             # The watchdog expects no more steps.
             ending()
-            report.finish(phases_s, flops, clap.hardware.peak_tflops)
 
 
 def measure_window(
@@ -85,6 +91,21 @@ def measure_window(
         losses.append(engine.step(loader, waits=number == num_steps))
         engine.timer.mark()
     return engine.stop_timers(), losses
+
+
+def profile_steps(
+    engine: ClapEngine, loader: BatchSource, settings: ProfileSettings, folder: Path, rank: int
+) -> None:
+    """Profile steps after the run's last one, and write the results to `folder`. All ranks take the
+    same steps."""
+    engine.deepspeed.tput_timer.is_off = True
+    # The profiler warms up in the next step.
+    steps = settings.steps_from(engine.steps + 2)
+    with StepProfiler(settings, engine.timer, folder, rank, steps) as profiler:
+        for step in steps:
+            profiler.begin_step(step)
+            engine.step(loader)
+            profiler.end_step(step)
 
 
 def with_micro_batch(run: RunSettings, micro_batch: int) -> RunSettings:

@@ -87,6 +87,8 @@ class TrainLogger:
         self._figures: list[Tensor] = []
         # Global batch of the window.
         self._batch = 0
+        # Whether its steps are profiled.
+        self._is_profiled = False
         self._is_warm = False
         self._throughput = Throughput(ranks.world_size)
         self._stragglers = Stragglers(gather(ranks.host))
@@ -117,10 +119,13 @@ class TrainLogger:
     def begin_step(self) -> None:
         """Start timing a step."""
         batch = self._plan.batch(self._state.samples)
-        if batch != self._batch:
-            # All steps of a window have the same global batch.
+        is_profiled = self._state.step + 1 in self._plan.profiled_steps
+        # All steps of a window have the same global batch, and all or none are profiled.
+        if batch != self._batch or is_profiled != self._is_profiled:
             self.log()
             self._batch = batch
+            self._is_profiled = is_profiled
+            self._engine.deepspeed.tput_timer.is_off = is_profiled
         self._engine.timer.start()
         # The scheduler steps with the optimizer.
         self._lr = self._engine.deepspeed.get_lr()[0]
@@ -182,6 +187,8 @@ class TrainLogger:
             loss, norm, logit_scale, skipped = window.figures[index].mean(axis=0).tolist()
             if skipped:
                 line["skipped"] = True
+            if self._is_profiled:
+                line["profiled"] = True
             figures = {
                 "loss": loss,
                 "gradient_norm": norm,
@@ -198,13 +205,6 @@ class TrainLogger:
         line = self._lines[-1]
         loss, norm, logit_scale, _ = window.figures[-1].mean(axis=0).tolist()
 
-        slow_ranks = self._stragglers.add(
-            self._batch, window.step_s[:, 0], window.own_s, window.data_wait_s
-        )
-        # The first window includes compilation and the first batches.
-        if self._is_warm:
-            self._throughput.add(window, self._batch)
-        self._is_warm = True
         self._memory = window.memory
         self._joules = window.joules - self._joules_at_start
 
@@ -212,7 +212,17 @@ class TrainLogger:
         samples_per_s = window.samples_per_s(self._batch)
         data_wait_percent = 100 * window.waited_s / window.slowest_s
         rates = {"samples_per_s": samples_per_s, "data_wait_percent": data_wait_percent}
-        self._scalars.write(_name_scalars("train", rates, line["samples"]))
+        slow_ranks = Summary()
+        # A profiler slows steps down.
+        if not self._is_profiled:
+            slow_ranks = self._stragglers.add(
+                self._batch, window.step_s[:, 0], window.own_s, window.data_wait_s
+            )
+            # The first window includes compilation and the first batches.
+            if self._is_warm:
+                self._throughput.add(window, self._batch)
+            self._scalars.write(_name_scalars("train", rates, line["samples"]))
+        self._is_warm = True
 
         text = (
             f"loss {loss:.4f}  lr {line['lr']:.3g}  logit scale {logit_scale:.2f}"
@@ -221,6 +231,8 @@ class TrainLogger:
         )
         if line["epoch"] is not None:
             text = f"epoch {line['epoch']:.2f}  {text}"
+        if self._is_profiled:
+            text += "  (profiled: not counted)"
         if num_skipped := self._engine.deepspeed.skipped_steps:
             text += f"  {num_skipped} steps skipped: loss or gradient not finite"
         self._progress.advance(num_steps, text)

@@ -19,6 +19,7 @@ from clap_ds.distributed.collectives import gather, raise_on_all_ranks, reduce_o
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.metrics.profiler import StepProfiler
 from clap_ds.metrics.terminal import run_title
 from clap_ds.metrics.timers import StepTimer
 from clap_ds.run import (
@@ -62,13 +63,16 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
             compiled = engine.optimize_towers(loader, clap.model, clap.compile, ranks.local_rank)
             with raise_on_all_ranks():
                 epoch_samples = loader.statistics().get("epoch_samples")
-                plan = TrainPlan.from_settings(clap, sizes, epoch_samples)
+                plan = TrainPlan.from_settings(clap, sizes, epoch_samples, state.step)
             evaluator = setup_evaluator(run, ranks, engine, compiled.get("compiled"))
             if ranks.is_main_process:
                 print(run_title(record.update_summary(compiled)), flush=True)
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with (
                 TrainLogger(record, checkpointer.path, engine, plan, state, ranks) as logger,
+                StepProfiler(
+                    clap.profile, engine.timer, record.path, ranks.rank, plan.profiled_steps
+                ) as profiler,
                 StopRequest() as stop_request,
                 advice_on_non_finite(engine, checkpointer, logger),
             ):
@@ -78,11 +82,13 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
                     skip_batches(loader, engine, state, options)
                     stop_request.ask(checkpointer.is_late())
                     logger.begin_step()
+                    profiler.begin_step(state.step + 1)
                     # Before a log, DeepSpeed's timer waits for the device, as the log will.
                     is_logged = (state.step + 1) % plan.log_every == 0
                     loss = engine.step(loader, waits=is_logged)
                     plan.advance(state)
                     logger.end_step(loss)
+                    profiler.end_step(state.step)
                     # Waiting for other ranks isn't this rank's own time.
                     with engine.timer.peer_wait():
                         signal, is_late = stop_request.wait()
@@ -110,10 +116,15 @@ def train_run(run: RunSettings, ranks: Ranks, options: ResumeOptions) -> RunDire
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if not ranks.is_main_process or state.step == step_at_start:
             return None
-        end = plan.describe_target(state) or "done"
-        title = f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:"
-        print(title, *next_commands(run, checkpointer.path), sep="\n  ", flush=True)
+        announce_end(run, plan, state, checkpointer.path)
         return record
+
+
+def announce_end(run: RunSettings, plan: TrainPlan, state: TrainState, checkpoints: Path) -> None:
+    """Print why the run ended, its length, and what to type next."""
+    end = plan.describe_target(state) or "done"
+    title = f"{end}: {state.samples:,} samples in {state.step:,} steps. Next:"
+    print(title, *next_commands(run, checkpoints), sep="\n  ", flush=True)
 
 
 def setup_evaluator(

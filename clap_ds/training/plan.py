@@ -33,6 +33,8 @@ class TrainPlan:
         global_batch: the global batch, after the `ramp`.
         epoch_samples: pairs in one pass over the data, if known.
         ramp: pairs of a number of samples and the global batch from then on, ascending.
+        profiled_steps: the profiler's warm-up step and recorded steps, which throughput doesn't
+            count.
     """
 
     samples: int
@@ -44,12 +46,14 @@ class TrainPlan:
     histogram_every: int | None = None
     target_metrics: dict[str, float] = field(default_factory=dict)
     ramp: list[list[int]] = field(default_factory=list)
+    profiled_steps: range = range(0)
 
     @classmethod
     def from_settings(
-        cls, clap: ClapSettings, sizes: BatchSizes, epoch_samples: int | None
+        cls, clap: ClapSettings, sizes: BatchSizes, epoch_samples: int | None, step: int = 0
     ) -> Self:
-        """Compute the plan of a run. Raises ValueError for epochs of unknown length."""
+        """Compute the plan of a run that starts after `step`. Raises ValueError for epochs of unknown
+        length."""
         train = clap.train
         samples = train.max_samples
         if train.epochs is not None:
@@ -63,6 +67,9 @@ class TrainPlan:
             samples = math.ceil(train.epochs * epoch_samples)
         # `problems_for_training` requires one of the two.
         assert samples is not None
+        profiled_steps = range(0)
+        if clap.profile is not None:
+            profiled_steps = clap.profile.steps_from(step + clap.profile.start_step)
         return cls(
             samples=samples,
             global_batch=sizes.global_batch,
@@ -73,6 +80,7 @@ class TrainPlan:
             histogram_every=train.histogram_every_steps,
             target_metrics=train.target_metrics,
             ramp=train.batch_ramp,
+            profiled_steps=profiled_steps,
         )
 
     def is_done(self, state: TrainState) -> bool:
@@ -169,6 +177,14 @@ def problems_for_training(
     if train.batch_ramp:
         ramp_problems = _problems_with_ramp(train.batch_ramp, sizes, world_size)
         problems += [f"clap.train.batch_ramp: {problem}" for problem in ramp_problems]
+    # The last step depends on the number of ranks and, for epochs, on the data.
+    if clap.profile is not None and train.max_samples and world_size and not problems:
+        plan = TrainPlan.from_settings(clap, sizes, epoch_samples=None)
+        profiled = plan.profiled_steps[1:]
+        last_step = plan.last_step(TrainState())
+        if profiled[-1] > last_step:
+            expected = f"expected steps up to {last_step}, the run's last"
+            problems.append(f"clap.profile: {expected}, found {profiled[0]} to {profiled[-1]}")
     if train.max_samples is None and train.epochs is None:
         problems.append("clap.train: max_samples and epochs are missing: set one of them")
     has_epochs = isinstance(clap.data, ShardData) and clap.data.has_epochs

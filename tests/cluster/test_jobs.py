@@ -101,7 +101,7 @@ def test_deepspeeds_own_line_runs_on_the_hostfiles_hosts(
     """Run the page's commands with a smaller model in salloc's shell on the login node. Hosts may be
     fewer than the allocation's. `hostfile_edit` is a `sed` expression."""
     page = (ROOT / "docs" / "clusters.md").read_text()
-    section = page.partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
+    section = page.partition("## DeepSpeed's launcher")[2].partition("\n## ")[0]
     (write_hostfile,) = re.findall(r"^\$ (clap-ds hostfile.*)", section, re.MULTILINE)
     lines = re.findall(r"^\$ (deepspeed.*)", section, re.MULTILINE)
     is_slurm = launcher == "slurm"

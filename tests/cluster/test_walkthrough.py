@@ -1,4 +1,4 @@
-"""Run the walk-through of docs/clusters.md on a real SLURM and compare its output with the page.
+"""Run the walk-through of docs/scaling_study.md on a real SLURM and compare its output with the page.
 
 The folder's name has a space. The cluster profile is the test cluster's, and the model is smaller.
 """
@@ -16,7 +16,7 @@ from tests.cluster.conftest import write_profile
 from tests.conftest import ROOT, micro_run
 
 pytestmark = pytest.mark.end_to_end
-PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "scaling_study.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## From clone to scaling plot\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```console\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 BY_HAND = r"git clone .*|make setup.*"  # already done by the tests

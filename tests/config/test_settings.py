@@ -15,6 +15,8 @@ from clap_ds.utils.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 # fields of `clap`, and the message about them
 MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"profile": {"start_step": 1}}, "profile.start_step: expected greater than or equal to 2"),
+    ({"profile": {"ranks": []}}, "profile.ranks: expected at least 1 items"),
     ({"bench": {"windws": 3}}, "bench.windws: no such field; did you mean 'clap.bench.windows'?"),
     ({"model": {"drop_path": 1.5}}, "model.drop_path: expected less than 1, found 1.5"),
     ({"data": {"source": "webdatset"}}, "data.source: … did you mean 'webdataset'?"),
@@ -83,6 +85,12 @@ def test_run_with_mistake_is_refused_with_file_field_and_hint(changes, message, 
         load_run(path)
     for line in str(caught.value).splitlines():
         assert line.startswith(f"{path}: ")
+
+
+def test_profiled_rank_beyond_the_world_size_is_refused(write_run):
+    path = write_run(clap={"profile": {"ranks": [0, 2]}})
+    with pytest.raises(UserError, match=r"clap\.profile\.ranks: .* below 2"):
+        load_run(path, world_size=2)
 
 
 def test_run_with_several_mistakes_lists_all(write_run):

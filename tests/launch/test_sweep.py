@@ -244,7 +244,7 @@ def test_strong_scaling_keeps_the_global_batch_by_accumulation(tmp_path, slurm):
 def test_line_of_the_manual_runs_both_published_models_on_1_to_128_nodes(
     tmp_path, slurm, monkeypatch
 ):
-    manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    manual = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ clap-ds sweep (--cluster jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "sweep"

@@ -50,7 +50,8 @@ def _summary(config: Path) -> dict[str, Any]:
 
 def test_bench_under_torchrun_records_the_steps_that_it_prints(write_run):
     protocol = {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 3}
-    config = write_run(log_level="info", steps_per_print=1, clap={"bench": protocol})
+    clap = {"bench": protocol, "profile": {"steps": 2, "ranks": [1]}}
+    config = write_run(log_level="info", steps_per_print=1, clap=clap)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     result = _launch(config, *torchrun, "--master_port", str(free_port()))
     assert result.returncode == 0, result.stderr
@@ -68,6 +69,8 @@ def test_bench_under_torchrun_records_the_steps_that_it_prints(write_run):
     windows_s = lines[1]["window_s"] + lines[3]["window_s"]
     assert summary["samples_per_s"] == pytest.approx(4 * 8 / windows_s)
     assert f"{1000 * summary['breakdown_s']['forward']:,.1f} ms" in result.stdout
+    # After the instrumented steps and the profiler's warm-up.
+    assert "profile of steps 11 to 12 on rank 1" in result.stdout
 
     # `clap-ds scaling` reads the terminal's output.
     log = write(config.parent / "terminal.log", result.stdout)

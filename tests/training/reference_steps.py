@@ -19,7 +19,9 @@ from clap_ds.model.clap import ClapModel
 from tests.conftest import micro_run
 
 CPU = torch.device("cpu")
-CLAP_FIELDS = ("train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync")
+CLAP_FIELDS = (
+    "train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync", "profile",
+)  # fmt: skip
 
 
 def run_settings(world_size: int | None = None, **changes: Any) -> RunSettings:

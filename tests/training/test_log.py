@@ -40,7 +40,9 @@ class SimulatedEngine:
         self.clock_s = 100.0
         self.device = CPU
         self.model = SimpleNamespace(logit_scale=torch.tensor([math.log(4.0 + rank)]))
-        self.deepspeed = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
+        self.deepspeed = SimpleNamespace(
+            skipped_steps=1, get_lr=lambda: [0.25, 9.0], tput_timer=SimpleNamespace()
+        )
         self.timer = StepTimer(CPU)
         self.stop_timers = self.timer.stop
 

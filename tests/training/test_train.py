@@ -1,5 +1,6 @@
 """The training command: its records, reproducibility, and exact results after interruptions."""
 
+import gzip
 import json
 import signal
 from pathlib import Path
@@ -35,13 +36,15 @@ def on_shards(sounds: Path, **train: Any) -> dict[str, Any]:
 
 def test_training_leaves_records_for_analysis_and_users(tmp_path):
     train = {"max_samples": 10 * 2 * 2 * BATCH, "accumulation": "gradcache"}
-    clap = {"train": train, "checkpoint": {"every_steps": 4}}
+    profile = {"start_step": 3, "steps": 2}
+    clap = {"train": train, "checkpoint": {"every_steps": 4}, "profile": profile}
     config = write_training(tmp_path, gradient_accumulation_steps=2, clap=clap)
     output = commands.train(config)
     for part in (
         "micro-batch 4, accumulation 2, 16 text tokens",
         "s left",
         "total_num_steps is 24, but the run ends after 10 steps",
+        "profile of steps 3 to 4 on rank 0",
     ):
         assert part in output
     (summary,) = commands.summaries(config)
@@ -51,6 +54,13 @@ def test_training_leaves_records_for_analysis_and_users(tmp_path):
     assert saves == [(4, True), (8, True), (10, True)]
     assert (record / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (read_record(record).rate or 0) > 0
+    marked = [line["step"] for line in commands.lines(config) if line.get("profiled")]
+    assert marked == [2, 3, 4]
+    # Of 10 steps with a window each, the first is warm-up, too.
+    assert len(summary["samples_per_s_per_gpu"]["windows"]) == 6
+    trace = gzip.decompress((record / "profile/rank0_trace.json.gz").read_bytes())
+    # GradCache's first pass over all micro-batches is one phase.
+    assert (trace.count(b"ProfilerStep#"), trace.count(b'"forward"')) == (2, 2 * 3)
     assert not any((record / "stacks").iterdir()), "no rank hung"
 
 

@@ -110,6 +110,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"train": TRAIN, "checkpoint": {"remote_sync": "s3://key:hush@bucket/run"}},
         "remote_sync: the s3 URL of bucket contains credentials",
     ),
+    (
+        {"train": TRAIN, "profile": {"start_step": 3, "steps": 2}},
+        "clap.profile: expected steps up to 3, the run's last, found 3 to 4",
+    ),
     (with_one_pair("gradcache", 1), "train_micro_batch_size_per_gpu: 1 on 1 rank"),
     (with_ramp([9, 6], [30, 12]), "the first 0"),
     (with_ramp([0, 7], [30, 12]), "multiples of 3, the micro-batches of all ranks, found [7]"),
