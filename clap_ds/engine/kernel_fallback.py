@@ -89,7 +89,9 @@ def _check_and_try(site: KernelSite, longest_caption: int, *, autocast: bool) ->
     if site.part == "text_attention":
         head_dim = site.modules[-1].head_dim
         dtype = torch.bfloat16 if autocast else site.tokens.dtype
-        problem = text_attention_problem(head_dim, longest_caption, dtype, site.tokens.device)
+        device = site.tokens.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        problem = text_attention_problem(head_dim, longest_caption, dtype, capability)
         if problem:
             raise ValueError(problem)
     _try(site.function, site.tokens, autocast=autocast)

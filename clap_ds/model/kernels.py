@@ -73,11 +73,12 @@ def supports_captions(head_dim: int, longest: int) -> bool:
 
 
 def text_attention_problem(
-    head_dim: int, longest: int, dtype: torch.dtype, device: torch.device
+    head_dim: int, longest: int, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> str | None:
     """Return why `auto` takes torch's text attention rather than Triton's, or None.
 
-    Arguments are those of `supports_captions`, and the dtype of queries, keys and values.
+    Arguments are those of `supports_captions`, the dtype of queries, keys and values, and the GPU's
+    CUDA compute capability (None: Triton's interpreter).
     """
     if not supports_captions(head_dim, longest):
         return f"it doesn't support {longest} tokens per caption with {head_dim} channels per head"
@@ -85,7 +86,7 @@ def text_attention_problem(
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs 16-bit tensors, found {str(dtype).removeprefix('torch.')}"
     # Older GPUs have less shared memory than the kernel takes, or no tensor cores for it.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if capability is not None and capability < LEAST_CAPABILITY:
         return "it needs a GPU of compute capability 8.0 or more"
     return None
 
