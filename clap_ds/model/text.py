@@ -244,7 +244,7 @@ def _build_encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     width = config.hidden_size
     num_types = 2 if config.architecture == "bert" else 1
     # RoBERTa counts positions from the padding id, whose embedding stays zero; BERT from 0.
-    padding_position = config.pad_token_id or None
+    padding_position = None if config.architecture == "bert" else config.pad_token_id
     # The order of modules is that of a checkpoint's keys.
     embeddings = {
         "word_embeddings": nn.Embedding(config.vocab_size, width, config.pad_token_id),
