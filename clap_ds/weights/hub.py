@@ -206,7 +206,8 @@ def tokenize(
     model's `caption_prefix`.
 
     A row is <s> … </s> (BERT: [CLS] … [SEP]), then padding. Long captions are truncated before
-    </s>. Parts of captions that look like special tokens are plain text.
+    </s>. Parts of captions that look like special tokens are plain text, except with XLM-RoBERTa's
+    tokenizer, whose vocabulary has them as pieces.
     """
     options: Any = {"truncation": True, "return_attention_mask": False}
     texts = [prefix + caption for caption in captions]

@@ -38,13 +38,16 @@ ODD = ClapConfig(
 FUSED = ODD.model_copy(update={"audio": ODD.audio.model_copy(update={"fusion": True})})
 MICRO = load_preset("micro")
 BERT = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"architecture": "bert"})})
+# One layer of the published width and vocabulary.
+E5 = load_preset("htsat_tiny_multilingual_e5_small")
+E5 = MICRO.model_copy(update={"text": E5.text.model_copy(update={"num_layers": 1})})
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize(
     ("config", "tokens"),
-    [(MICRO, 66), (ODD, 17), (FUSED, 17), (BERT, 23)],
-    ids=["micro", "odd", "fused", "bert"],
+    [(MICRO, 66), (ODD, 17), (FUSED, 17), (BERT, 23), (E5, 512)],
+    ids=["micro", "odd", "fused", "bert", "e5"],
 )
 def test_profiler_agrees_with_closed_form_to_the_last_flop(config, tokens, convention):
     expected = forward_components(config, TextLengths.fixed(tokens), convention)
@@ -76,6 +79,9 @@ def test_recorded_profile_and_docs_state_the_profilers_figure():
         (TINY, (32.51, 125.23, 157.74, 153.95)),
         (BASE, (74.52, 125.66, 200.18, 195.58)),
         (LAION, (31.98, 125.30, 157.28, 153.49)),
+        # Of XLM-RoBERTa and E5-small, 192.0 and 96.0 are the vocabulary.
+        ("htsat_tiny_xlm_roberta_base", (32.51, 278.63, 311.14, 307.35)),
+        ("htsat_tiny_multilingual_e5_small", (32.51, 118.17, 150.68, 146.89)),
     ],
 )
 def test_parameters_equal_open_clips_counts(preset, millions):

@@ -151,6 +151,22 @@ def test_traffic_is_what_a_rank_sends(trace):
         assert step.last_gradient_bytes == step.gradient_bytes
 
 
+def test_a_large_vocabulary_counts_in_gradients_and_memory(trace):
+    """Every rank sends the gradient of all rows, whichever tokens a batch has."""
+    sizes = load_preset("micro").model_dump(mode="json")
+    sizes["text"]["vocab_size"] = 250_002
+    num_added = (250_002 - 512) * 32
+    small = trace(world_size=64)
+    large = trace(world_size=64, clap={"model": {"preset": sizes}})
+    assert large.num_parameters - small.num_parameters == num_added
+    assert large.gradient_bytes - small.gradient_bytes == 2 * num_added
+    assert large.last_gradient_bytes == small.last_gradient_bytes
+    # In bf16 with fp32 masters and moments; buckets beside the gradients.
+    for part, num_bytes in (("weights", 2), ("optimizer state", 12), ("gradients", 2)):
+        added = large.recorder.at_peak[part] - small.recorder.at_peak[part]
+        assert added >= num_bytes * num_added, part
+
+
 def test_foreign_optimizer_is_rejected(write_run):
     run = load_run(write_run())
     lion = RunSettings(run.path, run.clap, run.deepspeed | {"optimizer": {"type": "Lion"}})
