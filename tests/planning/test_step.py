@@ -155,16 +155,11 @@ def test_a_large_vocabulary_counts_in_gradients_and_memory(trace):
     """Every rank sends the gradient of all rows, whichever tokens a batch has."""
     sizes = load_preset("micro").model_dump(mode="json")
     sizes["text"]["vocab_size"] = 250_002
-    num_added = (250_002 - 512) * 32
-    small = trace(world_size=64)
-    large = trace(world_size=64, clap={"model": {"preset": sizes}})
-    assert large.num_parameters - small.num_parameters == num_added
-    assert large.gradient_bytes - small.gradient_bytes == 2 * num_added
-    assert large.last_gradient_bytes == small.last_gradient_bytes
-    # In bf16 with fp32 masters and moments; buckets beside the gradients.
-    for part, num_bytes in (("weights", 2), ("optimizer state", 12), ("gradients", 2)):
-        added = large.recorder.at_peak[part] - small.recorder.at_peak[part]
-        assert added >= num_bytes * num_added, part
+    step = trace(world_size=64, clap={"model": {"preset": sizes}})
+    embedding_bytes = 250_002 * 32 * 2
+    assert embedding_bytes < step.gradient_bytes < 1.1 * embedding_bytes
+    # The reducer's buckets are beside the gradients.
+    assert step.recorder.at_peak["gradients"] > 2 * embedding_bytes
 
 
 def test_foreign_optimizer_is_rejected(write_run):
