@@ -241,7 +241,7 @@ def list_assumptions(
         shares.append(f"{name} {low:.0f}–{high:.0f}% ({milliseconds:.0f} ms; {source})")
     triton = prediction["triton"]
     return [
-        f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
+        f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS in 16 bits, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         *([triton] if triton else []),
         f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline.py",

@@ -209,6 +209,9 @@ class TextConfig(Section):
         if self.max_tokens < 2:
             tokens = f"only {self.max_tokens} tokens, expected 2"
             raise ValueError(f"max_positions {self.max_positions} leaves {tokens}")
+        if self.pad_token_id >= self.vocab_size:
+            limit = f"not below vocab_size {self.vocab_size}"
+            raise ValueError(f"pad_token_id {self.pad_token_id} is {limit}")
         # Other ids would shift the positions.
         if self.architecture == "roberta" and self.pad_token_id != PAD_TOKEN_ID:
             raise ValueError(f"pad_token_id {self.pad_token_id}: RoBERTa's is {PAD_TOKEN_ID}")
