@@ -28,7 +28,8 @@ caption and head."""
 HEAD_DIMS = (16, 32, 64, 128)
 """Channels per head that Triton's text attention supports."""
 LEAST_CAPABILITY = (8, 0)
-"""First CUDA compute capability on which `auto` takes Triton's text attention."""
+"""First CUDA compute capability on which `auto` takes Triton's text attention, and with PyTorch's
+flash attention."""
 
 
 class Kernels(NamedTuple):

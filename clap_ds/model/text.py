@@ -26,13 +26,14 @@ INIT_STD = 0.02
 
 class SelfAttention(nn.Module):
     """Attention of each token over its caption, without the output projection. `kernel` is `torch`
-    or `triton`."""
+    or `triton`; `has_varlen` is false on GPUs without variable-length attention."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = width // num_heads
         self.kernel = "torch"
+        self.has_varlen = True
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -54,7 +55,9 @@ class SelfAttention(nn.Module):
         query = self._split_heads(self.query(hidden))
         key = self._split_heads(self.key(hidden))
         value = self._split_heads(self.value(hidden))
-        mixed = attend(query, key, value, mask_B11L, dropout=dropout, layout=layout)
+        mixed = attend(
+            query, key, value, mask_B11L, dropout=dropout, layout=layout, has_varlen=self.has_varlen
+        )
         return mixed.flatten(2)
 
     def _project_jointly(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

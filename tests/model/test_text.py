@@ -17,11 +17,14 @@ import transformers  # isort: skip
 MICRO = load_preset("micro").text
 
 
-@pytest.mark.parametrize(("dropout", "is_varlen"), [(0.0, True), (0.1, False)])
+@pytest.mark.parametrize(
+    ("dropout", "has_varlen", "is_varlen"),
+    [(0.0, True, True), (0.1, True, False), (0.0, False, False)],
+)
 def test_packed_captions_on_a_gpu_in_16_bits_keep_attention_dropout(
-    monkeypatch, dropout, is_varlen
+    monkeypatch, dropout, has_varlen, is_varlen
 ):
-    """Variable-length attention has no dropout."""
+    """Variable-length attention has no dropout, and older GPUs lack it."""
     calls = []
 
     def note_call(query: Tensor, *_: object) -> Tensor:
@@ -34,7 +37,9 @@ def test_packed_captions_on_a_gpu_in_16_bits_keep_attention_dropout(
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(text_attention, "_attend_varlen", note_call)
     heads = torch.randn(1, 2, len(row), 4, dtype=torch.bfloat16)
-    output = text_attention.attend(heads, heads, heads, None, dropout=dropout, layout=layout)
+    output = text_attention.attend(
+        heads, heads, heads, None, dropout=dropout, layout=layout, has_varlen=has_varlen
+    )
     assert output.shape == (1, len(row), 2, 4)
     assert bool(calls) == is_varlen
 
