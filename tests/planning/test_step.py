@@ -158,7 +158,7 @@ def test_a_large_vocabulary_counts_in_gradients_and_memory(trace):
     step = trace(world_size=64, clap={"model": {"preset": sizes}})
     embedding_bytes = 250_002 * 32 * 2
     assert embedding_bytes < step.gradient_bytes < 1.1 * embedding_bytes
-    # The reducer's buckets are beside the gradients.
+    # The reducer's buckets are in addition to the gradients.
     assert step.recorder.at_peak["gradients"] > 2 * embedding_bytes
 
 
