@@ -125,7 +125,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "text": "packed" if run.clap.packs_captions else "padded",
         **prediction,
         "scales": predict_scales(num_samples, prediction, gpu, nodes, arguments),
-        "assumed": list_assumptions(gpu, prediction["classes"], arguments),
+        "assumed": list_assumptions(gpu, prediction, arguments),
     }
 
 
@@ -225,13 +225,13 @@ def _scaling_law(num_samples: int, step_s: float, seconds_fraction: float) -> Sc
 
 
 def list_assumptions(
-    gpu: Gpu, classes: dict[str, dict[str, Any]], arguments: argparse.Namespace
+    gpu: Gpu, prediction: dict[str, Any], arguments: argparse.Namespace
 ) -> list[str]:
-    """Return sentences on the data sheet, the efficiencies of the slowest classes, the network and
-    the growth with nodes."""
+    """Return sentences on the data sheet, kernels, the efficiencies of the slowest classes, the
+    network and the growth with nodes."""
     cluster = make_cluster(1, gpu, arguments)
     # Slowest first.
-    by_time = sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])
+    by_time = sorted(prediction["classes"].items(), key=lambda item: -item[1]["kernels_s"])
     shares = []
     for name, efficiency in by_time[:MAX_CLASSES]:
         low = 100 * efficiency["low"]
@@ -239,9 +239,11 @@ def list_assumptions(
         milliseconds = 1000 * efficiency["kernels_s"]
         source = efficiency["source"]
         shares.append(f"{name} {low:.0f}–{high:.0f}% ({milliseconds:.0f} ms; {source})")
+    triton = prediction["triton"]
     return [
-        f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
+        f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS in 16 bits, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
+        *([triton] if triton else []),
         f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline.py",
         f"{cluster.network_gbytes_per_s:g} GB/s from a node to the others; no jitter of nodes and no"
         " waiting for data",

@@ -21,6 +21,9 @@ PRESETS = {
     "htsat_tiny_roberta_base": "HTSAT-tiny and RoBERTa-base, as in LAION's scaling runs",
     "htsat_base_roberta_base": "HTSAT-base and RoBERTa-base, as in LAION's scaling runs",
     "htsat_large_roberta_base": "HTSAT-large and RoBERTa-base",
+    "htsat_tiny_xlm_roberta_base": "HTSAT-tiny and XLM-RoBERTa-base, for captions in 100 languages",
+    "htsat_tiny_multilingual_e5_base": "HTSAT-tiny and multilingual E5-base",
+    "htsat_tiny_multilingual_e5_small": "HTSAT-tiny and multilingual E5-small",
     "clap_htsat_tiny_roberta_base": (
         "LAION-CLAP's published models with HTSAT-tiny, such as 630k-audioset-best.pt"
     ),

@@ -48,6 +48,8 @@ def export(
             if library == "open_clip":
                 save_open_clip(weights.build(), draft, length)
                 tokenizer.save_pretrained(draft)
+                if text.caption_prefix:
+                    print(f"note: begin every caption with {text.caption_prefix!r}, as in training")
             else:
                 save_transformers(weights.build(), draft)
                 front_end = feature_extractor(weights.config.audio)

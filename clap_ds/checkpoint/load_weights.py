@@ -168,7 +168,7 @@ def _add_manifest(path: Path, weights: Checkpoint, manifest: Manifest) -> Checkp
 def check_same_model(source: object, recorded: ClapConfig, current: ClapConfig) -> None:
     """Raise ValueError with the sizes that differ."""
     # These don't affect whether weights fit.
-    excluded: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}
+    excluded: Any = {"name": True, "text": {"hub_name", "layer_norm_eps", "pad_token_id"}}
     sizes = recorded.model_dump(exclude=excluded)
     changes = differences(sizes, current.model_dump(exclude=excluded))
     if changes:

@@ -17,6 +17,8 @@ from clap_ds.utils.files import read_object
 
 # RoBERTa's
 PAD_TOKEN_ID = 1
+# `transformers`' model types that differ from RoBERTa's in sizes and vocabulary only
+LIKE_ROBERTA = ("xlm-roberta", "camembert")
 # LAION's, if the training length is unknown
 CONTEXT_LENGTH = 77
 # spectrograms per file with feature fusion: all of it, and crops from its front, middle and back
@@ -155,9 +157,13 @@ class TextConfig(Section):
     weights."""
 
     architecture: Literal["roberta", "bert"] = "roberta"
-    """`transformers`' name; DistilRoBERTa is a `roberta` with 6 layers."""
+    """`transformers`' name. `roberta` includes XLM-RoBERTa, CamemBERT and DistilRoBERTa."""
     hub_name: str
+    caption_prefix: str = ""
+    """Text that the encoder expects before each caption, such as E5's `query: `."""
     vocab_size: PositiveInt
+    pad_token_id: Annotated[int, Field(ge=0)] = PAD_TOKEN_ID
+    """The tokenizer's; by default 0 for `bert`."""
     max_positions: PositiveInt
     hidden_size: PositiveInt
     num_layers: NumLayers
@@ -169,13 +175,9 @@ class TextConfig(Section):
     projection: ProjectionConfig
 
     @property
-    def pad_token_id(self) -> int:
-        return 0 if self.architecture == "bert" else PAD_TOKEN_ID
-
-    @property
     def first_position(self) -> int:
         """Position index of a caption's first token: RoBERTa leaves two unused."""
-        return 0 if self.architecture == "bert" else PAD_TOKEN_ID + 1
+        return 0 if self.architecture == "bert" else self.pad_token_id + 1
 
     @property
     def max_tokens(self) -> int:
@@ -187,6 +189,17 @@ class TextConfig(Section):
         """Whether the last layer computes only the first token, except for keys and values."""
         return self.pooling == "cls_pooler"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_architecture(cls, sizes: Any) -> Any:
+        """Replace `transformers`' other names of RoBERTa, and set BERT's padding."""
+        architecture = sizes.get("architecture") if isinstance(sizes, dict) else None
+        if architecture in LIKE_ROBERTA:
+            return {**sizes, "architecture": "roberta"}
+        if architecture == "bert":
+            return {"pad_token_id": 0, **sizes}
+        return sizes
+
     @model_validator(mode="after")
     def _check_sizes(self) -> TextConfig:
         if self.hidden_size % self.num_heads:
@@ -196,6 +209,12 @@ class TextConfig(Section):
         if self.max_tokens < 2:
             tokens = f"only {self.max_tokens} tokens, expected 2"
             raise ValueError(f"max_positions {self.max_positions} leaves {tokens}")
+        if self.pad_token_id >= self.vocab_size:
+            limit = f"not below vocab_size {self.vocab_size}"
+            raise ValueError(f"pad_token_id {self.pad_token_id} is {limit}")
+        # Other ids would shift the positions.
+        if self.architecture == "roberta" and self.pad_token_id != PAD_TOKEN_ID:
+            raise ValueError(f"pad_token_id {self.pad_token_id}: RoBERTa's is {PAD_TOKEN_ID}")
         return self
 
 

@@ -126,7 +126,12 @@ class RunSettings:
             "data": {"source", "shards"},
             "train": {"pretrained", "freeze"},
         }
-        setup = clap.model_dump(mode="json", include=setup_fields)
+        # Defaults of fields that earlier versions lacked would rename existing folders.
+        added_fields = {"pad_token_id"}
+        if not clap.preset().text.caption_prefix:
+            added_fields.add("caption_prefix")
+        excluded: Any = {"model": {"preset": {"text": added_fields}}}
+        setup = clap.model_dump(mode="json", include=setup_fields, exclude=excluded)
         # The order of this list is part of the names of existing folders.
         models = setup["model"].values()
         identity = [*models, setup["data"], setup["train"], clap.loss.kind, clap.seed]

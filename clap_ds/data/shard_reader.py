@@ -144,7 +144,8 @@ class ShardReader:
             position = {"samples": num_samples, "passes": passes}
             chunk = Chunk(self.worker, slot, [*skipped], position, draws)
             skipped.clear()
-            ids, mask = tokenize(captions, self.tokenizer, self.spec.context_length)
+            prefix = self.spec.model.text.caption_prefix
+            ids, mask = tokenize(captions, self.tokenizer, self.spec.context_length, prefix)
             chunk.captions = ids.numpy(), mask.numpy()
             if is_timed:
                 chunk.made_in_s = time.perf_counter() - started_s

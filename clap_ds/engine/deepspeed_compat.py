@@ -24,6 +24,7 @@ from deepspeed.utils.timer import ThroughputTimer
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from clap_ds.flop_count.counters import replaced_attributes
 from clap_ds.metrics.tensorboard import Scalar
 
 __all__ = ["OPTIMIZER_STATE_DICT", "FP16_Optimizer", "FusedAdam", "autocast_if_enabled"]
@@ -150,6 +151,19 @@ def without_process_group() -> Iterator[None]:
         comm.cdb = backend
         operations.clear()
         operations.update(compiled)
+
+
+@contextmanager
+def accelerator_with_all_dtypes() -> Iterator[None]:
+    """Make DeepSpeed accept every precision in the body. Otherwise it asks this host's processor,
+    which may have no fp16."""
+    supported: Any = {
+        "is_fp16_supported": lambda _: True,
+        "is_bf16_supported": lambda _: True,
+        "supported_dtypes": lambda _: [torch.float32, torch.float16, torch.bfloat16],
+    }
+    with replaced_attributes(type(get_accelerator()), **supported):
+        yield
 
 
 class StepToStepTimer(ThroughputTimer):

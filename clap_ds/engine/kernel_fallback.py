@@ -19,6 +19,7 @@ from clap_ds.engine.compile import first_error
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import (
+    LEAST_CAPABILITY,
     MAX_CAPTION_TOKENS,
     Kernels,
     KernelSite,
@@ -47,6 +48,10 @@ def replace_failing_kernels(
     kernels: dict[str, ChosenKernel] = {}
     if not isinstance(model, ClapModel):
         return kernels
+    capability = _find_capability(model.logit_scale.device)
+    if capability is not None and capability < LEAST_CAPABILITY:
+        for layer in model.text.blocks():
+            layer.attention.self.has_varlen = False
     sites = kernel_sites(model)
     for part in Kernels._fields:
         if getattr(settings, f"{part}_impl") != "auto":
@@ -89,10 +94,16 @@ def _check_and_try(site: KernelSite, longest_caption: int, *, autocast: bool) ->
     if site.part == "text_attention":
         head_dim = site.modules[-1].head_dim
         dtype = torch.bfloat16 if autocast else site.tokens.dtype
-        problem = text_attention_problem(head_dim, longest_caption, dtype, site.tokens.device)
+        capability = _find_capability(site.tokens.device)
+        problem = text_attention_problem(head_dim, longest_caption, dtype, capability)
         if problem:
             raise ValueError(problem)
     _try(site.function, site.tokens, autocast=autocast)
+
+
+def _find_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return a GPU's CUDA compute capability; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _try(function: Callable[[Tensor], Tensor], tokens: Tensor, *, autocast: bool) -> None:

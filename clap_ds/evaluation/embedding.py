@@ -63,7 +63,7 @@ def embed_text(
     def encode(batch: list[str]) -> Tensor:
         if fill:
             batch = batch + [""] * (micro_batch - len(batch))
-        ids, mask = tokenize(batch, tokenizer, context_length)
+        ids, mask = tokenize(batch, tokenizer, context_length, model.config.text.caption_prefix)
         return model.encode_text(ids.to(device), mask.to(device))
 
     return _concatenate(model, _batches(model, captions, micro_batch, encode))

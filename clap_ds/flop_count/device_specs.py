@@ -35,6 +35,8 @@ class Gpu:
     fp32_tflops: float = 0.0
     # To other GPUs of its node, one way.
     link_gbytes_per_s: float = 0.0
+    # CUDA compute capability; of newer GPUs at least this one.
+    capability: tuple[int, int] = (8, 0)
 
     @property
     def device_name(self) -> str:
@@ -51,9 +53,9 @@ _GH200 = "NVIDIA GH200 data sheet (2024; as the published runs assume), half of 
 _AMD = "AMD Instinct {} data sheet (2023)"
 # fmt: off
 _TABLE = (
-    # names, TFLOPS, source, name in plans, GiB, TB/s, fp32 TFLOPS, GB/s of links
-    Gpu("Tesla V100-SXM2-16GB", 125, _V100, "v100-16gb", 15.7, 0.9, 15.7, 150),
-    Gpu("Tesla V100-SXM2-32GB", 125, _V100, "v100-32gb", 31.7, 0.9, 15.7, 150),
+    # names, TFLOPS, source, name in plans, GiB, TB/s, fp32 TFLOPS, GB/s of links, capability
+    Gpu("Tesla V100-SXM2-16GB", 125, _V100, "v100-16gb", 15.7, 0.9, 15.7, 150, (7, 0)),
+    Gpu("Tesla V100-SXM2-32GB", 125, _V100, "v100-32gb", 31.7, 0.9, 15.7, 150, (7, 0)),
     Gpu("A100-SXM4-40GB", 312, _A100, "a100-sxm-40gb", 39.4, 1.555, 19.5, 300),
     Gpu("A100-SXM4-80GB", 312, _A100, "a100-sxm-80gb", 79.2, 2.039, 19.5, 300),
     Gpu("A100 80GB PCIe, A100-PCIE-80GB", 312,

@@ -28,7 +28,8 @@ caption and head."""
 HEAD_DIMS = (16, 32, 64, 128)
 """Channels per head that Triton's text attention supports."""
 LEAST_CAPABILITY = (8, 0)
-"""First CUDA compute capability on which `auto` takes Triton's text attention."""
+"""First CUDA compute capability on which `auto` takes Triton's text attention, and with PyTorch's
+flash attention."""
 
 
 class Kernels(NamedTuple):
@@ -73,11 +74,12 @@ def supports_captions(head_dim: int, longest: int) -> bool:
 
 
 def text_attention_problem(
-    head_dim: int, longest: int, dtype: torch.dtype, device: torch.device
+    head_dim: int, longest: int, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> str | None:
     """Return why `auto` takes torch's text attention rather than Triton's, or None.
 
-    Arguments are those of `supports_captions`, and the dtype of queries, keys and values.
+    Arguments are those of `supports_captions`, the dtype of queries, keys and values, and the GPU's
+    CUDA compute capability (None: Triton's interpreter).
     """
     if not supports_captions(head_dim, longest):
         return f"it doesn't support {longest} tokens per caption with {head_dim} channels per head"
@@ -85,7 +87,7 @@ def text_attention_problem(
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs 16-bit tensors, found {str(dtype).removeprefix('torch.')}"
     # Older GPUs have less shared memory than the kernel takes, or no tensor cores for it.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if capability is not None and capability < LEAST_CAPABILITY:
         return "it needs a GPU of compute capability 8.0 or more"
     return None
 

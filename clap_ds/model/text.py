@@ -26,13 +26,14 @@ INIT_STD = 0.02
 
 class SelfAttention(nn.Module):
     """Attention of each token over its caption, without the output projection. `kernel` is `torch`
-    or `triton`."""
+    or `triton`; `has_varlen` is false on GPUs without variable-length attention."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = width // num_heads
         self.kernel = "torch"
+        self.has_varlen = True
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -54,7 +55,9 @@ class SelfAttention(nn.Module):
         query = self._split_heads(self.query(hidden))
         key = self._split_heads(self.key(hidden))
         value = self._split_heads(self.value(hidden))
-        mixed = attend(query, key, value, mask_B11L, dropout=dropout, layout=layout)
+        mixed = attend(
+            query, key, value, mask_B11L, dropout=dropout, layout=layout, has_varlen=self.has_varlen
+        )
         return mixed.flatten(2)
 
     def _project_jointly(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +247,7 @@ def _build_encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     width = config.hidden_size
     num_types = 2 if config.architecture == "bert" else 1
     # RoBERTa counts positions from the padding id, whose embedding stays zero; BERT from 0.
-    padding_position = config.pad_token_id or None
+    padding_position = None if config.architecture == "bert" else config.pad_token_id
     # The order of modules is that of a checkpoint's keys.
     embeddings = {
         "word_embeddings": nn.Embedding(config.vocab_size, width, config.pad_token_id),

@@ -2,8 +2,9 @@
 
 On CUDA captions of few tokens have a Triton kernel (`text_attention_triton.py`). Without it, packed
 captions on CUDA in 16 bits use PyTorch's variable-length flash attention, unless attention weights
-are dropped, which it can't. Otherwise packed captions are padded for attention. On CPUs attention is two
-matrix products and a softmax: PyTorch's fused kernel takes ten times as long backward in bf16.
+are dropped, which it can't, or the GPU is older. Otherwise packed captions are padded for
+attention. On CPUs attention is two matrix products and a softmax: PyTorch's fused kernel takes ten
+times as long backward in bf16.
 
 Shape letters: B batch, A heads, D head dim, C = A·D channels, E = 3·C; for packed captions see
 `packed.py`.
@@ -26,14 +27,17 @@ def attend(
     *,
     dropout: float = 0.0,
     layout: PackedLayout | None = None,
+    has_varlen: bool = True,
 ) -> Tensor:
     """Return attention, (batch, tokens, heads, D), of queries, keys and values (batch, heads,
     tokens, D). `attention_mask` is bool (batch, 1, 1, tokens), True at real tokens (None: all).
-    With a `layout` of packed captions batch is 1."""
+    With a `layout` of packed captions batch is 1. `has_varlen`: whether the GPU, if it is one, has
+    variable-length attention."""
     if layout is None:
         return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
     # Variable-length attention has no dropout.
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0:
+    is_16_bit = query.dtype in (torch.bfloat16, torch.float16)
+    if has_varlen and query.is_cuda and is_16_bit and dropout == 0:
         return _attend_varlen(query, key, value, layout)
     # Without a kernel for captions of several lengths, pad them.
     q, k, v = (_to_padded(tensor, layout) for tensor in (query, key, value))

@@ -19,29 +19,30 @@ _torch_layer_norm = F.layer_norm
 
 
 @contextmanager
-def cuda_semantics(*, compiled: bool = False) -> Iterator[None]:
+def cuda_semantics(*, compiled: bool = False, has_flash: bool = True) -> Iterator[None]:
     """Replace operations by CUDA's, for fake CPU tensors that report to be CUDA's.
 
-    In `compiled` towers dropout has no mask.
+    In `compiled` towers dropout has no mask. Older GPUs have no flash attention.
     """
     # With a mask, the forward pass stores it for the backward pass.
     dropout: Any = {"native_dropout": _dropout_without_mask} if compiled else {}
     with (
         replaced_attributes(Tensor, is_cuda=True),
         replaced_attributes(torch, **dropout),
-        cuda_functions(),
+        cuda_functions(has_flash=has_flash),
     ):
         yield
 
 
 @contextmanager
-def cuda_functions() -> Iterator[None]:
+def cuda_functions(*, has_flash: bool = True) -> Iterator[None]:
     """Replace functions by those that CUDA tensors run."""
+    attention = _attention if has_flash else _efficient_attention
     with (
         replaced_attributes(
-            F, dropout=_dropout, layer_norm=_layer_norm, scaled_dot_product_attention=_attention
+            F, dropout=_dropout, layer_norm=_layer_norm, scaled_dot_product_attention=attention
         ),
-        replaced_attributes(text_attention, _attend_padded=_attention),
+        replaced_attributes(text_attention, _attend_padded=attention),
         replaced_attributes(loss, **_LOSS_KERNELS),
     ):
         yield
@@ -51,12 +52,17 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Run `F.scaled_dot_product_attention` with flash attention or, with a mask or in fp32, the
-    memory-efficient kernel.
-
-    PyTorch converts the mask for it, and pads its last dimension to a multiple of 16.
-    """
+    memory-efficient kernel."""
     if mask is None and query.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout)[0]
+    return _efficient_attention(query, key, value, mask, dropout)
+
+
+def _efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Run the memory-efficient kernel. PyTorch converts the mask for it, and pads its last
+    dimension to a multiple of 16."""
     if mask is not None:
         # A mask of booleans becomes one that is added to the scores.
         if mask.dtype == torch.bool:

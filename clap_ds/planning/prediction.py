@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.compile import resolve_compile_mode
 from clap_ds.flop_count.device_specs import Gpu
-from clap_ds.model.kernels import select_kernels
+from clap_ds.model.kernels import LEAST_CAPABILITY, select_kernels
 from clap_ds.planning.communication import Traffic
+from clap_ds.planning.planned_gpu import describe_triton, resolve_for_gpu
 from clap_ds.planning.roofline import (
     ESTIMATES,
     class_efficiencies,
@@ -43,7 +44,9 @@ def predict(
     run: RunSettings, gpu: Gpu, smallest: int, largest: int, *, find_micro_batch: bool
 ) -> dict[str, Any]:
     """Return a report's fields: memory on `largest` GPUs, and speed on `smallest`."""
-    trace = cache(lambda micro_batch, world_size: trace_step(run, micro_batch, world_size))
+    run = resolve_for_gpu(run, gpu)
+    has_flash = gpu.capability >= LEAST_CAPABILITY
+    trace = cache(partial(trace_step, run, has_flash=has_flash))
 
     def memory(micro_batch: int) -> dict[str, float]:
         return memory_parts(trace(micro_batch, largest), largest)
@@ -74,6 +77,7 @@ def predict(
         "largest_loss_s": largest_speed["step_s"]["loss"],
         "traffic": describe_traffic(step, speed["step_s"], run.clap.loss.kind),
         "parameters": step.num_parameters,
+        "triton": describe_triton(gpu),
     }
 
 

@@ -23,7 +23,11 @@ from clap_ds.config.schema import EngineSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.compile import resolve_compile_mode
-from clap_ds.engine.deepspeed_compat import inner_optimizer, without_process_group
+from clap_ds.engine.deepspeed_compat import (
+    accelerator_with_all_dtypes,
+    inner_optimizer,
+    without_process_group,
+)
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import ADAMS, build_model
 from clap_ds.engine.loss import build_loss
@@ -94,6 +98,8 @@ def fake_rank(world_size: int) -> Iterator[None]:
         # Modules change dtype with `swap_tensors`, but it fails if anything refers to a parameter.
         with (
             without_process_group(),
+            # `resolve_for_gpu` has asked the planned GPU.
+            accelerator_with_all_dtypes(),
             replaced_attributes(torch.utils, swap_tensors=_replace_content),
         ):
             yield
@@ -109,10 +115,15 @@ def _replace_content(tensor: Tensor, replacement: Tensor) -> None:
 
 
 def trace_step(
-    run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True
+    run: RunSettings,
+    micro_batch: int,
+    world_size: int = 1,
+    *,
+    cuda: bool = True,
+    has_flash: bool = True,
 ) -> Step:
-    """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the
-    CPU's torch operations.
+    """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's
+    (`has_flash`: flash attention, too) or the CPU's torch operations.
 
     Raises UserError for an optimizer other than AdamW.
     """
@@ -132,7 +143,10 @@ def trace_step(
             audio=[model.mel, model.audio, model.audio_projection],
             text=[model.text, model.text_projection],
         )
-        with recorder, cuda_semantics(compiled=is_compiled) if cuda else nullcontext():
+        operations: Any = nullcontext()
+        if cuda:
+            operations = cuda_semantics(compiled=is_compiled, has_flash=has_flash)
+        with recorder, operations:
             _record_second_step(engine, recorder, _batches(run), num_traced)
     trained = _trained(model)
     # GradCache computes features without gradients first.

@@ -237,8 +237,8 @@ def next_commands(run: RunSettings, checkpoints: Path) -> list[str]:
     # The run's own settings, if they have evaluation shards.
     commands = [f"clap-ds evaluate {folder} {evaluation}"]
     preset = run.clap.preset()
-    # transformers' ClapModel has this pooling only.
-    if preset.text.pooling == "cls_pooler":
+    # transformers' ClapModel has no other tower and pooling.
+    if (preset.text.architecture, preset.text.pooling) == ("roberta", "cls_pooler"):
         commands.append(f"clap-ds export {folder} FOLDER")
     elif preset.text.hub_name and not preset.open_clip:
         commands.append(f"clap-ds export {folder} FOLDER --format open_clip")

@@ -107,8 +107,11 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """Return a hash of the sizes and fp32 tensors that determine embeddings."""
-        sizes = self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}})
-        digest = hashlib.sha256(sizes.encode())
+        text = self.config.text
+        # Padding has no effect, and most models no prefix.
+        excluded: Any = {"name": True, "text": {"hub_name", "pad_token_id", "caption_prefix"}}
+        sizes = self.config.model_dump_json(exclude=excluded)
+        digest = hashlib.sha256((sizes + text.caption_prefix).encode())
         for name in sorted(self.state):
             if name.startswith((*_CLASSIFIER, LOGIT_BIAS, "logit_scale")):
                 continue

@@ -22,7 +22,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from torch import Tensor
 
-from clap_ds.config.model import PAD_TOKEN_ID, TextConfig
+from clap_ds.config.model import LIKE_ROBERTA, PAD_TOKEN_ID, TextConfig
 from clap_ds.config.model_names import list_presets
 from clap_ds.config.open_clip_config import PREFIX, import_open_clip
 from clap_ds.config.transformers_config import TEXT
@@ -40,9 +40,18 @@ TEXT_FIELD = "clap.model.pretrained_text"
 TOKENIZER_FIELD = "clap.data.tokenizer"
 # Time limit of the Hub's first answer.
 HUB_TIMEOUT_S = 4.0
-OFFLINE_HELP = "Without a network, name a local folder, or set HF_HOME to a cache folder that contains it, and HF_HUB_OFFLINE=1"
+OFFLINE_HELP = (
+    "Without a network, name a local folder, or set HF_HOME to a cache folder that contains it, and HF_HUB_OFFLINE=1."
+    " With one, this fills the cache: hf download"
+)
+# Of `hf download`, because repositories also have weights in other formats.
+TOKENIZER_FILES = ("*.json", "*.model", "*.txt")
+WEIGHT_FILES = ("*.json", "*.safetensors")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-BUILT_IN = ("FacebookAI/roberta-base", "roberta-base", *list_presets())
+BUILT_IN = (
+    "FacebookAI/roberta-base", "roberta-base", "FacebookAI/xlm-roberta-base", "intfloat/multilingual-e5-base",
+    "intfloat/multilingual-e5-small", *list_presets(),
+)  # fmt: skip
 # Of trained tokenizers, with ids 0 to 4. RoBERTa has the first four.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 SMALL_VOCAB_SIZE = 512
@@ -98,7 +107,9 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, kind: str)
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
             return load(False)
         except Exception as error:  # the HTTP package raises various errors
-            problem = f"{constants.ENDPOINT}: {first_line(error)}. {OFFLINE_HELP}"
+            patterns = TOKENIZER_FILES if kind == "tokenizer" else WEIGHT_FILES
+            options = "".join(f" --include '{pattern}'" for pattern in patterns)
+            problem = f"{constants.ENDPOINT}: {first_line(error)}. {OFFLINE_HELP} {name}{options}"
         searched += f"; not in the Hub's local cache, {constants.HF_HUB_CACHE}; the Hub, {problem}"
     raise ValueError(f"{field}: no {kind} {name!r}; tried: {searched}")
 
@@ -121,8 +132,10 @@ def load_pretrained_text(config: TextConfig) -> PreTrainedModel:
 
     model = load_by_name(config.hub_name, load, field=TEXT_FIELD, kind="weights")
     expected = {name: getattr(config, field) for field, name in TEXT.items()}
-    expected |= {"model_type": config.architecture, "layer_norm_eps": config.layer_norm_eps}
-    expected["hidden_act"] = "gelu"
+    expected["model_type"] = config.architecture
+    if config.architecture == "roberta" and model.config.model_type in LIKE_ROBERTA:
+        expected["model_type"] = model.config.model_type
+    expected |= {"layer_norm_eps": config.layer_norm_eps, "hidden_act": "gelu"}
     problems = []
     for name, value in expected.items():
         actual = getattr(model.config, name, None)
@@ -184,17 +197,23 @@ def load_tokenizer(
 
 
 def tokenize(
-    captions: list[str], tokenizer: PreTrainedTokenizerBase, context_length: int
+    captions: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    prefix: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, both (B, context_length) int64.
+    """Return token ids and attention mask, both (B, context_length) int64, of captions behind the
+    model's `caption_prefix`.
 
     A row is <s> … </s> (BERT: [CLS] … [SEP]), then padding. Long captions are truncated before
-    </s>. Parts of captions that look like special tokens are plain text.
+    </s>. Parts of captions that look like special tokens are plain text, except with XLM-RoBERTa's
+    tokenizer, whose vocabulary has them as pieces.
     """
     options: Any = {"truncation": True, "return_attention_mask": False}
-    rows: Any = tokenizer(
-        captions, max_length=context_length, split_special_tokens=True, **options
-    )["input_ids"]
+    texts = [prefix + caption for caption in captions]
+    rows: Any = tokenizer(texts, max_length=context_length, split_special_tokens=True, **options)[
+        "input_ids"
+    ]
     lengths_B1 = torch.tensor([len(row) for row in rows])[:, None]
     is_token_BL = torch.arange(context_length) < lengths_B1
     # Three times as fast as the tokenizer's padding.

@@ -86,7 +86,11 @@ def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
         "hf_tokenizer_name": text.hub_name,
         "hf_proj_type": projection_type,
         "hf_pooler_type": "mean_pooler" if text.pooling == "mean" else "cls_pooler",
-        "hf_model_config": {"layer_norm_eps": text.layer_norm_eps},
+        "hf_model_config": {
+            "layer_norm_eps": text.layer_norm_eps,
+            # open_clip masks these tokens. The Hub's configuration may state another tokenizer's.
+            "pad_token_id": text.pad_token_id,
+        },
         "context_length": context_length,
     }
     return {"embed_dim": width, "audio_cfg": audio_cfg, "text_cfg": text_cfg}

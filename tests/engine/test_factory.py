@@ -21,7 +21,10 @@ from clap_ds.weights import hub
 from tests.training import reference_steps as reference
 
 
-@pytest.mark.parametrize("preset", ["htsat_tiny_roberta_base", "htsat_base_roberta_base"])
+@pytest.mark.parametrize(
+    "preset",
+    ["htsat_tiny_roberta_base", "htsat_base_roberta_base", "htsat_tiny_multilingual_e5_small"],
+)
 def test_parameters_of_published_presets_start_aligned_in_their_flat_group(preset):
     """Two position tables of 900 elements can't both; nothing comes behind them."""
     with torch.device("meta"):

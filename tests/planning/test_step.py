@@ -151,6 +151,17 @@ def test_traffic_is_what_a_rank_sends(trace):
         assert step.last_gradient_bytes == step.gradient_bytes
 
 
+def test_a_large_vocabulary_counts_in_gradients_and_memory(trace):
+    """Every rank sends the gradient of all rows, whichever tokens a batch has."""
+    sizes = load_preset("micro").model_dump(mode="json")
+    sizes["text"]["vocab_size"] = 250_002
+    step = trace(world_size=64, clap={"model": {"preset": sizes}})
+    embedding_bytes = 250_002 * 32 * 2
+    assert embedding_bytes < step.gradient_bytes < 1.1 * embedding_bytes
+    # The reducer's buckets are in addition to the gradients.
+    assert step.recorder.at_peak["gradients"] > 2 * embedding_bytes
+
+
 def test_foreign_optimizer_is_rejected(write_run):
     run = load_run(write_run())
     lion = RunSettings(run.path, run.clap, run.deepspeed | {"optimizer": {"type": "Lion"}})
