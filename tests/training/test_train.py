@@ -121,7 +121,9 @@ def test_killed_rank_costs_unsaved_steps_and_one_rank_finishes(tmp_path, sounds)
     # Its last steps are trained again.
     commands.run_directories(config)[0].rename(tmp_path / "killed")
 
-    assert "on 1 rank instead of 2" in commands.train(config, world_size=1)
+    output = commands.train(config, world_size=1)
+    assert "on 1 rank instead of 2" in output
+    assert "samples that the unfinished epoch has left" in output
     summary = commands.summaries(config)[-1]
     assert (summary["epoch"], summary["epoch_samples"], summary["samples"]) == (3.2, 60, SAMPLES)
     resumed_step = summary["resumed_at_step"]
