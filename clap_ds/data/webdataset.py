@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ class ReadingState:
     next_worker: int = 0
     rows_taken: int = 0
 
-    def copy(self) -> "ReadingState":
+    def copy(self) -> Self:
         drawn = self.drawn.copy() if self.drawn else None
         return replace(self, positions=[*self.positions], drawn=drawn)
 
@@ -227,8 +227,9 @@ def resume_state(
         for name, value in shards.order.items()
         if previous_order.get(name) != value
     ]
+    is_same_data = previous_order.get("shards") == shards.order["shards"]
     unfinished = state.unfinished
-    if shards.samples and "unfinished" in first:
+    if shards.samples and is_same_data and "unfinished" in first:
         unfinished = decode_unfinished(first["unfinished"], shards.samples)
     if not differences:
         previous = previous_by_rank[spec.rank]
@@ -240,11 +241,13 @@ def resume_state(
     num_read = first.get("samples", 0) * len(previous_by_rank)
     state.origin = first.get("origin", 0) + num_read
     next_samples = "with a new epoch in a new order"
-    is_same_data = previous_order.get("shards") == shards.order["shards"]
-    if shards.samples and is_same_data and all("drawn" in state for state in previous_by_rank):
+    is_known = all("drawn" in previous for previous in previous_by_rank)
+    if shards.samples and is_same_data and is_known:
         state.unfinished = _find_left(shards, previous_by_rank, unfinished, num_read)
         num_left = sum(num for passes in state.unfinished for _, num in passes)
-        next_samples = f"with the {num_left:,} samples that the unfinished epoch has left"
+        # Between two epochs, nothing is left.
+        if num_left:
+            next_samples = f"with the {num_left:,} samples that the unfinished epoch has left"
     if spec.rank == 0:
         log(
             f"resuming after {state.origin:,} samples {next_samples}, because these changed: "

@@ -162,6 +162,18 @@ def test_resuming_with_other_ranks_tells_what_is_left(tmp_path, open_source, cap
     assert "ranks (then 2, now 1), workers per rank (then 1, now 2), clap.data.shuffle" in error
 
 
+def test_mixture_with_another_source_begins_a_new_epoch(tmp_path, open_source, capsys):
+    """Also if the checkpoint has unfinished epochs of the sources before."""
+    weights = {write_tars(tmp_path / "first", [10, 20]): 1.0}
+    weights[write_tars(tmp_path / "second", [15], first=30)] = 1.0
+    _, states = read(open_source, weights, [], 1, world_size=2)
+    _, states = read(open_source, weights, states, 1, world_size=1)
+    assert "unfinished" in states[0]
+    weights[write_tars(tmp_path / "third", [15], first=45)] = 1.0
+    read(open_source, weights, states, 1, world_size=1)
+    assert "12 samples with a new epoch in a new order" in capsys.readouterr().err
+
+
 def test_checkpoint_without_drawn_samples_begins_a_new_epoch(tmp_path, open_source, capsys):
     """Earlier versions wrote none. The same ranks continue exactly, and still have none."""
     pattern = write_tars(tmp_path, [10, 20, 30])
