@@ -24,19 +24,11 @@ from pydantic import Field, TypeAdapter
 from webdataset.tariterators import group_by_keys
 
 from clap_ds.config.model import AudioConfig, ClapConfig, Count
+from clap_ds.config.urls import check_url, is_remote
 from clap_ds.data.clip import CAPTION_FORMATS, CLIP_FORMATS
 from clap_ds.data.decoding import RESAMPLING_FILTER, BrokenItemError
-from clap_ds.data.remote_files import RemoteFiles
-from clap_ds.data.shard_io import (
-    KINDS,
-    Kind,
-    OpenFile,
-    check_url,
-    is_absent,
-    is_remote,
-    open_shard,
-    retry,
-)
+from clap_ds.data.remote_files import RemoteFiles, is_absent
+from clap_ds.data.shard_io import KINDS, Kind, OpenFile, open_shard
 from clap_ds.utils.errors import printable
 from clap_ds.utils.files import MOST_BYTES, parse_json, write_atomically
 
@@ -152,7 +144,7 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def _read_start(path: str, size: int) -> bytes:
     """Read up to `size` bytes of a regular file or URL."""
-    return retry(lambda: RemoteFiles(path).read_start("", size))
+    return RemoteFiles(path).read_start("", size)
 
 
 def describe_contents(paths: Sequence[str]) -> str:

@@ -54,6 +54,19 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"train": {"freeze": ["audio", "text", "text"]}}, "train.freeze: … logit scale"),
     ({"train": {"epochs": 1, "max_samples": 1}}, "train: set max_samples or epochs"),
+    # URLs
+    (
+        {"train": {"resume": "htps://host/run"}},
+        "train.resume: htps://host/run: htps:// is no known protocol; did you mean 'https'?",
+    ),
+    (
+        {"checkpoint": {"remote_sync": "s3://key:hush@bucket/run"}},
+        "checkpoint.remote_sync: the s3 URL of bucket contains credentials",
+    ),
+    (
+        {"checkpoint": {"folder": "s3://bucket/run"}},
+        "checkpoint.folder: expected a folder; clap.checkpoint.remote_sync",
+    ),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"context_length": 4}, "context_length: no such field; did you mean 'clap.context_length'?"),
@@ -83,6 +96,7 @@ def test_run_with_mistake_is_refused_with_file_field_and_hint(changes, message, 
         load_run(path)
     for line in str(caught.value).splitlines():
         assert line.startswith(f"{path}: ")
+        assert "hush" not in line
 
 
 def test_run_with_several_mistakes_lists_all(write_run):

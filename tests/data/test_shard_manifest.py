@@ -8,8 +8,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
+from clap_ds.config.urls import check_url
 from clap_ds.data.shard_assignment import expand_sources
-from clap_ds.data.shard_io import check_url
 from clap_ds.data.shard_manifest import (
     Item,
     ShardManifest,
@@ -44,7 +44,7 @@ def test_patterns_name_files_in_order(tmp_path, monkeypatch, shards):
         (".", "a folder"),
         ("pipe.*", r"pipe\.tar is not a regular file"),
         ({}, "empty list"),
-        ("s3://bucket/a.tar", "s3fs"),
+        ("s3://bucket/a.tar", r"clap-ds\[s3\]"),
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket contains credentials"),
     ],
 )
