@@ -15,7 +15,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -62,11 +62,13 @@ def front_end_of(audio: AudioConfig) -> FrontEnd:
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """A folder's tars by file name, their kind and, for prepared kinds, the front end."""
+    """A folder's tars by file name, their kind and, for prepared kinds, the front end. `left_out`
+    counts clips that the user didn't want, by reason."""
 
     shards: Mapping[str, ShardRecord]
     kind: Kind = "encoded"
     front_end: FrontEnd | None = None
+    left_out: Mapping[str, Count] = field(default_factory=dict)
 
 
 def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:

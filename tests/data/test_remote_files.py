@@ -26,7 +26,9 @@ CONTENT = b"content" * 100_000
 # A link, and text for which fsspec's own pattern takes days.
 SLOW_PAGE = b'<a href="step-00000001/"><a' + b" " * 10**5
 CALLS = "get_file|put_file|cat_file|pipe_file|rm_file|cp_file|rm|mv|url_to_fs|filesystem"
-TRANSFER = re.compile(rf"from fsspec|fsspec\.(?!get_filesystem_class|available_protocols)\w|\.({CALLS})\b")
+TRANSFER = re.compile(
+    rf"from fsspec|fsspec\.(?!get_filesystem_class|available_protocols)\w|\.({CALLS})\b"
+)
 
 
 class Handler(BaseHTTPRequestHandler):
