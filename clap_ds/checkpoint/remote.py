@@ -356,7 +356,8 @@ class BackgroundSync:
         if self._last is not None and self._last not in self._copies:
             self._queue(self._last)
         if not all(copy.done() for copy in self._copies.values()):
-            print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
+            text = f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s"
+            print(printable(text), flush=True)
         wait(self._copies.values(), limit_s)
         # Copies that failed, and those that aren't done.
         missing = []

@@ -27,7 +27,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.utils.errors import count_of
-from clap_ds.utils.redaction import redact_all
+from clap_ds.utils.redaction import redact_all, redact_urls
 
 # What a run has in common with its checkpoints.
 _IDENTITY = (
@@ -190,7 +190,7 @@ def resume(
     """
     attempt = ranks.job_folder
     if source != "auto" and not options.restart:
-        run_id = f"from {source}"
+        run_id = f"from {redact_urls(source)}"
     elif attempt is not None:
         # All attempts of a job are one run.
         run_id = str(attempt.parent)

@@ -2,7 +2,7 @@
 
 Examples:
     clap-ds shards measure --deepspeed_config my_run.json
-    clap-ds shards measure --deepspeed_config my_run.json --needed 3300 --rank 1/4 & (and 2/4, 3/4, 4/4)
+    clap-ds shards measure --deepspeed_config my_run.json --needed 3300 --rank 2/4
 
 Loads the batches of one rank as training does, on the CPU. Start one command per rank of a host at
 the same time, because they share cores, disk and network. MB/s are the tars' bytes of the samples
@@ -28,7 +28,7 @@ from clap_ds.utils.errors import UserError
 def add_measure_options(parser: ArgumentParser) -> None:
     add_config(parser)
     add = parser.add_argument
-    add("--rank", type=i_of_n, default=(1, 1), metavar="I/N", help="load the share of rank I of N")
+    add("--rank", type=i_of_n, default="1/1", metavar="I/N", help="load the share of rank I of N")
     warmup_help = (
         "first load N micro-batches, which start the workers and use up what they prefetch"
     )

@@ -47,10 +47,13 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        options = {}
+        options: dict[str, Any] = {}
         for scheme in ("http", "https"):
             if f"{scheme}://" in url:
                 options[scheme] = {"get_client": _open_http_client}
+        for scheme in ("gs", "gcs"):
+            if f"{scheme}://" in url:
+                options[scheme] = {"requests_timeout": _make_timeout()}
         fs, root = fsspec.url_to_fs(url, **options)
         # fsspec's caches have no limit.
         while isinstance(fs, CachingFileSystem):
@@ -259,11 +262,24 @@ class _Limit(NoOpCallback):
             )
 
 
+def _import_aiohttp() -> Any:
+    """Import aiohttp, which only URLs of HTTP and of Google's storage need."""
+    import aiohttp
+
+    return aiohttp
+
+
+def _make_timeout() -> Any:
+    """Return time limits of a client. By default, a transfer over HTTP may take 5 minutes in all,
+    however fast it is, and one of Google's storage forever."""
+    limits: Any = {"total": None, "sock_connect": STALL_S, "sock_read": STALL_S}
+    return _import_aiohttp().ClientTimeout(**limits)
+
+
 async def _open_http_client(**options: Any) -> Any:
     """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads
     listings and ranges whole."""
-    # only needed for these URLs
-    import aiohttp
+    aiohttp = _import_aiohttp()
 
     class LimitedResponse(aiohttp.ClientResponse):
         _body: bytes | None
@@ -287,6 +303,4 @@ async def _open_http_client(**options: Any) -> Any:
             page = (await self.read()).decode(errors="ignore")
             return "".join(f'<a href="{link}">' for link in _LINK.findall(page))
 
-    # By default a transfer may take 5 minutes in all, however fast it is.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_S, sock_read=STALL_S)
-    return aiohttp.ClientSession(response_class=LimitedResponse, timeout=timeout, **options)
+    return aiohttp.ClientSession(response_class=LimitedResponse, timeout=_make_timeout(), **options)

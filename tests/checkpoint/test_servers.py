@@ -18,6 +18,7 @@ from clap_ds.checkpoint.remote import BackgroundSync, find_or_download, find_wei
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data import remote_files
+from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.data.shard_io import open_shard
 from clap_ds.data.shard_manifest import expand_shards
 from clap_ds.model.clap import ClapModel
@@ -143,6 +144,9 @@ def test_shards_are_listed_and_read(store, folder):
 def test_faulty_answer_is_asked_for_again(http, folder, fault):
     Handler.faults += [fault]
     assert open_shard(f"{http}/a.tar").read(0, 2 * len(TAR)) == TAR
+    # as of a manifest
+    Handler.faults += [fault]
+    assert RemoteFiles(http).read_start("a.tar", 2 * len(TAR)) == TAR
 
 
 def test_redirect_is_followed(http, folder):
