@@ -8,6 +8,7 @@ server that sends nothing for `STALL_S` seconds is such an error.
 """
 
 import errno
+import importlib
 import os
 import posixpath
 import re
@@ -262,24 +263,19 @@ class _Limit(NoOpCallback):
             )
 
 
-def _import_aiohttp() -> Any:
-    """Import aiohttp, which only URLs of HTTP and of Google's storage need."""
-    import aiohttp
-
-    return aiohttp
-
-
 def _make_timeout() -> Any:
     """Return time limits of a client. By default, a transfer over HTTP may take 5 minutes in all,
     however fast it is, and one of Google's storage forever."""
-    limits: Any = {"total": None, "sock_connect": STALL_S, "sock_read": STALL_S}
-    return _import_aiohttp().ClientTimeout(**limits)
+    # Only these URLs need it.
+    aiohttp = importlib.import_module("aiohttp")
+    return aiohttp.ClientTimeout(total=None, sock_connect=STALL_S, sock_read=STALL_S)
 
 
 async def _open_http_client(**options: Any) -> Any:
     """Return a client that reads at most `MOST_BYTES` of an answer into memory. fsspec reads
     listings and ranges whole."""
-    aiohttp = _import_aiohttp()
+    # only needed for these URLs
+    import aiohttp
 
     class LimitedResponse(aiohttp.ClientResponse):
         _body: bytes | None
