@@ -51,7 +51,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command's options."""
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
+    add(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="folder or file of weights (path or URL), or a Hub name",
+    )
     options.add_model_options(parser, precision="the configuration's, or fp32")
     add(
         "--no_ema",

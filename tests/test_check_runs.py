@@ -48,7 +48,7 @@ SHARDS = {"source": "webdataset", "shards": "here.tar", "tokenizer": "roberta-ba
     ("field", "value", "is_missing"),
     [
         ("data.shards", {"here.tar": 1.0, "x-{0..3}.tar": 1.0}, True),
-        ("data.shards", ["*.tar", "s3://bucket/x.tar"], False),
+        ("data.shards", ["*.tar", "memory://bucket/x.tar"], False),
         # a folder
         ("data.shards", "folder.tar", True),
         ("data.shards", "", True),

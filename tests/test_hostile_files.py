@@ -65,7 +65,7 @@ def build_from(path: Path) -> None:
     other.write_text("a caption")
     (entry,) = read_entries(path.parent, BUILD_OPTIONS)
     identify_audio(9, entry)
-    list(members_of([(0, entry)], keep_file, []))
+    list(members_of([(0, entry)], "", keep_file, lambda: None, []))
 
 
 def download(checkpoints: Path) -> None:

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     sources = (
         "checkpoint, folder of checkpoints (the newest good one),"
-        " or a file of LAION-CLAP or open_clip"
+        " or a file of LAION-CLAP or open_clip; paths or URLs"
     )
     add("checkpoint", metavar="CHECKPOINT", help=sources)
     add("folder", type=Path, metavar="FOLDER", help="new output folder")

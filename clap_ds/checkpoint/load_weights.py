@@ -16,8 +16,10 @@ from clap_ds.checkpoint.checkpoint_files import (
     Manifest,
     find_checkpoint,
 )
+from clap_ds.checkpoint.remote import FILES_OF_A_MODEL, WEIGHT_FILES, find_weights
 from clap_ds.config.arguments import find_field
 from clap_ds.config.model import ClapConfig
+from clap_ds.config.urls import is_remote
 from clap_ds.utils.errors import some
 from clap_ds.utils.files import flatten, read_object
 from clap_ds.weights.formats import (
@@ -31,16 +33,11 @@ from clap_ds.weights.hub import check_recorded, load_by_name
 from clap_ds.weights.open_clip_weights import WEIGHTS as OPEN_CLIP_WEIGHTS
 from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
-# Suffixes of files of weights.
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-# What is downloaded of a model on the Hub.
-_OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
-
 
 def load_weights(
     path: str | Path, config: ClapConfig | None = None, *, best: bool = False, raw: bool = False
 ) -> Checkpoint:
-    """Load the weights at a path.
+    """Load the weights at a path or URL.
 
     Args:
         path: one of
@@ -55,7 +52,10 @@ def load_weights(
     Raises:
         ValueError: missing, unsupported or damaged file, another model, or non-finite weights.
     """
-    path, weights = _read(Path(path), config, best=best, raw=raw)
+    local_path = find_weights(path, best=best)
+    # Of several checkpoints at a URL, only that one has been copied.
+    best = best and not is_remote(str(path))
+    path, weights = _read(local_path, config, best=best, raw=raw)
     state = weights.state
     if bad_tensors := [name for name in state if not state[name].isfinite().all()]:
         tensors = f"{len(bad_tensors)} of {len(state)} tensors ({some(bad_tensors)})"
@@ -75,7 +75,7 @@ def _read(
     path: Path, config: ClapConfig | None, *, best: bool, raw: bool
 ) -> tuple[Path, Checkpoint]:
     """Read weights, and return them with the path of the checkpoint in a folder of several."""
-    if path.is_file() and path.suffix in _FILES:
+    if path.is_file() and path.suffix in WEIGHT_FILES:
         return path, _read_file(path, config)
     if (path / "config.json").exists():
         return path, load_transformers(path)
@@ -85,12 +85,12 @@ def _read(
         checkpoint = find_checkpoint(path, best=best)
         return checkpoint.path, read_weights(checkpoint, raw=raw)
     if path.exists():
-        raise ValueError(f"{path}: expected a folder or a file ({', '.join(_FILES)})")
+        raise ValueError(f"{path}: expected a folder or a file ({', '.join(WEIGHT_FILES)})")
     # A Hub id is ORGANIZATION/NAME.
-    if len(path.parts) == 2 and path.suffix not in _FILES:
+    if len(path.parts) == 2 and path.suffix not in WEIGHT_FILES:
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", kind="CLAP")
     raise ValueError(
-        f"{path}: no such file or folder; expected a folder or a file ({', '.join(_FILES)})"
+        f"{path}: no such file or folder; expected a folder or a file ({', '.join(WEIGHT_FILES)})"
     )
 
 
@@ -132,7 +132,7 @@ def _read_open_clip_folder(folder: Path, config: ClapConfig | None) -> Checkpoin
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
     folder = snapshot_download(
-        str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL
+        str(path), local_files_only=local_files_only, allow_patterns=FILES_OF_A_MODEL
     )
     weights = load_transformers(folder)
     # The cache's folder is named by a commit.

@@ -44,7 +44,7 @@ from clap_ds.checkpoint.restore import (
 from clap_ds.checkpoint.train_state import SavedCheckpoint, TrainState
 from clap_ds.config.model import MOST, ClapConfig
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.data.shard_io import is_remote
+from clap_ds.config.urls import is_remote
 from clap_ds.distributed.collectives import gather_tensor, raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine, NonFiniteError

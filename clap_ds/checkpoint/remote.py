@@ -1,4 +1,5 @@
-"""Copy checkpoints in the background to a folder or URL that fsspec can write.
+"""Copy checkpoints in the background to a folder or URL that fsspec can write, and checkpoints and
+other weights from URLs.
 
 The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Until then,
 a marker file names the run whose upload it is. Complete uploads aren't moved, because object stores
@@ -6,8 +7,11 @@ would copy every byte. Failures cause warnings and never stop training. Credenti
 environment, because URLs are logged.
 """
 
+import fnmatch
+import hashlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,14 +24,22 @@ from clap_ds.checkpoint import checkpoint_files as files
 from clap_ds.checkpoint.checkpoint_files import MANIFEST, CheckpointFolder, DamagedError, Manifest
 from clap_ds.checkpoint.train_state import HISTORY
 from clap_ds.config.schema import CheckpointSettings
+from clap_ds.config.urls import LOCAL, check_url, is_remote, last_part
 from clap_ds.data.remote_files import RemoteFiles
-from clap_ds.utils.errors import warn, warn_once
-from clap_ds.utils.files import MOST_BYTES, RefusedFileError
+from clap_ds.data.shard_io import hold_lock
+from clap_ds.utils.errors import printable, warn, warn_once
+from clap_ds.utils.files import MOST_BYTES, RefusedFileError, create_folder_atomically
+from clap_ds.utils.paths import cache_folder
+from clap_ds.weights.open_clip_weights import WEIGHTS as OPEN_CLIP_WEIGHTS
 
 # Suffix of the file that marks a run's upload or deletion under way. Before it stands a hash of the
 # run's id.
 PARTIAL = ".partial"
 MOST_HISTORY_BYTES = 2**30
+# Suffixes of files of weights.
+WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+# What is downloaded of a model's folder, on the Hub and elsewhere.
+FILES_OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
 
 
 def try_target(url: str) -> None:
@@ -141,8 +153,11 @@ class RemoteFolder:
                 except RefusedFileError as error:
                     warn_once(f"{path} isn't copied to {self.url}: {error}")
 
-    def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
-        """Download the newest valid checkpoint into a local folder unless it is there.
+    def download_newest(
+        self, folder: Path, damaged: dict[str, str], *, best: bool = False
+    ) -> Path | None:
+        """Download the newest valid checkpoint, or the `best` one by its `best_metric`, into a
+        local folder unless it is there.
 
         Return it or None. `damaged` receives by name why others aren't valid; if one is, they are
         warned about.
@@ -151,7 +166,12 @@ class RemoteFolder:
             manifest.serial: CheckpointFolder(folder / name, manifest)
             for name, manifest in files.read_all(folder).items()
         }
-        for name, manifest in self.read_all(damaged).items():
+        manifests = self.read_all(damaged)
+        names = [*manifests]
+        if best and manifests:
+            names = files.best_first(manifests, manifests[names[0]].best_metric or "")
+        for name in names:
+            manifest = manifests[name]
             # The URL may be of a single checkpoint.
             if self._only not in (None, name):
                 continue
@@ -235,6 +255,62 @@ def find_or_download(folder: Path, url: str | None, remote_sync: str | None) -> 
     return None
 
 
+def find_weights(source: str | Path, *, best: bool = False) -> Path:
+    """Return a path, or the path of this host's copy of the weights at a URL.
+
+    These are a file, a model's folder, a checkpoint, or the newest (`best`) complete one of a
+    folder of checkpoints. Raises ValueError for a URL that can't be read.
+    """
+    url = str(source)
+    if url.startswith(LOCAL):
+        return Path(url.removeprefix(LOCAL))
+    if not is_remote(url):
+        return Path(source)
+    check_url(url)
+    folder = cache_folder("weights")
+    name = hashlib.sha256(url.encode()).hexdigest()[:32]
+    try:
+        with hold_lock(folder / f"{name}.lock"):
+            return _copy_weights(url, folder / name, best=best)
+    except ValueError:
+        raise
+    # Its type depends on the file system's package.
+    except Exception as error:
+        raise ValueError(f"{url} can't be read ({type(error).__name__}: {error})") from error
+
+
+def _copy_weights(url: str, folder: Path, *, best: bool) -> Path:
+    """Return the path of the weights at a URL in a local folder of copies."""
+    remote = RemoteFiles(url)
+    names = [""]
+    if Path(last_part(url)).suffix not in WEIGHT_FILES:
+        listing = remote.ls()
+        if any(name == MANIFEST or files.NAME.fullmatch(name) for name in listing):
+            damaged: dict[str, str] = {}
+            path = RemoteFolder(url).download_newest(folder, damaged, best=best)
+            if path is None:
+                raise ValueError(f"{url}: no good checkpoint found: {'; '.join(damaged.values())}")
+            return path
+        patterns = [*FILES_OF_A_MODEL, OPEN_CLIP_WEIGHTS]
+        names = []
+        for pattern in patterns:
+            names += fnmatch.filter(sorted(listing), pattern)
+    if not names:
+        raise ValueError(
+            f"{url}: no weights there; expected a folder or a file ({', '.join(WEIGHT_FILES)})"
+        )
+    version = repr([remote.info(name) for name in names])
+    path = folder / hashlib.sha256(version.encode()).hexdigest()[:8] / last_part(url)
+    if not path.parent.exists():
+        print(printable(f"copying {url} to {path}"), file=sys.stderr, flush=True)
+        with create_folder_atomically(path.parent) as draft:
+            if names != [""]:
+                (draft / path.name).mkdir()
+            for name in names:
+                remote.download(name, draft / path.name / name, math.inf)
+    return path
+
+
 class BackgroundSync:
     """Copies of finished checkpoints and logs to a URL, made one at a time, in a thread that does
     not keep the process alive.
@@ -280,7 +356,8 @@ class BackgroundSync:
         if self._last is not None and self._last not in self._copies:
             self._queue(self._last)
         if not all(copy.done() for copy in self._copies.values()):
-            print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
+            text = f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s"
+            print(printable(text), flush=True)
         wait(self._copies.values(), limit_s)
         # Copies that failed, and those that aren't done.
         missing = []

@@ -13,7 +13,7 @@ from typing import Any
 from clap_ds.checkpoint.checkpoint_files import read_all
 from clap_ds.checkpoint.load_weights import load_weights
 from clap_ds.checkpoint.manager import Checkpointer
-from clap_ds.checkpoint.remote import try_target
+from clap_ds.checkpoint.remote import find_weights, try_target
 from clap_ds.checkpoint.restore import compare_settings, tokenizer_problem
 from clap_ds.checkpoint.train_state import ResumeOptions, TrainState
 from clap_ds.config.arguments import find_field
@@ -27,7 +27,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.utils.errors import count_of
-from clap_ds.utils.redaction import redact_all
+from clap_ds.utils.redaction import redact_all, redact_urls
 
 # What a run has in common with its checkpoints.
 _IDENTITY = (
@@ -81,7 +81,10 @@ def describe_run(run: RunSettings) -> dict[str, Any]:
     contents: dict[str, str] = {}
     missing_weights = ""
     if clap.train.pretrained is not None:
-        path = Path(clap.train.pretrained)
+        try:
+            path = find_weights(clap.train.pretrained)
+        except ValueError as error:
+            raise ValueError(f"clap.train.pretrained: {error}") from None
         files = [path] if path.is_file() else path.glob("*.safetensors")
         contents["train.pretrained"] = f"{path.name}: {describe_contents([*map(str, files)])}"
         # Without a suffix it may be a name on the Hub.
@@ -187,7 +190,7 @@ def resume(
     """
     attempt = ranks.job_folder
     if source != "auto" and not options.restart:
-        run_id = f"from {source}"
+        run_id = f"from {redact_urls(source)}"
     elif attempt is not None:
         # All attempts of a job are one run.
         run_id = str(attempt.parent)

@@ -180,6 +180,17 @@ def _parse_steps(text: str) -> tuple[int, int]:
     )
 
 
+def i_of_n(text: str) -> tuple[int, int]:
+    """Parse `2/8`, the second of eight parts, to both numbers."""
+    number_text, _, count_text = text.partition("/")
+    with suppress(ValueError):
+        if 1 <= int(number_text) <= int(count_text):
+            return int(number_text), int(count_text)
+    raise argparse.ArgumentTypeError(
+        f"expected a part, such as 1/8 to 8/8, found {text!r}; number tasks from 1 (--array=1-8)"
+    )
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read a run's JSON, unchecked, by path or packaged name. Raises UserError."""
     return read_object(find_config(path))

@@ -239,7 +239,7 @@ class TrainSettings(Section):
     epochs."""
     pretrained: str | None = None
     """Weights to start from: a `transformers.ClapModel` folder, a file of LAION-CLAP, open_clip or
-    HTSAT, or a checkpoint."""
+    HTSAT, or a checkpoint, as a path or fsspec URL."""
     freeze: list[Tower] = []
     """Towers to freeze, with their projections; also in `bench.py`."""
     lr_scale: dict[Tower, PositiveFloat] = {}

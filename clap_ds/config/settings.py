@@ -30,6 +30,7 @@ from clap_ds.config.deepspeed_fields import (
 )
 from clap_ds.config.model import MOST, ClapConfig, Section
 from clap_ds.config.schema import NonNegativeInt, SyntheticData
+from clap_ds.config.urls import find_url_problems
 from clap_ds.utils.errors import UserError, did_you_mean, explain
 from clap_ds.utils.files import flatten, read_object
 
@@ -280,6 +281,7 @@ def _check_together(
         yield f"clap.context_length: expected at most {limit}, found {length}"
     if isinstance(clap.data, SyntheticData):
         yield from _check_synthetic(clap.data, length)
+    yield from find_url_problems(clap.model_dump())
     if len({*train.freeze}) > 1:
         reason = "without both only the logit scale is trained"
         yield f"clap.train.freeze: expected at most one tower; {reason}"

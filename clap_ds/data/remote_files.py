@@ -3,18 +3,22 @@ sending.
 
 No other module calls fsspec's transfers; a test holds that. Only regular files are transferred. No
 link below the folder that the user named is followed. No more bytes are received than the caller
-allows and the disk has room for.
+allows and the disk has room for. Reading is tried several times, unless the error is permanent. A
+server that sends nothing for `STALL_S` seconds is such an error.
 """
 
+import errno
+import importlib
 import os
 import posixpath
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.callbacks import NoOpCallback
@@ -22,7 +26,16 @@ from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from clap_ds.utils.files import MOST_BYTES, RefusedFileError, hold_path, open_regular
+from clap_ds.utils.redaction import redact_urls
 
+# after which an answer that doesn't continue is given up
+STALL_S = 30.0
+NUM_ATTEMPTS = 5
+# before the second attempt; doubled before each of the others
+FIRST_WAIT_S = 0.5
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+PERMANENT = (*NO_SPACE, errno.ELOOP, errno.ENAMETOOLONG)
+T = TypeVar("T")
 _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 
 
@@ -30,15 +43,18 @@ class RemoteFiles:
     """Files by their names in the folder at a URL or path. The name `""` is the file at the URL
     itself, which may be a link.
 
-    Methods raise RefusedFileError for links and for files that are too large, and any errors of the
-    file system's package.
+    Methods raise RefusedFileError for links and for files that are too large, TimeoutError for
+    servers that stop sending, and any errors of the file system's package.
     """
 
     def __init__(self, url: str) -> None:
-        options = {}
+        options: dict[str, Any] = {}
         for scheme in ("http", "https"):
             if f"{scheme}://" in url:
                 options[scheme] = {"get_client": _open_http_client}
+        for scheme in ("gs", "gcs"):
+            if f"{scheme}://" in url:
+                options[scheme] = {"requests_timeout": _make_timeout()}
         fs, root = fsspec.url_to_fs(url, **options)
         # fsspec's caches have no limit.
         while isinstance(fs, CachingFileSystem):
@@ -49,15 +65,22 @@ class RemoteFiles:
         self._is_local = isinstance(fs, LocalFileSystem)
         # Servers of HTTP may refuse to list folders.
         self._has_links = "http" not in fs.protocol
+        # Packages of object stores try again themselves.
+        self._num_attempts = 1 if hasattr(fs, "retries") else NUM_ATTEMPTS
         self._listing = cache(self.ls)
         self._info = cache(fs.info)
 
     def ls(self, folder: str = "") -> dict[str, bool]:
         """Return the names in a folder, and whether each is a link. A missing folder has none."""
-        # Other programs may have written to the folder since.
-        self._fs.invalidate_cache()
+        path = self._join(folder)
+
+        def list_entries() -> Any:
+            # Other programs may have written to the folder since.
+            self._fs.invalidate_cache()
+            return self._fs.ls(path, detail=True)
+
         try:
-            entries = self._fs.ls(self._join(folder), detail=True)
+            entries = self._retry(list_entries, path)
         except FileNotFoundError:
             return {}
         is_link = {}
@@ -71,23 +94,31 @@ class RemoteFiles:
         """Return the URLs that match the URL's wildcards, in order."""
         return sorted(str(self._fs.unstrip_protocol(path)) for path in self._fs.glob(self._root))
 
-    def info(self) -> dict[str, Any]:
-        """Return fsspec's description of what is at the URL."""
-        self._fs.invalidate_cache(self._root)
-        return self._info(self._root)
+    def info(self, name: str = "") -> dict[str, Any]:
+        """Return fsspec's description of a file."""
+        path = self._join(name)
+        self._fs.invalidate_cache(path)
+        return self._retry(lambda: self._info(path), path)
 
     def read_start(self, name: str, size: int) -> bytes:
         """Return the first `size` bytes of a file, or all if it has fewer."""
-        content = bytearray()
-        with self._source(name) as (path, _), self._fs.open(path, "rb") as file:
-            # A read may return fewer bytes than there are.
-            while block := file.read(size - len(content)):
-                content += block
-        return bytes(content)
+
+        def read() -> bytes:
+            content = bytearray()
+            with self._source(name) as (path, _), self._fs.open(path, "rb") as file:
+                # A read may return fewer bytes than there are.
+                while block := file.read(size - len(content)):
+                    content += block
+            return bytes(content)
+
+        return self._retry(read, self._join(name))
 
     def download(self, name: str, to: Path, max_bytes: float) -> None:
         """Copy a file of at most `max_bytes` to a local path in a folder that only this user can
-        write. Raises OSError if the download is incomplete."""
+        write. Raises OSError if the download is incomplete; then no file is left."""
+        self._retry(lambda: self._download(name, to, max_bytes), self._join(name))
+
+    def _download(self, name: str, to: Path, max_bytes: float) -> None:
         limit = _Limit(self._join(name), min(max_bytes, shutil.disk_usage(to.parent).free))
         try:
             with self._source(name) as (path, size):
@@ -120,6 +151,30 @@ class RemoteFiles:
         """Delete a file, or a folder with its contents."""
         with self._own(name) as path:
             self._fs.rm(path, recursive=recursive)
+
+    def _retry(self, attempt: Callable[[], T], path: str) -> T:
+        """Return what `attempt` returns, after up to `NUM_ATTEMPTS`. Permanent errors, such as for
+        a missing file, are raised at once."""
+        for number in range(self._num_attempts):
+            try:
+                return attempt()
+            except (PermissionError, IsADirectoryError, NotADirectoryError, RefusedFileError):
+                raise
+            # Each file system package has its own types.
+            except Exception as error:
+                if is_absent(error) or getattr(error, "errno", None) in PERMANENT:
+                    raise
+                if number < self._num_attempts - 1:
+                    time.sleep(FIRST_WAIT_S * 2**number)
+                elif _is_timeout(error):
+                    attempts = f"{getattr(self._fs, 'retries', NUM_ATTEMPTS)} attempts"
+                    problem = (
+                        f"{redact_urls(path)}: the server stopped sending, in each of {attempts}"
+                    )
+                    raise TimeoutError(problem) from error
+                else:
+                    raise
+        raise AssertionError
 
     def _join(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -173,6 +228,24 @@ class RemoteFiles:
         yield self._join(name)
 
 
+def is_absent(error: Exception) -> bool:
+    """Return whether a file is missing. fsspec raises FileNotFoundError for all HTTP errors, so
+    check its cause."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    cause = error.__cause__
+    # 403 is object stores' answer without permission to list.
+    is_refused = getattr(cause, "status", None) == 403
+    return is_refused or isinstance(cause, FileNotFoundError | None)
+
+
+def _is_timeout(error: BaseException | None) -> bool:
+    """Return whether an error is a timeout, or was raised while one was handled."""
+    return error is not None and (
+        isinstance(error, TimeoutError) or _is_timeout(error.__cause__ or error.__context__)
+    )
+
+
 class _Limit(NoOpCallback):
     """A callback that ends a transfer with an error after `max_bytes`. With other base classes than
     `NoOpCallback`, `hf://` is slow."""
@@ -188,6 +261,14 @@ class _Limit(NoOpCallback):
                 f"{self._path} has more than {self._max_bytes:,.0f} bytes, the limit or "
                 "the room on the disk"
             )
+
+
+def _make_timeout() -> Any:
+    """Return time limits of a client. By default, a transfer over HTTP may take 5 minutes in all,
+    however fast it is, and one of Google's storage forever."""
+    # Only these URLs need it.
+    aiohttp = importlib.import_module("aiohttp")
+    return aiohttp.ClientTimeout(total=None, sock_connect=STALL_S, sock_read=STALL_S)
 
 
 async def _open_http_client(**options: Any) -> Any:
@@ -218,4 +299,4 @@ async def _open_http_client(**options: Any) -> Any:
             page = (await self.read()).decode(errors="ignore")
             return "".join(f'<a href="{link}">' for link in _LINK.findall(page))
 
-    return aiohttp.ClientSession(response_class=LimitedResponse, **options)
+    return aiohttp.ClientSession(response_class=LimitedResponse, timeout=_make_timeout(), **options)

@@ -15,7 +15,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -24,19 +24,11 @@ from pydantic import Field, TypeAdapter
 from webdataset.tariterators import group_by_keys
 
 from clap_ds.config.model import AudioConfig, ClapConfig, Count
+from clap_ds.config.urls import check_url, is_remote
 from clap_ds.data.clip import CAPTION_FORMATS, CLIP_FORMATS
 from clap_ds.data.decoding import RESAMPLING_FILTER, BrokenItemError
-from clap_ds.data.remote_files import RemoteFiles
-from clap_ds.data.shard_io import (
-    KINDS,
-    Kind,
-    OpenFile,
-    check_url,
-    is_absent,
-    is_remote,
-    open_shard,
-    retry,
-)
+from clap_ds.data.remote_files import RemoteFiles, is_absent
+from clap_ds.data.shard_io import KINDS, Kind, OpenFile, open_shard
 from clap_ds.utils.errors import printable
 from clap_ds.utils.files import MOST_BYTES, parse_json, write_atomically
 
@@ -70,11 +62,13 @@ def front_end_of(audio: AudioConfig) -> FrontEnd:
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """A folder's tars by file name, their kind and, for prepared kinds, the front end."""
+    """A folder's tars by file name, their kind and, for prepared kinds, the front end. `left_out`
+    counts clips that the user didn't want, by reason."""
 
     shards: Mapping[str, ShardRecord]
     kind: Kind = "encoded"
     front_end: FrontEnd | None = None
+    left_out: Mapping[str, Count] = field(default_factory=dict)
 
 
 def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
@@ -152,7 +146,7 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def _read_start(path: str, size: int) -> bytes:
     """Read up to `size` bytes of a regular file or URL."""
-    return retry(lambda: RemoteFiles(path).read_start("", size))
+    return RemoteFiles(path).read_start("", size)
 
 
 def describe_contents(paths: Sequence[str]) -> str:

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from clap_ds.data.shard_io import NO_SPACE, OpenFile, open_copy, open_shard
+from clap_ds.data.remote_files import NO_SPACE
+from clap_ds.data.shard_io import OpenFile, open_copy, open_shard
 from clap_ds.distributed.hostfile import this_host
 from clap_ds.utils.errors import printable
 from clap_ds.utils.paths import make_private

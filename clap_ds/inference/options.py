@@ -75,7 +75,11 @@ def add_audio_inputs(
 ) -> None:
     """Add the checkpoint, its audio inputs and how to process them."""
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
+    add(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="folder or file of weights (path or URL), or a Hub name",
+    )
     add("inputs", nargs="+", metavar="INPUT", help=inputs)
     choices = "; ".join(f"{name}: {POOLING[name]}" for name in pooling)
     add(

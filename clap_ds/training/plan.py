@@ -12,7 +12,6 @@ from clap_ds.config import schema
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import ClapSettings
-from clap_ds.data.shard_io import check_url, is_remote
 
 
 class StepActions(NamedTuple):
@@ -193,7 +192,7 @@ def problems_for_training(
             "clap.train.epochs: synthetic data, mixtures and clap.data.resampled have no epochs;"
             " set clap.train.max_samples"
         )
-    return problems + _problems_with_metrics(clap) + _problems_with_urls(clap)
+    return problems + _problems_with_metrics(clap)
 
 
 def _problems_with_ramp(
@@ -236,22 +235,4 @@ def _problems_with_metrics(clap: ClapSettings) -> list[str]:
     ]
     if targets and clap.evaluation.every_steps is None:
         problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
-    return problems
-
-
-def _problems_with_urls(clap: ClapSettings) -> list[str]:
-    """Return URLs with credentials or unsupported protocols. Nothing is connected to; URLs of
-    shards are checked with the shards."""
-    problems = []
-    urls = {
-        "checkpoint.remote_sync": clap.checkpoint.remote_sync,
-        "train.resume": clap.train.resume,
-    }
-    for setting, url in urls.items():
-        if url is None or not is_remote(url):
-            continue
-        try:
-            check_url(url)
-        except ValueError as error:
-            problems.append(f"clap.{setting}: {error}")
     return problems

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, get_args
 
+from clap_ds.utils.redaction import redact_urls
+
 # exit codes: of a run that is rejected for a user error, and after Ctrl-C
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -35,7 +37,8 @@ PATTERNS = {
 }
 # package → the extra that installs it
 EXTRAS = {
-    **dict.fromkeys(("soundfile", "webdataset", "braceexpand", "fsspec", "pynvml"), "train"), "s3fs": "s3", "gcsfs": "gcs",
+    **dict.fromkeys(("soundfile", "webdataset", "braceexpand", "fsspec", "pynvml", "aiohttp"), "train"),
+    "s3fs": "s3", "gcsfs": "gcs",
     **dict.fromkeys(("matplotlib", "markdown_it", "pandas"), "analysis"), "pyarrow": "embed",
     "open_clip": "open_clip",
 }  # fmt: skip
@@ -83,9 +86,13 @@ def exit_code_of(action: Callable[[], object]) -> int:
 
 
 def how_to_install(error: Exception) -> str:
-    """Return a hint if the error is a package that an extra installs; empty otherwise."""
-    extra = EXTRAS.get(getattr(error, "name", None) or "")
-    return f": pip install 'clap-ds[{extra}]'" if extra else ""
+    """Return a hint if the error is a missing package that pip installs; empty otherwise."""
+    # fsspec raises an ImportError of its own from it.
+    missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+    package = getattr(missing, "name", None) or ""
+    if extra := EXTRAS.get(package):
+        return f": pip install 'clap-ds[{extra}]'"
+    return f": pip install {package}" if missing is error.__cause__ else ""
 
 
 def warn(message: str) -> None:
@@ -98,9 +105,10 @@ warn_once = functools.cache(warn)
 
 
 def printable(text: str, exempt: str = "") -> str:
-    """Return a message with long names cut, and unprintable characters escaped except `exempt`."""
+    """Return a message with credentials in URLs hidden, long names cut, and unprintable characters
+    escaped except `exempt`."""
     # Escapes make names longer.
-    return cut_names(escape(cut_names(text), exempt))
+    return cut_names(escape(cut_names(redact_urls(text)), exempt))
 
 
 def escape(text: str, exempt: str = "") -> str:

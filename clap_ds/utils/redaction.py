@@ -40,10 +40,17 @@ def redact(text: str) -> str:
     """Replace what looks like a secret by `[hidden]`: `--hf_token=…`, `HF_TOKEN=…`, `password: …`,
     a presigned URL's parameters, `://user:password@`, and keys that begin like those of well-known
     services."""
-    text = _QUERY.sub(_redact_query, text)
-    for pattern in _PATTERNS:
+    text = redact_urls(text)
+    for pattern in _PATTERNS[1:]:
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return text
+
+
+def redact_urls(text: str) -> str:
+    """Replace only users and signatures of URLs by `[hidden]`, in messages, where `token: missing`
+    states a problem and no secret."""
+    text = _QUERY.sub(_redact_query, text)
+    return _PATTERNS[0].sub(rf"\1{HIDDEN}", text)
 
 
 def _redact_query(match: re.Match[str]) -> str:

@@ -2,14 +2,17 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.registry import _registry
 
 from clap_ds.config.model import load_preset
 from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
+from clap_ds.config.urls import find_url_problems
 from clap_ds.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +59,19 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"train": {"freeze": ["audio", "text", "text"]}}, "train.freeze: … logit scale"),
     ({"train": {"epochs": 1, "max_samples": 1}}, "train: set max_samples or epochs"),
+    # URLs
+    (
+        {"train": {"resume": "htps://host/run"}},
+        "train.resume: htps://host/run: htps:// is no known protocol; did you mean 'https'?",
+    ),
+    (
+        {"checkpoint": {"remote_sync": "s3://key:hush@bucket/run"}},
+        "checkpoint.remote_sync: the s3 URL of bucket contains credentials",
+    ),
+    (
+        {"checkpoint": {"folder": "s3://bucket/run"}},
+        "checkpoint.folder: expected a folder; clap.checkpoint.remote_sync",
+    ),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"context_length": 4}, "context_length: no such field; did you mean 'clap.context_length'?"),
@@ -85,6 +101,7 @@ def test_run_with_mistake_is_refused_with_file_field_and_hint(changes, message, 
         load_run(path)
     for line in str(caught.value).splitlines():
         assert line.startswith(f"{path}: ")
+        assert "hush" not in line
 
 
 def test_profiled_rank_beyond_the_world_size_is_refused(write_run):
@@ -165,3 +182,23 @@ def test_captions_of_shards_are_packed_and_synthetic_ones_are_not(write_run):
         ({"text_packing": True}, True),
     ):
         assert load_run(write_run(clap=clap)).clap.packs_captions == packs
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "command"),
+    [
+        ("https://host/a.tar", "aiohttp", "pip install 'clap-ds[train]'"),
+        ("s3://bucket/{0..3}.tar", "s3fs", "pip install 'clap-ds[s3]'"),
+        ("gs://bucket/*.tar", "gcsfs", "pip install 'clap-ds[gcs]'"),
+        ("sftp://host/a.tar", "paramiko", "pip install paramiko"),
+    ],
+)
+@pytest.mark.parametrize("shards", [lambda url: url, lambda url: {"local/*.tar": 1, url: 2}])
+def test_url_with_missing_package_names_command(url, package, command, shards, monkeypatch):
+    monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)
+    for name in ("http", "sftp"):
+        monkeypatch.delitem(sys.modules, f"fsspec.implementations.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    (problem,) = find_url_problems({"data": {"shards": shards(url)}})
+    assert problem.startswith(f"clap.data.shards: {url}: ")
+    assert problem.endswith(command)

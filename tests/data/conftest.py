@@ -9,7 +9,7 @@ import pytest
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
-from clap_ds.data import shard_io
+from clap_ds.data import remote_files
 from clap_ds.data.dataloader import BatchSource, build_batches
 
 OpenSource = Callable[..., BatchSource]
@@ -21,7 +21,7 @@ SPEC_FIELDS = ("micro_batch", "rank", "world_size", "ranks_per_host", "seed", "d
 def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the cache folder of remote shards, and retry without waiting."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shard_io, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
     return tmp_path / "clap_ds" / "shards"
 
 

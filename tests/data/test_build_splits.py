@@ -14,6 +14,7 @@ from clap_ds.utils.errors import UserError
 DEFAULTS = {
     "split_column": None,
     "fold_column": None,
+    "part": None,
     "seed": 0,
     "shards": None,
     "shard_mb": 1,

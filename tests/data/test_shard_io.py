@@ -46,18 +46,6 @@ def test_least_recently_used_copies_make_room(urls, downloads, shard_cache):
     assert opened.read(0, SIZE) == bytes(SIZE)
 
 
-def test_interrupted_download_is_no_copy(urls, shard_cache, monkeypatch):
-    def interrupt(self: object, path: str, local: str, **options: object) -> None:
-        Path(local).write_bytes(b"begun")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "get_file", interrupt)
-        with pytest.raises(OSError, match="stopped after 5 bytes"):
-            open_shard(urls[1])
-    assert not list(shard_cache.glob("*.tar"))
-    assert content(urls[1]) == bytes([1]) * SIZE
-
-
 def test_next_shard_is_downloaded_while_one_is_read(urls, downloads):
     shards = iter(open_ahead([urls[0], urls[1], "memory://cache/gone.tar"], open_shard))
     name, open_first = next(shards)

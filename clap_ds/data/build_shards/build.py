@@ -13,6 +13,7 @@ columns are kept in the item's json. Unusable files are skipped, counted and lis
 
 import hashlib
 import json
+import math
 import random
 import sys
 import time
@@ -77,6 +78,20 @@ def add_build_options(parser: ArgumentParser) -> None:
         metavar="N",
         help="build only the first N files, as a test",
     )
+    add(
+        "--min_seconds",
+        type=arguments.positive,
+        default=0.0,
+        metavar="S",
+        help="leave out shorter clips",
+    )
+    add(
+        "--max_seconds",
+        type=arguments.positive,
+        default=math.inf,
+        metavar="S",
+        help="leave out longer clips",
+    )
     add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
     add = group.add_mutually_exclusive_group().add_argument
@@ -134,8 +149,17 @@ def run_build(options: Namespace) -> int:
     if bool(options.fold_column) != bool(options.held_out_fold):
         raise UserError("expected --fold_column with --held_out_fold")
     preparation = preparation_of(options)
+    folder_pattern = shard_writer.enter_part(options)
     listed = read_entries(options.source, options)
-    entries = merge_equal_audio(listed[: options.first], options.workers)
+    listed_in_part = listed
+    if options.part:
+        # A part may lack a fold that the list has.
+        choose_held_out(listed, [*range(len(listed))], options)
+        # Lists are often sorted, and each part should be like the others.
+        listed_in_part = random.Random(f"{options.seed}, parts").sample(listed, len(listed))
+        listed_in_part = [*shard_writer.take_part(listed_in_part, options)]
+    entries = merge_equal_audio(listed_in_part[: options.first], options.workers)
+    entries, left_out = leave_out_by_length(entries, options)
     usable = [entry for entry in entries if not entry.problem]
     skipped = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
@@ -145,25 +169,31 @@ def run_build(options: Namespace) -> int:
         )
     warn_of_few_captions(usable)
     shards = divide(usable, options)
-    convert = with_estimate(preparation.convert if preparation else keep_file, len(listed))
+    convert = preparation.convert if preparation else keep_file
+    count_attempt = make_estimate(len(usable), len(listed_in_part))
     records, skipped = shard_writer.write_shards(
         options.folder,
         # everything that determines the shards
         map(repr, shards.items()),
-        {name: partial(members_of, items, convert) for name, items in shards.items()},
+        {
+            name: partial(members_of, items, prefix_of_part(options), convert, count_attempt)
+            for name, items in shards.items()
+        },
         options.workers,
         preparation.manifest_fields if preparation else (),
         skipped,
+        left_out,
     )
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
-        tokenizer = train_on_captions(usable, options)
+        # The same one in all parts.
+        tokenizer = train_on_captions(listed if options.part else usable, options)
     patterns = {}
     for split in ("train", "held_out"):
         of_split = [record for name, record in records.items() if name.startswith(split)]
         if of_split:
             shard_writer.print_amount(split, of_split)
-            patterns[split] = f"{options.folder}/{split}-*.tar"
+            patterns[split] = f"{folder_pattern}/{split}-*.tar"
     sections = {}
     if "held_out" in patterns:
         sections["evaluation"] = {"retrieval": {"shards": patterns["held_out"]}}
@@ -171,6 +201,29 @@ def run_build(options: Namespace) -> int:
     return shard_writer.print_skipped(
         options.folder, records.values(), skipped, options.max_left_out
     )
+
+
+def leave_out_by_length(
+    entries: list[Entry], options: Namespace
+) -> tuple[list[Entry], dict[str, int]]:
+    """Return the entries within `--min_seconds` and `--max_seconds`, and print and return how many
+    others there were. Raises UserError if none is left."""
+    suited = []
+    left_out: Counter[str] = Counter()
+    for entry in entries:
+        # Files that can't be decoded have no length, and are reported.
+        if 0 < entry.seconds < options.min_seconds:
+            left_out[f"shorter than {options.min_seconds:g} s"] += 1
+        elif entry.seconds > options.max_seconds:
+            left_out[f"longer than {options.max_seconds:g} s"] += 1
+        else:
+            suited.append(entry)
+    if left_out:
+        counts = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
+        print(f"left out of {len(entries):,} clips: {counts}")
+        if not suited:
+            raise UserError(f"no clip is left: {counts}")
+    return suited, dict(left_out)
 
 
 def warn_of_few_captions(entries: list[Entry]) -> None:
@@ -218,7 +271,7 @@ def merge_equal_audio(entries: list[Entry], num_threads: int) -> list[Entry]:
 
 
 def identify_audio(max_samples: int, entry: Entry) -> str:
-    """Set a file's size or problem. Return a digest of its first samples and length, or its path if
+    """Set a file's size and length, or its problem. Return a digest of its first samples and length, or its path if
     it is unusable."""
     if entry.problem:
         return str(entry.path)
@@ -226,6 +279,7 @@ def identify_audio(max_samples: int, entry: Entry) -> str:
         entry.size = entry.path.stat().st_size
         with hold_file(entry.path) as path, open_audio(path) as file:
             # The mean, so that mono and stereo copies are equal.
+            entry.seconds = file.frames / file.samplerate
             samples = file.read(max_samples, "float32", always_2d=True).mean(axis=1)
             is_constant = len(samples) == file.frames and samples.min() == samples.max()
             check_samples(len(samples), min(max_samples, file.frames), is_constant)
@@ -239,33 +293,39 @@ def identify_audio(max_samples: int, entry: Entry) -> str:
     return str(entry.path)
 
 
-def with_estimate(convert: Convert, num_files: int) -> Convert:
-    """Print how long `num_files` will take after the first `_NUM_TRIAL_FILES`."""
+def make_estimate(num_packed: int, num_files: int) -> Callable[[], None]:
+    """Return a function to call after each file, usable or not. After the first `_NUM_TRIAL_FILES`
+    of `num_packed` it prints how long `num_files` will take."""
+    num_trial_files = min(_NUM_TRIAL_FILES, num_packed)
     started_s = time.perf_counter()
     numbers = count(1)
 
-    def convert_and_estimate(content: bytes, extension: str) -> EncodedClip:
-        clip = convert(content, extension)
+    def count_attempt() -> None:
         # Threads share the counter.
-        if next(numbers) == _NUM_TRIAL_FILES:
-            elapsed_s = time.perf_counter() - started_s
-            total_min = elapsed_s / _NUM_TRIAL_FILES * num_files / 60
-            print(
-                (
-                    f"the first {_NUM_TRIAL_FILES} files took {elapsed_s:.3g} s: about "
-                    f"{total_min:.3g} min for all {num_files:,}"
-                ),
-                flush=True,
-            )
-        return clip
+        if next(numbers) != num_trial_files or num_files <= num_trial_files:
+            return
+        elapsed_s = time.perf_counter() - started_s
+        total_min = elapsed_s / num_trial_files * num_files / 60
+        print(
+            (
+                f"the first {num_trial_files} files took {elapsed_s:.3g} s: about "
+                f"{total_min:.3g} min for all {num_files:,}"
+            ),
+            flush=True,
+        )
 
-    return convert_and_estimate
+    return count_attempt
 
 
 def members_of(
-    items: NumberedEntries, convert: Convert, skipped: list[Skipped]
+    items: NumberedEntries,
+    prefix: str,
+    convert: Convert,
+    count_attempt: Callable[[], None],
+    skipped: list[Skipped],
 ) -> Iterator[Member]:
-    """Yield the items of a shard, and add unusable ones to `skipped`."""
+    """Yield the items of a shard, whose keys begin with `prefix`, and add unusable ones to
+    `skipped`."""
     for number, entry in items:
         try:
             content = read_bytes(entry.path, MAX_FILE_BYTES)
@@ -273,6 +333,8 @@ def members_of(
         except (BrokenItemError, OSError) as error:
             skipped.append((str(entry.path), str(error)))
             continue
+        finally:
+            count_attempt()
         caption = entry.captions[0] if len(entry.captions) == 1 else entry.captions
         fields: dict[str, Any] = {}
         for name, value in entry.more.items():
@@ -282,7 +344,7 @@ def members_of(
         # Last, so that columns can't replace them.
         fields |= {"caption": caption, "source": entry.path.name}
         encoded = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="replace")
-        item = {"__key__": f"{number:09d}", clip.extension: clip.content, "json": encoded}
+        item = {"__key__": f"{prefix}{number:09d}", clip.extension: clip.content, "json": encoded}
         yield item, clip.seconds
 
 
@@ -292,7 +354,7 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, NumberedEntrie
     order = list(range(len(entries)))
     random.Random(options.seed).shuffle(order)
     # In the random order, so that each shard is a random sample of the list.
-    held_out = choose_held_out(entries, order, options)
+    held_out = choose_held_out(entries, order, options, is_whole=options.part is None)
     shards = {}
     for split in ("held_out", "train"):
         is_held_out = split == "held_out"
@@ -311,12 +373,23 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, NumberedEntrie
             # Shards differ by at most one item.
             start = shard * len(items) // num_shards
             stop = (shard + 1) * len(items) // num_shards
-            shards[f"{split}-{shard:0{num_digits}d}.tar"] = items[start:stop]
+            shards[f"{split}-{prefix_of_part(options)}{shard:0{num_digits}d}.tar"] = items[
+                start:stop
+            ]
     return shards
 
 
-def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Return the indices of the held-out entries, by a column or as the first part of `order`."""
+def prefix_of_part(options: Namespace) -> str:
+    """Return what makes the names of a part's shards and items its own, as all parts are one data
+    set."""
+    return f"{options.part[0]}-" if options.part else ""
+
+
+def choose_held_out(
+    entries: list[Entry], order: list[int], options: Namespace, *, is_whole: bool = True
+) -> set[int]:
+    """Return the indices of the held-out entries, by a column or as the first ones of `order`. Of a
+    whole list, some must be held out and some not, or else UserError is raised."""
     held_out: set[int] = set()
     if options.split_column:
         labels = [_labels(entry, options.split_column, {*TRAIN, *HELD_OUT}) for entry in entries]
@@ -325,7 +398,7 @@ def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) 
     elif options.fold_column:
         labels = [_labels(entry, options.fold_column) for entry in entries]
         held_out = {number for number in order if options.held_out_fold.lower() in labels[number]}
-        if not held_out:
+        if not held_out and is_whole:
             folds = ", ".join(sorted(set().union(*labels))[:20])
             raise UserError(
                 f"--held_out_fold {options.held_out_fold}: no such value in "
@@ -334,7 +407,7 @@ def choose_held_out(entries: list[Entry], order: list[int], options: Namespace) 
     elif options.held_out:
         held_out = {*order[: max(1, round(options.held_out * len(entries)))]}
     # `--held_out 1` asks for a test set.
-    if len(held_out) == len(entries) and options.held_out != 1:
+    if len(held_out) == len(entries) and options.held_out != 1 and is_whole:
         raise UserError(
             f"all {len(entries)} item(s) would be held out, with none left for training"
         )

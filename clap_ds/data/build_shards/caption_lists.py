@@ -57,6 +57,8 @@ class Entry:
     problem: str = ""
     # bytes, if the file was checked
     size: int = 0
+    # of audio, if the file was checked and can be decoded
+    seconds: float = 0.0
 
     def add(self, duplicates: Sequence[Entry]) -> None:
         """Merge the captions and metadata of other entries of the same sound, which may be many."""

@@ -172,8 +172,11 @@ def run_prepare(options: Namespace) -> int:
     preparation = preparation_of(options)
     # `encoded` isn't among the choices.
     assert preparation is not None
+    folder_pattern = shard_writer.enter_part(options)
     folder = options.folder
-    tars = _output_names(expand_shards(options.shards))
+    # All names, because parts are read as one data set.
+    named_tars = [*_output_names(expand_shards(options.shards)).items()]
+    tars = dict(shard_writer.take_part(named_tars, options))
     records, skipped = shard_writer.write_shards(
         folder,
         tars.values(),
@@ -187,7 +190,7 @@ def run_prepare(options: Namespace) -> int:
     if source_tokenizer.is_dir() and not leads_outside(source_tokenizer, source_tokenizer.parent):
         tokenizer = str(folder / "tokenizer")
         _copy_tokenizer(source_tokenizer, folder / "tokenizer")
-    shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
+    shard_writer.print_settings(f"{folder_pattern}/*.tar", tokenizer, options.preset)
     return shard_writer.print_skipped(folder, records.values(), skipped, options.max_left_out)
 
 

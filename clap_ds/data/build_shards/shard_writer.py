@@ -11,16 +11,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 from webdataset.writer import TarWriter
 
-from clap_ds.config.arguments import number, whole_number
+from clap_ds.config.arguments import i_of_n, number, whole_number
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, write_manifest
 from clap_ds.utils.errors import UserError, printable
@@ -36,6 +37,7 @@ RECORDS = ".build"
 """Subfolder of finished shards' records."""
 SKIPPED = "broken.jsonl"
 
+T = TypeVar("T")
 Skipped = tuple[str, str]
 """An unusable file's name, and the reason."""
 Member = tuple[dict[str, Any], float]
@@ -51,6 +53,7 @@ def write_shards(
     num_workers: int,
     manifest_fields: tuple[Kind, FrontEnd] | tuple[()] = (),
     skipped: Sequence[Skipped] = (),
+    left_out: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[dict[str, ShardRecord], list[Skipped]]:
     """Write the missing shards, the manifest and the list of unusable files.
 
@@ -59,6 +62,7 @@ def write_shards(
         shards: each shard's members by its file name.
         manifest_fields: kind and front end of prepared shards.
         skipped: unusable files that are known already. They come first in the list.
+        left_out: numbers of clips that the user didn't want, by reason, for the manifest.
 
     Returns:
         The shards' records by file name, and the list.
@@ -84,7 +88,8 @@ def write_shards(
             records[name] = record
     lines = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in all_skipped]
     write_atomically(folder / SKIPPED, "".join(lines))
-    write_manifest(folder, ShardManifest(records, *manifest_fields))
+    manifest = ShardManifest(records, *manifest_fields)
+    write_manifest(folder, replace(manifest, left_out={**left_out}))
     if not records:
         raise UserError(none_usable(all_skipped))
     return records, all_skipped
@@ -192,6 +197,30 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="exit with code 1 if more than this fraction was unusable",
     )
+
+    part_help = "write only this part of all, such as 2/8, into the folder part-2-of-8 of FOLDER"
+    add("--part", type=i_of_n, metavar="I/N", help=part_help)
+
+
+def enter_part(options: argparse.Namespace) -> str:
+    """Replace the output folder by that of `--part`, and return a pattern of all parts' folders."""
+    if options.part is None:
+        return str(options.folder)
+    number, count = options.part
+    pattern = f"{options.folder}/part-*-of-{count}"
+    options.folder /= f"part-{number}-of-{count}"
+    return pattern
+
+
+def take_part(items: Sequence[T], options: argparse.Namespace) -> Sequence[T]:
+    """Return a contiguous part of the items, by `--part`. Raises UserError for an empty one."""
+    if options.part is None:
+        return items
+    number, count = options.part
+    items_of_part = items[(number - 1) * len(items) // count : number * len(items) // count]
+    if not items_of_part:
+        raise UserError(f"--part {number}/{count}: empty, as there are only {len(items)} items")
+    return items_of_part
 
 
 def print_amount(title: str, records: Sequence[ShardRecord]) -> None:
