@@ -46,7 +46,7 @@ def _forward_kernel(hidden_ptr, active_ptr, num_elements, ELEMENTS: tl.constexpr
 
 
 @torch.library.custom_op("clap_ds::bias_gelu", mutates_args=())
-def _forward(hidden: Tensor) -> Tensor:
+def gelu_forward(hidden: Tensor) -> Tensor:
     """Return GELU."""
     hidden = hidden.contiguous()
     active = torch.empty_like(hidden)
@@ -57,7 +57,7 @@ def _forward(hidden: Tensor) -> Tensor:
     return active
 
 
-@_forward.register_fake
+@gelu_forward.register_fake
 def _(hidden: Tensor) -> Tensor:
     # Always contiguous.
     return hidden.new_empty(hidden.shape)
@@ -131,7 +131,7 @@ class BiasGelu(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         ctx.bias_dtype = bias_M.dtype
         # The formula's error is far below the rounding of 16 bits, but not below that of fp32.
-        return F.gelu(hidden) if hidden.dtype == torch.float32 else _forward(hidden)
+        return F.gelu(hidden) if hidden.dtype == torch.float32 else gelu_forward(hidden)
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor]:
