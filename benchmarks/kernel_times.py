@@ -3,8 +3,8 @@ arithmetic need.
 
     python -m benchmarks.kernel_times [--clips 616] [--output FILE.md]
 
-Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the torch operations
-that it replaces. On a few clips its result and gradients are compared with these in fp32. Copy
+Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the operations that it
+replaces. On a few clips its result and gradients are compared with these in fp32. Copy
 bandwidth and the rate of a large product are measured.
 """
 
@@ -21,6 +21,8 @@ from triton.testing import do_bench
 
 from benchmarks.common import make_parser, save, table
 from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.model.gelu_linear_triton import compute_gradients, usable_tiles
+from clap_ds.model.gelu_triton import gelu_backward
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.shifted_windows import shifted_window_mask
 from clap_ds.model.text_attention import attend_in_one_kernel
@@ -74,8 +76,8 @@ def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
 
 
 def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
-    """Return an MLP of one width: fused, or with GELU's backward kernel between torch's
-    products."""
+    """Return an MLP of one width: fused, or with one product of the backward pass in a kernel with
+    GELU."""
 
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
@@ -88,7 +90,7 @@ def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
     backward_values = 5 * dim + 4 * hidden
     if not is_fused:
         forward_values = 2 * dim + 4 * hidden
-        backward_values = 4 * dim + 7 * hidden
+        backward_values = 4 * dim + 5 * hidden
     return Case(
         kernel="mlp" if is_fused else "mlp, not fused",
         size=size,
@@ -104,6 +106,43 @@ def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
 def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
     for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
         yield mlp_case(f"{grid}² × {dim}", clips, grid**2, dim, audio.mlp_ratio * dim)
+
+
+def product_sizes(audio: AudioConfig, clips: int) -> Iterator[tuple[int, int, int]]:
+    """Yield tokens, channels and hidden units of the audio tower's MLPs that aren't fused."""
+    for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
+        if not supports(dim, audio.mlp_ratio * dim):
+            yield clips * grid**2, dim, audio.mlp_ratio * dim
+
+
+def measure_product(tokens: int, channels: int, units: int) -> Iterator[dict[str, Any]]:
+    """Yield a row of the gradient of GELU and a linear layer: one kernel, beside torch's product
+    and GELU's own kernel. The note names the faster way, and other tiles' times."""
+    row: dict[str, Any] = {
+        "kernel": "product with GELU",
+        "size": f"{tokens} × {channels} × {units}",
+        "pass": "backward",
+        # Hidden units are read once and written once.
+        "bytes": ITEM * (tokens * channels + channels * units + 2 * tokens * units),
+        "flops": 2 * tokens * channels * units,
+    }
+    try:
+        shapes = ((tokens, channels), (channels, units), (tokens, units))
+        d_output, weight, hidden = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+        separate_ms = median_ms(lambda: gelu_backward(d_output @ weight, hidden))
+        times_ms = {
+            tile: median_ms(partial(compute_gradients, d_output, weight, hidden, tile))
+            for tile in usable_tiles(channels, d_output.device)
+        }
+        # The first tile is the one that a run takes.
+        used, *others = times_ms
+        row |= {"ms": times_ms[used], "torch_ms": separate_ms}
+        faster = "one kernel" if row["ms"] < separate_ms else "two kernels"
+        notes = [f"tile {2 * tile.units}: {times_ms[tile]:.3f} ms" for tile in others]
+        row["note"] = "; ".join([f"{faster} faster", *notes])
+    except Exception as error:
+        row["note"] = describe_failure(error)
+    yield row
 
 
 def text_cases(clips: int) -> Iterator[Case]:
@@ -192,6 +231,11 @@ def measure_errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
     return errors
 
 
+def describe_failure(error: Exception) -> str:
+    """Return an error's first line for a cell of the table."""
+    return (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
+
+
 def measure(case: Case) -> Iterator[dict[str, Any]]:
     """Yield the table's rows of both passes. A failure is a row, so that other kernels still
     run."""
@@ -206,9 +250,8 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
             for row, call in zip(rows, passes(function, inputs, torch.bfloat16), strict=True):
                 row |= {name: median_ms(call), **errors}
     except Exception as error:
-        note = (str(error) or type(error).__name__).splitlines()[0]
         for row in rows:
-            row["note"] = note.replace("|", "/")[:120]
+            row["note"] = describe_failure(error)
     for row, moved, flops in zip(rows, case.moved, case.flops, strict=True):
         yield {**row, "bytes": moved, "flops": flops}
 
@@ -224,22 +267,28 @@ def main(argv: list[str] | None = None) -> None:
     bandwidth, rate = peaks()
     rows = list[dict[str, Any]]()
     cases = list[Case]()
+    # The text tower's MLP, which takes the most time of both models' products.
+    sizes = [(options.clips * 77, 768, 3072)]
     # HTSAT-base's published micro-batch is 416, of 616.
     for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
         audio = load_preset(f"{preset}_roberta_base").audio
         cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]
+        sizes += product_sizes(audio, clips)
+    cases += text_cases(options.clips)
+    measurements = [partial(measure_product, *size) for size in sizes]
+    measurements += [partial(measure, case) for case in cases]
     device = torch.cuda.get_device_name()
     title = f"# {device}: copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s"
     print(title, table(COLUMNS, []), sep="\n\n", flush=True)
-    for case in (*cases, *text_cases(options.clips)):
-        for row in measure(case):
+    for measurement in measurements:
+        for row in measurement():
             # Limited by traffic or by arithmetic.
             row["least_ms"] = 1000 * max(row["bytes"] / bandwidth, row["flops"] / rate)
             if "ms" in row:
                 row["share"] = row["least_ms"] / row["ms"]
             rows.append(row)
             print(table(COLUMNS, [row]).splitlines()[-1], flush=True)
-        # After every case, because the command may be ended at any time.
+        # After every measurement, because the command may be ended at any time.
         figures = {"device": device, "bandwidth": bandwidth, "flops_per_s": rate, "rows": rows}
         save(options.output, f"{title}\n\n{table(COLUMNS, rows)}", figures)
         torch.cuda.empty_cache()

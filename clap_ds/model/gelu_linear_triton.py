@@ -70,12 +70,14 @@ FEW_CHANNELS = 256
 """Most channels for which these have small tiles: operands are little of their traffic."""
 
 
-def select_tile(channels: int, device: torch.device) -> Tile:
-    """Return the tile for so many channels on a device."""
-    if device.type != "cuda" or channels <= FEW_CHANNELS:
-        return SMALL
-    major, _ = torch.cuda.get_device_capability(device)
-    return LARGE if major in LARGE_CAPABILITIES else SMALL
+def usable_tiles(channels: int, device: torch.device) -> list[Tile]:
+    """Return the tiles that a device has, first the one for so many channels."""
+    major = 0
+    if device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(device)
+    if major not in LARGE_CAPABILITIES:
+        return [SMALL]
+    return [SMALL, LARGE] if channels <= FEW_CHANNELS else [LARGE, SMALL]
 
 
 def supports(channels: int, units: int, dtype: torch.dtype) -> bool:
@@ -126,9 +128,9 @@ def _backward_kernel(
     """Process one tile per program. Tiles of the same tokens are adjacent, so that the L2 cache has
     these tokens' gradients; it always has the weight. Each writes its partial bias gradient
     separately."""
-    tiles = num_units // (2 * UNITS)
+    num_tiles = num_units // (2 * UNITS)
     # In 64 bits, as tensors may have more than 2³¹ elements. Offsets within a tile have 32.
-    block = (tl.program_id(0) // tiles).to(tl.int64)
+    block = (tl.program_id(0) // num_tiles).to(tl.int64)
     d_output_ptr += block * BLOCK * num_channels
     hidden_ptr += block * BLOCK * num_units
     d_hidden_ptr += block * BLOCK * num_units
@@ -136,7 +138,7 @@ def _backward_kernel(
     num_rows = tl.minimum(num_tokens - block * BLOCK, BLOCK).to(tl.int32)
     mask = (rows < num_rows)[:, None]
     # The program's hidden units are two blocks, a and b, each an operand of tensor cores.
-    first = tl.program_id(0) % tiles * (2 * UNITS)
+    first = tl.program_id(0) % num_tiles * (2 * UNITS)
     units = first + tl.arange(0, UNITS)
     # Only needed after the product, so that its time hides the transfer.
     lines = first + tl.arange(0, 2 * UNITS // LINE) * LINE
@@ -192,9 +194,8 @@ def compute_gradients(
 
 @torch.library.custom_op("clap_ds::gelu_linear_backward", mutates_args=())
 def _backward(d_output: Tensor, weight_CM: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    return compute_gradients(
-        d_output, weight_CM, hidden, select_tile(len(weight_CM), hidden.device)
-    )
+    tile, *_ = usable_tiles(len(weight_CM), hidden.device)
+    return compute_gradients(d_output, weight_CM, hidden, tile)
 
 
 @_backward.register_fake

@@ -93,7 +93,7 @@ def _backward_kernel(
 
 
 @torch.library.custom_op("clap_ds::bias_gelu_backward", mutates_args=())
-def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def gelu_backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of GELU's input, and partial sums of it over tokens, (programs, M) in
     fp32."""
     hidden = hidden.contiguous()
@@ -114,7 +114,7 @@ def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return d_hidden, partial_sums
 
 
-@_backward.register_fake
+@gelu_backward.register_fake
 def _allocate(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     M = hidden.shape[-1]
     num_blocks = -(-(hidden.numel() // M) // BLOCK)
@@ -136,7 +136,7 @@ class BiasGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor]:
         (hidden,) = ctx.saved_tensors
-        d_hidden, partial_sums = _backward(d_output, hidden)
+        d_hidden, partial_sums = gelu_backward(d_output, hidden)
         return d_hidden, partial_sums.sum(dim=0).to(ctx.bias_dtype)
 
 

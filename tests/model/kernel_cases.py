@@ -234,10 +234,9 @@ def check_dropout() -> None:
     check("random numbers of an evaluation", float(is_changed), 0.5)
 
 
-def check_tiles() -> None:
-    """Check the gradient of GELU and a linear layer with the tiles of all architectures."""
-    from clap_ds.model.gelu_linear_triton import LARGE, SMALL, compute_gradients
-
+def check_tiles(product: Any) -> None:
+    """Check the module `gelu_linear_triton` with the tiles of all architectures."""
+    tiles = (product.SMALL, product.LARGE)
     for tokens, channels, units in GELU_LINEAR_CASES:
         shapes = [(tokens, channels), (channels, units), (tokens, units)]
         inputs = draw_tensors(tokens, shapes, [1.0, channels**-0.5, 1.0])
@@ -246,9 +245,9 @@ def check_tiles() -> None:
         torch.nn.functional.gelu(hidden.requires_grad_()).backward(d_active)
         assert hidden.grad is not None
         expected = [hidden.grad, hidden.grad.sum(dim=0)]
-        for dtype, tile in itertools.product((torch.bfloat16, torch.float16), (SMALL, LARGE)):
+        for dtype, tile in itertools.product((torch.bfloat16, torch.float16), tiles):
             halves = [tensor.to(dtype) for tensor in inputs]
-            d_hidden, partial_sums = compute_gradients(*halves, tile)
+            d_hidden, partial_sums = product.compute_gradients(*halves, tile)
             d_hidden_error, d_bias_error = errors([d_hidden, partial_sums.sum(dim=0)], expected)
             name = f"{tile.units} units, {tokens} tokens, {dtype}"
             check(name, d_hidden_error, 2 * torch.finfo(dtype).eps)
@@ -259,7 +258,7 @@ def check_tiles() -> None:
 def main() -> None:
     """Check every comparison, MLPs under autocast and compiled for any number of tokens, tiles, and
     dropout."""
-    from clap_ds.model.mlp_triton import triton_mlp
+    from clap_ds.model.mlp_triton import gelu_linear_triton, triton_mlp
 
     for name, compute, exact, inputs in kernel_comparisons():
         for dtype in (torch.float32, torch.bfloat16):
@@ -278,7 +277,7 @@ def main() -> None:
         _, _, exact, inputs = compare_mlp(num_tokens, dim)
         error = largest_error(compiled, exact, inputs, dtype)
         check(f"compiled, {num_tokens} tokens, {dim} channels", error, TOLERANCE[dtype])
-    check_tiles()
+    check_tiles(gelu_linear_triton)
     check_dropout()
 
 
