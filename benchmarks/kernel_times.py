@@ -21,8 +21,12 @@ from triton.testing import do_bench
 
 from benchmarks.common import make_parser, save, table
 from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.model.gelu_linear_triton import compute_gradients, usable_tiles
-from clap_ds.model.gelu_triton import gelu_backward
+from clap_ds.model.gelu_linear_triton import (
+    compute_activations,
+    compute_gradients,
+    usable_tiles,
+)
+from clap_ds.model.gelu_triton import gelu_backward, gelu_forward
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.shifted_windows import shifted_window_mask
 from clap_ds.model.text_attention import attend_in_one_kernel
@@ -108,41 +112,43 @@ def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
         yield mlp_case(f"{grid}² × {dim}", clips, grid**2, dim, audio.mlp_ratio * dim)
 
 
-def product_sizes(audio: AudioConfig, clips: int) -> Iterator[tuple[int, int, int]]:
-    """Yield tokens, channels and hidden units of the audio tower's MLPs that aren't fused."""
-    for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
-        if not supports(dim, audio.mlp_ratio * dim):
-            yield clips * grid**2, dim, audio.mlp_ratio * dim
-
-
 def measure_product(tokens: int, channels: int, units: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of the gradient of GELU and a linear layer: one kernel, beside torch's product
-    and GELU's own kernel. The note names the faster way, and other tiles' times."""
-    row: dict[str, Any] = {
-        "kernel": "product with GELU",
-        "size": f"{tokens} × {channels} × {units}",
-        "pass": "backward",
-        # Hidden units are read once and written once.
-        "bytes": ITEM * (tokens * channels + channels * units + 2 * tokens * units),
-        "flops": 2 * tokens * channels * units,
-    }
-    try:
-        shapes = ((tokens, channels), (channels, units), (tokens, units))
-        d_output, weight, hidden = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
-        separate_ms = median_ms(lambda: gelu_backward(d_output @ weight, hidden))
-        times_ms = {
-            tile: median_ms(partial(compute_gradients, d_output, weight, hidden, tile))
-            for tile in usable_tiles(channels, d_output.device)
+    """Yield a row per pass of a product with GELU: one kernel, beside torch's product and GELU's own
+    kernel. The note names the faster way, and each tile's time."""
+    input_TC, weight_CM, hidden_TM = (
+        torch.randn(shape, dtype=torch.bfloat16)
+        for shape in ((tokens, channels), (channels, units), (tokens, units))
+    )
+    weight_MC = weight_CM.T.contiguous()
+    bias_M = weight_CM[0]
+    passes = (
+        ("forward", compute_activations, (input_TC, weight_MC, bias_M),
+         lambda: gelu_forward(F.linear(input_TC, weight_MC, bias_M))),
+        ("backward", compute_gradients, (input_TC, weight_CM, hidden_TM),
+         lambda: gelu_backward(input_TC @ weight_CM, hidden_TM)),
+    )  # fmt: skip
+    for name, compute, inputs, separate in passes:
+        row: dict[str, Any] = {
+            "kernel": "product with GELU",
+            "size": f"{tokens} × {channels} × {units}",
+            "pass": name,
+            # Hidden units are moved twice.
+            "bytes": ITEM * (tokens * channels + channels * units + 2 * tokens * units),
+            "flops": 2 * tokens * channels * units,
         }
-        # The first tile is the one that a run takes.
-        used, *others = times_ms
-        row |= {"ms": times_ms[used], "torch_ms": separate_ms}
-        faster = "one kernel" if row["ms"] < separate_ms else "two kernels"
-        notes = [f"tile {2 * tile.units}: {times_ms[tile]:.3f} ms" for tile in others]
-        row["note"] = "; ".join([f"{faster} faster", *notes])
-    except Exception as error:
-        row["note"] = describe_failure(error)
-    yield row
+        try:
+            separate_ms = median_ms(separate)
+            # By hidden units of a tile. A run takes the first one.
+            times_ms = {
+                2 * tile.units: round(median_ms(partial(compute, *inputs, tile)), 3)
+                for tile in usable_tiles(channels, input_TC.device)
+            }
+            row |= {"ms": next(iter(times_ms.values())), "torch_ms": separate_ms}
+            faster = "one kernel" if row["ms"] < separate_ms else "two kernels"
+            row["note"] = f"{faster} faster; {times_ms}"
+        except Exception as error:
+            row["note"] = describe_failure(error)
+        yield row
 
 
 def text_cases(clips: int) -> Iterator[Case]:
@@ -273,7 +279,9 @@ def main(argv: list[str] | None = None) -> None:
     for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
         audio = load_preset(f"{preset}_roberta_base").audio
         cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]
-        sizes += product_sizes(audio, clips)
+        for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
+            if not supports(dim, audio.mlp_ratio * dim):
+                sizes.append((clips * grid**2, dim, audio.mlp_ratio * dim))
     cases += text_cases(options.clips)
     measurements = [partial(measure_product, *size) for size in sizes]
     measurements += [partial(measure, case) for case in cases]

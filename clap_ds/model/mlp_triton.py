@@ -317,20 +317,18 @@ def triton_mlp(
     kernels, with autograd. Casts under autocast like `F.linear`.
 
     Kernel `triton` fuses the MLP as one operation for torch.compile if C and M pass `supports`. For
-    others in 16 bits it fuses one product of the backward pass (`gelu_linear_triton.py`). Then, and
-    with kernel `triton_gelu`, only GELU and the first bias have kernels.
+    others in 16 bits it computes GELU in products (`gelu_linear_triton.py`). Then, and with kernel
+    `triton_gelu`, only GELU and the first bias have kernels.
     """
-    tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
     device = tokens.device.type
     dtype = tokens.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     M, C = weight1_MC.shape
-    if kernel == "triton" and supports(C, M):
-        return _forward(*(tensor.to(dtype) for tensor in tensors)).view(tokens.shape)
-    # Wide MLPs are bound by arithmetic, where PyTorch's products are the fastest.
-    if kernel == "triton" and gelu_linear_triton.supports(C, M, dtype):
-        return gelu_linear_triton.linear_gelu_linear(
-            tokens, weight1_MC, bias1_M, weight2_CM, bias2_C
-        )
+    is_fused = supports(C, M)
+    if kernel == "triton" and (is_fused or gelu_linear_triton.supports(C, M, dtype)):
+        tensors = (tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C)
+        # Wide MLPs are bound by arithmetic, where most of PyTorch's products are the fastest.
+        compute = _forward if is_fused else gelu_linear_triton.WideMlp.apply
+        return compute(*(tensor.to(dtype) for tensor in tensors)).view(tokens.shape)
     return F.linear(linear_gelu(tokens, weight1_MC, bias1_M), weight2_CM, bias2_C)

@@ -67,8 +67,9 @@ def kernels_of(audio: AudioConfig) -> Iterator[Kernel]:
     yield Kernel(gelu_triton.__name__, "forward", constants, gelu_triton.FORWARD)
     constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK}
     yield Kernel(gelu_triton.__name__, "backward", constants, gelu_triton.BACKWARD)
-    for tile in (gelu_linear_triton.SMALL, gelu_linear_triton.LARGE):
-        yield Kernel(gelu_linear_triton.__name__, "backward", tile.constants(), tile.launch)
+    small, large = gelu_linear_triton.SMALL, gelu_linear_triton.LARGE
+    for way, tile in (("forward", small), ("backward", small), ("backward", large)):
+        yield Kernel(gelu_linear_triton.__name__, way, tile.constants(), tile.launch)
 
     for way in ("forward", "backward"):
         module: Any = window_attention_triton

@@ -39,7 +39,9 @@ UNMEASURED = {
     name
     for name in EFFICIENCY
     if name in ("attention", "attention backward", "softmax")
-    or name.startswith(("narrow window", "wide window", "text attention", "triton gelu"))
+    or name.startswith(
+        ("narrow window", "wide window", "text attention", "triton gelu", "triton linear")
+    )
 }
 
 
@@ -78,6 +80,7 @@ def test_triton_kernels_have_their_class():
         ("bias_gelu", "triton gelu"),
         ("bias_gelu_backward", "triton gelu backward"),
         ("gelu_linear_backward", "triton gelu linear backward"),
+        ("linear_gelu", "triton linear gelu"),
     ):
         assert op_class(Operation(f"clap_ds.{operation}", "text", True, 0, 1)) == name
 
