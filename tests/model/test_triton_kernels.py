@@ -107,7 +107,7 @@ def test_kernels_of_every_stage_and_architecture_fit_registers_and_shared_memory
         kernel, architecture, registers, spilled, shared = resources
         is_large = architecture in (90, 100)
         has_few_spills = is_large or kernel.name in ("window_attention", "gelu_linear")
-        assert spilled <= (64 if has_few_spills else 450), resources
+        assert spilled <= (72 if has_few_spills else 450), resources
         limit = kernel.launch.max_registers or 255
         assert registers <= MOST_REGISTERS.get((kernel.name, kernel.way), limit), resources
         assert shared <= (HOPPERS_SHARED if is_large else LARGEST_SHARED), resources
