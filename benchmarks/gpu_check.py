@@ -66,7 +66,7 @@ SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokeniz
 # Steps by call, the most informative first, after those they depend on.
 CALLS = {
     1: {
-        "kernels": Check(130, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
+        "kernels": Check(150, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
         "htsat_tiny": Check(210),
         "profile_compiled": Check(80, "htsat_tiny clap.compile=towers", PROFILE),
         "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
@@ -86,6 +86,7 @@ CALLS = {
         "profile_eager": Check(60, "htsat_tiny clap.compile=off", PROFILE),
         "attention_sdpa": Check(100, "htsat_tiny clap.model.attention_impl=sdpa"),
         "mlp_torch": Check(100, "htsat_tiny clap.model.mlp_impl=torch"),
+        "mlp_triton_gelu": Check(100, "htsat_tiny clap.model.mlp_impl=triton_gelu"),
         "max_autotune": Check(170, "htsat_tiny clap.compile=towers-max-autotune"),
         **{
             path.stem: Check(90, command=f"{TESTS} {path}")

@@ -3,8 +3,8 @@ arithmetic need.
 
     python -m benchmarks.kernel_times [--clips 616] [--output FILE.md]
 
-Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the torch operations
-that it replaces. On a few clips its result and gradients are compared with these in fp32. Copy
+Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the operations that it
+replaces. On a few clips its result and gradients are compared with these in fp32. Copy
 bandwidth and the rate of a large product are measured.
 """
 
@@ -21,6 +21,12 @@ from triton.testing import do_bench
 
 from benchmarks.common import make_parser, save, table
 from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.model.gelu_linear_triton import (
+    compute_activations,
+    compute_gradients,
+    usable_tiles,
+)
+from clap_ds.model.gelu_triton import gelu_backward, gelu_forward
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.shifted_windows import shifted_window_mask
 from clap_ds.model.text_attention import attend_in_one_kernel
@@ -74,8 +80,8 @@ def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
 
 
 def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
-    """Return an MLP of one width: fused, or with GELU's backward kernel between torch's
-    products."""
+    """Return an MLP of one width: fused, or with one product of the backward pass in a kernel with
+    GELU."""
 
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
@@ -88,7 +94,7 @@ def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
     backward_values = 5 * dim + 4 * hidden
     if not is_fused:
         forward_values = 2 * dim + 4 * hidden
-        backward_values = 4 * dim + 7 * hidden
+        backward_values = 4 * dim + 5 * hidden
     return Case(
         kernel="mlp" if is_fused else "mlp, not fused",
         size=size,
@@ -104,6 +110,45 @@ def mlp_case(size: str, clips: int, tokens: int, dim: int, hidden: int) -> Case:
 def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
     for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
         yield mlp_case(f"{grid}² × {dim}", clips, grid**2, dim, audio.mlp_ratio * dim)
+
+
+def measure_product(tokens: int, channels: int, units: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per pass of a product with GELU: one kernel, beside torch's product and GELU's own
+    kernel. The note names the faster way, and each tile's time."""
+    input_TC, weight_CM, hidden_TM = (
+        torch.randn(shape, dtype=torch.bfloat16)
+        for shape in ((tokens, channels), (channels, units), (tokens, units))
+    )
+    weight_MC = weight_CM.T.contiguous()
+    bias_M = weight_CM[0]
+    passes = (
+        ("forward", compute_activations, (input_TC, weight_MC, bias_M),
+         lambda: gelu_forward(F.linear(input_TC, weight_MC, bias_M))),
+        ("backward", compute_gradients, (input_TC, weight_CM, hidden_TM),
+         lambda: gelu_backward(input_TC @ weight_CM, hidden_TM)),
+    )  # fmt: skip
+    for name, compute, inputs, separate in passes:
+        row: dict[str, Any] = {
+            "kernel": "product with GELU",
+            "size": f"{tokens} × {channels} × {units}",
+            "pass": name,
+            # Hidden units are moved twice.
+            "bytes": ITEM * (tokens * channels + channels * units + 2 * tokens * units),
+            "flops": 2 * tokens * channels * units,
+        }
+        try:
+            separate_ms = median_ms(separate)
+            # By hidden units of a tile. A run takes the first one.
+            times_ms = {
+                2 * tile.units: round(median_ms(partial(compute, *inputs, tile)), 3)
+                for tile in usable_tiles(channels, input_TC.device)
+            }
+            row |= {"ms": next(iter(times_ms.values())), "torch_ms": separate_ms}
+            faster = "one kernel" if row["ms"] < separate_ms else "two kernels"
+            row["note"] = f"{faster} faster; {times_ms}"
+        except Exception as error:
+            row["note"] = describe_failure(error)
+        yield row
 
 
 def text_cases(clips: int) -> Iterator[Case]:
@@ -192,6 +237,11 @@ def measure_errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
     return errors
 
 
+def describe_failure(error: Exception) -> str:
+    """Return an error's first line for a cell of the table."""
+    return (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
+
+
 def measure(case: Case) -> Iterator[dict[str, Any]]:
     """Yield the table's rows of both passes. A failure is a row, so that other kernels still
     run."""
@@ -206,9 +256,8 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
             for row, call in zip(rows, passes(function, inputs, torch.bfloat16), strict=True):
                 row |= {name: median_ms(call), **errors}
     except Exception as error:
-        note = (str(error) or type(error).__name__).splitlines()[0]
         for row in rows:
-            row["note"] = note.replace("|", "/")[:120]
+            row["note"] = describe_failure(error)
     for row, moved, flops in zip(rows, case.moved, case.flops, strict=True):
         yield {**row, "bytes": moved, "flops": flops}
 
@@ -224,22 +273,30 @@ def main(argv: list[str] | None = None) -> None:
     bandwidth, rate = peaks()
     rows = list[dict[str, Any]]()
     cases = list[Case]()
+    # The text tower's MLP, which takes the most time of both models' products.
+    sizes = [(options.clips * 77, 768, 3072)]
     # HTSAT-base's published micro-batch is 416, of 616.
     for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
         audio = load_preset(f"{preset}_roberta_base").audio
         cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]
+        for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
+            if not supports(dim, audio.mlp_ratio * dim):
+                sizes.append((clips * grid**2, dim, audio.mlp_ratio * dim))
+    cases += text_cases(options.clips)
+    measurements = [partial(measure_product, *size) for size in sizes]
+    measurements += [partial(measure, case) for case in cases]
     device = torch.cuda.get_device_name()
     title = f"# {device}: copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s"
     print(title, table(COLUMNS, []), sep="\n\n", flush=True)
-    for case in (*cases, *text_cases(options.clips)):
-        for row in measure(case):
+    for measurement in measurements:
+        for row in measurement():
             # Limited by traffic or by arithmetic.
             row["least_ms"] = 1000 * max(row["bytes"] / bandwidth, row["flops"] / rate)
             if "ms" in row:
                 row["share"] = row["least_ms"] / row["ms"]
             rows.append(row)
             print(table(COLUMNS, [row]).splitlines()[-1], flush=True)
-        # After every case, because the command may be ended at any time.
+        # After every measurement, because the command may be ended at any time.
         figures = {"device": device, "bandwidth": bandwidth, "flops_per_s": rate, "rows": rows}
         save(options.output, f"{title}\n\n{table(COLUMNS, rows)}", figures)
         torch.cuda.empty_cache()

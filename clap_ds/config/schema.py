@@ -45,9 +45,10 @@ class ModelSettings(Section):
     attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Window attention kernel. `auto`: on CPUs `clap.cpu_kernels` or `matmul`; on CUDA `triton` if
     it runs, else `sdpa`."""
-    mlp_impl: Literal["auto", "torch", "triton"] = "auto"
-    """MLP kernel. `auto`: on CUDA `triton` if it runs (fused in audio blocks of up to 128
-    channels), else `torch`."""
+    mlp_impl: Literal["auto", "torch", "triton_gelu", "triton"] = "auto"
+    """MLP kernel. `triton`: fused in audio blocks of up to 128 channels; in others and in the text
+    tower a product of the backward pass with GELU. `triton_gelu`: GELU only. `auto`: on CUDA the
+    last one that runs, `triton` from compute capability 8.0."""
     text_attention_impl: Literal["auto", "torch", "triton"] = "auto"
     """Text attention kernel. `auto`: on CUDA `triton` if it runs, in 16 bits, for captions of up to
     128 tokens and from compute capability 8.0, else `torch`."""

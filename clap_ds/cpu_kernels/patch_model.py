@@ -163,7 +163,7 @@ class NativeTextLayer(NativeModule, TextLayer):
         width = attention.query.in_features
         return (
             attention.kernel == "torch"
-            and self.intermediate.kernel == "torch"
+            and self.kernel == "torch"
             and supports_norm(width)
             and supports_linears(attention.query, self.intermediate.dense)
             and attention.head_dim in HEAD_DIMS

@@ -1,4 +1,4 @@
-"""Replace Triton kernels that don't run on this GPU by torch's operations.
+"""Replace Triton kernels that don't run on this GPU by others, at last by torch's operations.
 
 A kernel can fail for one size only, such as a stage whose windows need too many registers, so each
 site of the model (`clap_ds.model.kernels.kernel_sites`) is tried by itself.
@@ -24,10 +24,14 @@ from clap_ds.model.kernels import (
     Kernels,
     KernelSite,
     kernel_sites,
+    product_problem,
+    substitute,
     text_attention_problem,
-    torch_kernels,
 )
 from clap_ds.run_records.schema import ChosenKernel
+
+TRITON_KERNELS = ("triton", "triton_gelu")
+"""Names of Triton's kernels, the fastest first."""
 
 
 def replace_failing_kernels(
@@ -60,8 +64,8 @@ def replace_failing_kernels(
         part_sites = [site for site in sites if site.part == part]
         problems = _replace_at(part_sites, longest_caption, autocast=autocast)
         used = {site.modules[-1].kernel for site in part_sites}
-        # Where the sites differ, Triton's is the one to report, beside what replaced it.
-        kernel = "triton" if "triton" in used else used.pop()
+        # Where the sites differ, the fastest is the one to report, beside why others don't have it.
+        kernel = next(filter(used.__contains__, TRITON_KERNELS), None) or used.pop()
         problem = "; ".join(dict.fromkeys(problems.values())) or None
         kernels[part] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
@@ -74,30 +78,34 @@ def replace_failing_kernels(
 
 def _replace_at(sites: list[KernelSite], longest_caption: int, *, autocast: bool) -> dict[str, str]:
     """Replace the kernels that fail, and return the problems by the sites' names."""
-    problems = {}
+    problems: dict[str, str] = {}
     for site in sites:
-        # Without Triton, the plan has torch's kernels already.
-        if site.modules[-1].kernel != "triton":
-            continue
         attempt = partial(_check_and_try, site, longest_caption, autocast=autocast)
-        with activity("trying kernels"):
-            problem = first_error(attempt)
-        if problem:
-            problems[site.name] = problem
+        # Without Triton, the plan has torch's kernels already.
+        while (kernel := site.modules[-1].kernel) in TRITON_KERNELS:
+            with activity("trying kernels"):
+                problem = first_error(attempt)
+            if not problem:
+                break
+            # Why the site hasn't the fastest.
+            problems.setdefault(site.name, problem)
             for module in site.modules:
-                module.kernel = getattr(torch_kernels(site.tokens.device), site.part)
+                module.kernel = substitute(site.part, kernel, site.tokens.device)
     return problems
 
 
 def _check_and_try(site: KernelSite, longest_caption: int, *, autocast: bool) -> None:
     """Raise an error if a site's kernel doesn't suit the run or doesn't run."""
+    problem = None
+    capability = _find_capability(site.tokens.device)
     if site.part == "text_attention":
         head_dim = site.modules[-1].head_dim
         dtype = torch.bfloat16 if autocast else site.tokens.dtype
-        capability = _find_capability(site.tokens.device)
         problem = text_attention_problem(head_dim, longest_caption, dtype, capability)
-        if problem:
-            raise ValueError(problem)
+    elif site.part == "mlp" and site.modules[-1].kernel == "triton":
+        problem = product_problem(capability)
+    if problem:
+        raise ValueError(problem)
     _try(site.function, site.tokens, autocast=autocast)
 
 

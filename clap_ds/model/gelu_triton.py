@@ -46,7 +46,7 @@ def _forward_kernel(hidden_ptr, active_ptr, num_elements, ELEMENTS: tl.constexpr
 
 
 @torch.library.custom_op("clap_ds::bias_gelu", mutates_args=())
-def _forward(hidden: Tensor) -> Tensor:
+def gelu_forward(hidden: Tensor) -> Tensor:
     """Return GELU."""
     hidden = hidden.contiguous()
     active = torch.empty_like(hidden)
@@ -57,7 +57,7 @@ def _forward(hidden: Tensor) -> Tensor:
     return active
 
 
-@_forward.register_fake
+@gelu_forward.register_fake
 def _(hidden: Tensor) -> Tensor:
     # Always contiguous.
     return hidden.new_empty(hidden.shape)
@@ -93,7 +93,7 @@ def _backward_kernel(
 
 
 @torch.library.custom_op("clap_ds::bias_gelu_backward", mutates_args=())
-def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def gelu_backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of GELU's input, and partial sums of it over tokens, (programs, M) in
     fp32."""
     hidden = hidden.contiguous()
@@ -114,7 +114,7 @@ def _backward(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return d_hidden, partial_sums
 
 
-@_backward.register_fake
+@gelu_backward.register_fake
 def _allocate(d_output: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     M = hidden.shape[-1]
     num_blocks = -(-(hidden.numel() // M) // BLOCK)
@@ -131,12 +131,12 @@ class BiasGelu(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         ctx.bias_dtype = bias_M.dtype
         # The formula's error is far below the rounding of 16 bits, but not below that of fp32.
-        return F.gelu(hidden) if hidden.dtype == torch.float32 else _forward(hidden)
+        return F.gelu(hidden) if hidden.dtype == torch.float32 else gelu_forward(hidden)
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor]:
         (hidden,) = ctx.saved_tensors
-        d_hidden, partial_sums = _backward(d_output, hidden)
+        d_hidden, partial_sums = gelu_backward(d_output, hidden)
         return d_hidden, partial_sums.sum(dim=0).to(ctx.bias_dtype)
 
 

@@ -3,7 +3,7 @@
 - `select_kernels` reads `clap.model.attention_impl`, `mlp_impl` and `text_attention_impl` before
   the model is built. Each block stores its choice as `kernel`.
 - On CUDA, the engine tries the Triton kernels at each site of `kernel_sites`, and replaces those
-  that fail by `torch_kernels` (`clap_ds.engine.kernel_fallback`).
+  that fail by their `substitute` (`clap_ds.engine.kernel_fallback`).
 - On CPUs, `clap_ds.cpu_kernels.patch_model` replaces whole blocks that have `torch_kernels`.
 - FLOP counters only see torch's kernels: `without_triton` replaces Triton's for them.
 """
@@ -28,13 +28,14 @@ caption and head."""
 HEAD_DIMS = (16, 32, 64, 128)
 """Channels per head that Triton's text attention supports."""
 LEAST_CAPABILITY = (8, 0)
-"""First CUDA compute capability on which `auto` takes Triton's text attention, and with PyTorch's
-flash attention."""
+"""First CUDA compute capability on which `auto` takes Triton's text attention and products of
+MLPs, and with PyTorch's flash attention."""
 
 
 class Kernels(NamedTuple):
     """Kernels by part of a block: window `attention` (see `window_attention.py`), both towers'
-    `mlp`, and `text_attention` (`torch` or `triton`)."""
+    `mlp` (`torch`, `triton_gelu` or `triton`, see `mlp_triton.py`), and `text_attention` (`torch`
+    or `triton`)."""
 
     attention: str
     mlp: str
@@ -58,13 +59,21 @@ def select_kernels(settings: ModelSettings, device: torch.device) -> Kernels:
         kernels = Kernels("triton", "triton", "triton")
     for part in Kernels._fields:
         setting = getattr(settings, f"{part}_impl")
-        if setting == "triton" and not can_run:
+        if setting.startswith("triton") and not can_run:
             raise ValueError(
-                f"clap.model.{part}_impl: 'triton' needs a GPU and the triton package; use 'auto'"
+                f"clap.model.{part}_impl: {setting!r} needs a GPU and the triton package; use 'auto'"
             )
         if setting != "auto":
             kernels = kernels._replace(**{part: setting})
     return kernels
+
+
+def substitute(part: str, kernel: str, device: torch.device) -> str:
+    """Return the kernel that replaces one of Triton's that doesn't run."""
+    if part == "mlp" and kernel == "triton":
+        # It needs neither tensor cores nor shared memory.
+        return "triton_gelu"
+    return str(getattr(torch_kernels(device), part))
 
 
 def supports_captions(head_dim: int, longest: int) -> bool:
@@ -86,7 +95,13 @@ def text_attention_problem(
     # In fp32 a program's keys and values don't fit in registers.
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs 16-bit tensors, found {str(dtype).removeprefix('torch.')}"
-    # Older GPUs have less shared memory than the kernel takes, or no tensor cores for it.
+    return product_problem(capability)
+
+
+def product_problem(capability: tuple[int, int] | None) -> str | None:
+    """Return why `auto` doesn't take Triton kernels with products on a GPU of this CUDA compute
+    capability (None: Triton's interpreter), or None."""
+    # Older GPUs have less shared memory than kernels take, or no tensor cores for them.
     if capability is not None and capability < LEAST_CAPABILITY:
         return "it needs a GPU of compute capability 8.0 or more"
     return None
@@ -119,13 +134,13 @@ def kernel_sites(model: Any) -> list[KernelSite]:
         attentions = [block.attention for block in blocks]
         sites.append(KernelSite("attention", name, attentions, attention, tokens))
         sites.append(KernelSite("mlp", name, [block.mlp for block in blocks], last.mlp, tokens))
-    intermediates = [layer.intermediate for layer in model.text.blocks()]
-    attentions = [layer.attention.self for layer in model.text.blocks()]
+    layers = model.text.blocks()
+    attentions = [layer.attention.self for layer in layers]
     # The longest caption that the kernel supports needs the most of it.
-    weight = intermediates[-1].dense.weight
+    weight = layers[-1].intermediate.dense.weight
     tokens = weight.new_zeros(1, MAX_CAPTION_TOKENS, weight.shape[1])
-    for part, modules in (("mlp", intermediates), ("text_attention", attentions)):
-        sites.append(KernelSite(part, "text layers", modules, modules[-1], tokens))
+    sites.append(KernelSite("mlp", "text layers", layers, layers[-1].mlp, tokens))
+    sites.append(KernelSite("text_attention", "text layers", attentions, attentions[-1], tokens))
     return sites
 
 
@@ -135,12 +150,12 @@ def without_triton(model: Any, device: torch.device) -> Iterator[None]:
     replaced = []
     for site in kernel_sites(model):
         for module in site.modules:
-            if module.kernel == "triton":
-                replaced.append(module)
+            if module.kernel.startswith("triton"):
+                replaced.append((module, module.kernel))
                 module.kernel = getattr(torch_kernels(device), site.part)
     try:
         # Modules are changed, as FLOP counters run the model itself.
         yield
     finally:
-        for module in replaced:
-            module.kernel = "triton"
+        for module, kernel in replaced:
+            module.kernel = kernel

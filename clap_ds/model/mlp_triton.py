@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from clap_ds.model import gelu_linear_triton
 from clap_ds.model.gelu_triton import linear_gelu
 from clap_ds.model.triton_common import Launch, dot, gelu_factors
 
@@ -305,18 +306,29 @@ def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__
 
 
 def triton_mlp(
-    tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor
+    tokens: Tensor,
+    weight1_MC: Tensor,
+    bias1_M: Tensor,
+    weight2_CM: Tensor,
+    bias2_C: Tensor,
+    kernel: str = "triton",
 ) -> Tensor:
-    """Compute `F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` with the
-    kernels, with autograd, as one operation for torch.compile. Casts under autocast like
-    `F.linear`. If C and M don't pass `supports`, only the backward pass of GELU and the first bias
-    has a kernel."""
-    # Wide MLPs are bound by arithmetic, where PyTorch's products are the fastest.
-    if not supports(weight1_MC.shape[1], weight1_MC.shape[0]):
-        return F.linear(linear_gelu(tokens, weight1_MC, bias1_M), weight2_CM, bias2_C)
-    tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
+    """Compute `F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` with Triton
+    kernels, with autograd. Casts under autocast like `F.linear`.
+
+    Kernel `triton` fuses the MLP as one operation for torch.compile if C and M pass `supports`. For
+    others in 16 bits it computes GELU in products (`gelu_linear_triton.py`). Then, and with kernel
+    `triton_gelu`, only GELU and the first bias have kernels.
+    """
     device = tokens.device.type
+    dtype = tokens.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        tensors = [tensor.to(dtype) for tensor in tensors]
-    return _forward(*tensors).view(tokens.shape)
+    M, C = weight1_MC.shape
+    is_fused = supports(C, M)
+    if kernel == "triton" and (is_fused or gelu_linear_triton.supports(C, M, dtype)):
+        tensors = (tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C)
+        # Wide MLPs are bound by arithmetic, where most of PyTorch's products are the fastest.
+        compute = _forward if is_fused else gelu_linear_triton.WideMlp.apply
+        return compute(*(tensor.to(dtype) for tensor in tensors)).view(tokens.shape)
+    return F.linear(linear_gelu(tokens, weight1_MC, bias1_M), weight2_CM, bias2_C)

@@ -85,7 +85,7 @@ class WindowAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU, linear. The `triton` kernel (`mlp_triton.py`) fuses supported widths."""
+    """Linear, GELU, linear. `kernel` is `torch`, or one of Triton's (`mlp_triton.py`)."""
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()
@@ -94,12 +94,11 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(ratio * dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.kernel == "triton":
+        if self.kernel.startswith("triton"):
             from clap_ds.model.mlp_triton import triton_mlp
 
-            return triton_mlp(
-                tokens, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
-            )
+            parameters = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+            return triton_mlp(tokens, *parameters, self.kernel)
         return self.fc2(F.gelu(self.fc1(tokens)))
 
 

@@ -73,23 +73,6 @@ class SelfAttention(nn.Module):
         return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
-class Intermediate(nn.Module):
-    """Linear and GELU, the first half of an MLP. The `triton` kernel (`gelu_triton.py`) computes
-    the backward pass of both GELU and the bias."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.kernel = "torch"
-        self.dense = nn.Linear(width, inner)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.kernel == "triton":
-            from clap_ds.model.gelu_triton import linear_gelu
-
-            return linear_gelu(hidden, self.dense.weight, self.dense.bias)
-        return F.gelu(self.dense(hidden))
-
-
 class BranchOutput(nn.Module):
     """The end of a post-norm residual branch: linear, dropout, sum with the residual, norm."""
 
@@ -100,12 +83,17 @@ class BranchOutput(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, branch: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(branch)) + residual)
+        return self.add_and_norm(self.dense(branch), residual)
+
+    def add_and_norm(self, branch: Tensor, residual: Tensor) -> Tensor:
+        """Finish a branch after its linear layer."""
+        return self.LayerNorm(self.dropout(branch) + residual)
 
 
 class TextLayer(nn.Module):
     """A layer of RoBERTa or BERT. With `first_only`, for a last layer whose first token is pooled,
-    it computes only each caption's first token after its attention."""
+    it computes only each caption's first token after its attention. `kernel`, of the MLP, is
+    `torch` or one of Triton's (`mlp_triton.py`)."""
 
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
@@ -113,12 +101,13 @@ class TextLayer(nn.Module):
         inner = config.intermediate_size
         eps = config.layer_norm_eps
         self.first_only = first_only
+        self.kernel = "torch"
         attention = {
             "self": SelfAttention(width, config.num_heads, dropout),
             "output": BranchOutput(width, width, eps, dropout),
         }
         self.attention: Any = nn.ModuleDict(attention)
-        self.intermediate = Intermediate(width, inner)
+        self.intermediate: Any = nn.ModuleDict({"dense": nn.Linear(width, inner)})
         self.output = BranchOutput(inner, width, eps, dropout)
 
     def forward(
@@ -140,7 +129,18 @@ class TextLayer(nn.Module):
             mixed = mixed.index_select(1, first_tokens)
             hidden = hidden.index_select(1, first_tokens)
         hidden = self.attention.output(mixed, hidden)
-        return self.output(self.intermediate(hidden), hidden)
+        return self.output.add_and_norm(self.mlp(hidden), hidden)
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        """Compute linear, GELU, linear."""
+        first = self.intermediate.dense
+        second = self.output.dense
+        if self.kernel.startswith("triton"):
+            from clap_ds.model.mlp_triton import triton_mlp
+
+            parameters = (first.weight, first.bias, second.weight, second.bias)
+            return triton_mlp(hidden, *parameters, self.kernel)
+        return second(F.gelu(first(hidden)))
 
 
 class TextTower(nn.Module):
@@ -171,7 +171,7 @@ class TextTower(nn.Module):
         """Set the kernels of all layers (`kernels.py`)."""
         for layer in self.blocks():
             layer.attention.self.kernel = attention
-            layer.intermediate.kernel = mlp
+            layer.kernel = mlp
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None

@@ -6,6 +6,7 @@ with its interpreter.
 The interpreter must be selected before Triton is imported, so these cases need a separate process.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,8 +39,11 @@ class Case(NamedTuple):
 # Heads of tiny (24 channels), shifted; one window and heads of base (32); an odd number of windows,
 # another shift and heads narrower than a block.
 CASES = [Case(16, 2, 24, 4), Case(8, 2, 32, 0), Case(24, 1, 8, 3)]
-# Tokens and channels: partial blocks of tokens, full ones, and a width that isn't fused.
-MLP_CASES = [(200, 48), (128, 96), (132, 36)]
+# Tokens and channels: partial blocks of tokens, full ones, and a width without a kernel's product;
+# in 16 bits a width whose product backward has a kernel.
+MLP_CASES = [(200, 48), (128, 96), (132, 36), (134, 192)]
+# Tokens, channels and hidden units: one token, a full block, and more.
+GELU_LINEAR_CASES = [(1, 64, 256), (128, 128, 512), (231, 192, 256)]
 # Tokens of captions, with padding to 24 tokens or without.
 LENGTHS = (24, 3, 17, 1)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.003}
@@ -230,26 +234,50 @@ def check_dropout() -> None:
     check("random numbers of an evaluation", float(is_changed), 0.5)
 
 
+def check_tiles(product: Any) -> None:
+    """Check the module `gelu_linear_triton` with the tiles of all architectures."""
+    tiles = (product.SMALL, product.LARGE)
+    for tokens, channels, units in GELU_LINEAR_CASES:
+        shapes = [(tokens, channels), (channels, units), (tokens, units)]
+        inputs = draw_tensors(tokens, shapes, [1.0, channels**-0.5, 1.0])
+        d_output, weight, hidden = (tensor.double() for tensor in inputs)
+        d_active = d_output @ weight
+        torch.nn.functional.gelu(hidden.requires_grad_()).backward(d_active)
+        assert hidden.grad is not None
+        expected = [hidden.grad, hidden.grad.sum(dim=0)]
+        for dtype, tile in itertools.product((torch.bfloat16, torch.float16), tiles):
+            halves = [tensor.to(dtype) for tensor in inputs]
+            d_hidden, partial_sums = product.compute_gradients(*halves, tile)
+            d_hidden_error, d_bias_error = errors([d_hidden, partial_sums.sum(dim=0)], expected)
+            name = f"{tile.units} units, {tokens} tokens, {dtype}"
+            check(name, d_hidden_error, 2 * torch.finfo(dtype).eps)
+            # Sums aren't rounded to 16 bits.
+            check(f"bias, {name}", d_bias_error, TOLERANCE[torch.float32])
+
+
 def main() -> None:
-    """Check every comparison, an MLP under autocast and compiled for any number of tokens, and
+    """Check every comparison, MLPs under autocast and compiled for any number of tokens, tiles, and
     dropout."""
-    from clap_ds.model.mlp_triton import triton_mlp
+    from clap_ds.model.mlp_triton import gelu_linear_triton, triton_mlp
 
     for name, compute, exact, inputs in kernel_comparisons():
         for dtype in (torch.float32, torch.bfloat16):
             error = largest_error(compute, exact, inputs, dtype)
             check(f"{name}, {dtype}", error, TOLERANCE[dtype])
 
-    _, _, exact, inputs = compare_mlp(128, 96)
     in_bf16 = torch.autocast("cpu", torch.bfloat16)(triton_mlp)
-    error = largest_error(in_bf16, exact, inputs, torch.float32)
-    check("autocast", error, TOLERANCE[torch.bfloat16])
+    for dim in (96, 192):
+        _, _, exact, inputs = compare_mlp(128, dim)
+        error = largest_error(in_bf16, exact, inputs, torch.float32)
+        check(f"autocast, {dim} channels", error, TOLERANCE[torch.bfloat16])
 
     compiled = torch.compile(triton_mlp, backend="aot_eager", fullgraph=True, dynamic=True)
-    for num_tokens in (132, 90):
-        _, _, exact, inputs = compare_mlp(num_tokens, 36)
-        error = largest_error(compiled, exact, inputs, torch.float32)
-        check(f"compiled, {num_tokens} tokens", error, TOLERANCE[torch.float32])
+    sizes = itertools.product(((36, torch.float32), (192, torch.bfloat16)), (132, 90))
+    for (dim, dtype), num_tokens in sizes:
+        _, _, exact, inputs = compare_mlp(num_tokens, dim)
+        error = largest_error(compiled, exact, inputs, dtype)
+        check(f"compiled, {num_tokens} tokens, {dim} channels", error, TOLERANCE[dtype])
+    check_tiles(gelu_linear_triton)
     check_dropout()
 
 

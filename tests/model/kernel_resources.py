@@ -22,7 +22,13 @@ from triton.compiler import ASTSource
 
 from benchmarks.common import show, table
 from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.model import gelu_triton, mlp_triton, text_attention_triton, window_attention_triton
+from clap_ds.model import (
+    gelu_linear_triton,
+    gelu_triton,
+    mlp_triton,
+    text_attention_triton,
+    window_attention_triton,
+)
 from clap_ds.model.triton_common import Launch
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -30,7 +36,7 @@ COLUMNS = (
     "kernel {kernel} | heads or channels {size} | sm {architecture} | warps {warps} | registers {registers}"
     " | spilled, bytes {spilled} | shared, KB {shared_kb:.1f} | warps by registers {resident}"
 )
-SIZES = ("GRID", "HEADS", "DIM", "FIRST", "SECOND", "HIDDEN", "SHIFT", "COLUMNS")
+SIZES = ("GRID", "HEADS", "DIM", "FIRST", "SECOND", "HIDDEN", "SHIFT", "COLUMNS", "UNITS")
 OTHER_TYPES = {
     **dict.fromkeys(("scale", "inverse_keep"), "fp32"),
     **dict.fromkeys(("d_bias_ptr", "d_biases_ptr", "sums_ptr"), "*fp32"),
@@ -55,12 +61,15 @@ class Kernel(NamedTuple):
 
 def kernels_of(audio: AudioConfig) -> Iterator[Kernel]:
     """Yield a model's kernels: attention of its first and last stage, between which only grid and
-    number of heads differ, attention of captions of 77 tokens, every MLP that has a kernel, and
-    GELU."""
+    number of heads differ, attention of captions of 77 tokens, every MLP that has a kernel, GELU,
+    and GELU with a linear layer."""
     constants = {"ELEMENTS": gelu_triton.ELEMENTS}
     yield Kernel(gelu_triton.__name__, "forward", constants, gelu_triton.FORWARD)
     constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK}
     yield Kernel(gelu_triton.__name__, "backward", constants, gelu_triton.BACKWARD)
+    small, large = gelu_linear_triton.SMALL, gelu_linear_triton.LARGE
+    for way, tile in (("forward", small), ("backward", small), ("backward", large)):
+        yield Kernel(gelu_linear_triton.__name__, way, tile.constants(), tile.launch)
 
     for way in ("forward", "backward"):
         module: Any = window_attention_triton
@@ -125,7 +134,7 @@ def compile_for(kernel: Kernel, architecture: int) -> Resources:
             continue
         is_pointer = name.endswith("_ptr")
         signature[name] = OTHER_TYPES.get(name, "*bf16" if is_pointer else "i32")
-        if is_pointer or name in ("num_units", "num_elements"):
+        if is_pointer or name in ("num_channels", "num_units", "num_elements"):
             aligned[(function.arg_names.index(name),)] = [["tt.divisibility", 16]]
     compiled: Any = triton.compile(
         ASTSource(function, signature, kernel.constants, aligned),
@@ -142,6 +151,13 @@ def compile_for(kernel: Kernel, architecture: int) -> Resources:
     return Resources(kernel, architecture, registers, spilled, compiled.metadata.shared)
 
 
+def _is_launched(kernel: Kernel, architecture: int) -> bool:
+    """Return whether an architecture launches a kernel: large tiles need much shared memory."""
+    large = gelu_linear_triton.LARGE.constants()
+    majors = gelu_linear_triton.LARGE_CAPABILITIES
+    return kernel.constants != large or architecture // 10 in majors
+
+
 def compile_all(architectures: Sequence[int] = ARCHITECTURES) -> list[Resources]:
     """Compile tiny's kernels for Hopper, and base's wider ones for every architecture."""
     tiny, base = (
@@ -149,7 +165,7 @@ def compile_all(architectures: Sequence[int] = ARCHITECTURES) -> list[Resources]
         for name in ("tiny", "base")
     )
     jobs = [(kernel, 90) for kernel in tiny if kernel not in base]
-    jobs += itertools.product(base, architectures)
+    jobs += [job for job in itertools.product(base, architectures) if _is_launched(*job)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_for, *zip(*jobs, strict=True)))
 

@@ -42,9 +42,11 @@ def test_text_attention_of_triton_needs_16_bits_short_captions_and_an_ampere_gpu
     assert problem is None if reason is None else reason in str(problem)
 
 
-@pytest.mark.parametrize("part", Kernels._fields)
-def test_triton_without_gpu_or_package_is_rejected(has_triton, part):
-    settings = ModelSettings(**{f"{part}_impl": "triton"})
-    message = rf"clap\.model\.{part}_impl: 'triton' needs a GPU and the triton package"
+@pytest.mark.parametrize(
+    ("part", "kernel"), [*((part, "triton") for part in Kernels._fields), ("mlp", "triton_gelu")]
+)
+def test_triton_without_gpu_or_package_is_rejected(has_triton, part, kernel):
+    settings = ModelSettings(**{f"{part}_impl": kernel})
+    message = rf"clap\.model\.{part}_impl: '{kernel}' needs a GPU and the triton package"
     with pytest.raises(ValueError, match=message):
         select_kernels(settings, CUDA if not has_triton else CPU)

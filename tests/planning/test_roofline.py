@@ -39,7 +39,9 @@ UNMEASURED = {
     name
     for name in EFFICIENCY
     if name in ("attention", "attention backward", "softmax")
-    or name.startswith(("narrow window", "wide window", "text attention", "triton gelu"))
+    or name.startswith(
+        ("narrow window", "wide window", "text attention", "triton gelu", "triton linear")
+    )
 }
 
 
@@ -74,9 +76,13 @@ def test_dispatched_operations_have_their_class(work, classes):
 
 
 def test_triton_kernels_have_their_class():
-    for name in ("triton gelu", "triton gelu backward"):
-        operation = name.replace("triton gelu", "clap_ds.bias_gelu").replace(" ", "_")
-        assert op_class(Operation(operation, "text", True, 0, 1)) == name
+    for operation, name in (
+        ("bias_gelu", "triton gelu"),
+        ("bias_gelu_backward", "triton gelu backward"),
+        ("gelu_linear_backward", "triton gelu linear backward"),
+        ("linear_gelu", "triton linear gelu"),
+    ):
+        assert op_class(Operation(f"clap_ds.{operation}", "text", True, 0, 1)) == name
 
 
 def test_efficiencies_equal_the_h200s_measured_ones():
