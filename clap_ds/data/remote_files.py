@@ -235,8 +235,8 @@ def is_absent(error: Exception) -> bool:
         return False
     cause = error.__cause__
     # 403 is object stores' answer without permission to list.
-    is_refused = getattr(cause, "status", None) == 403
-    return is_refused or isinstance(cause, FileNotFoundError | None)
+    is_status = getattr(cause, "status", None) in (403, 404, 410)
+    return is_status or isinstance(cause, FileNotFoundError | None)
 
 
 def _is_timeout(error: BaseException | None) -> bool:

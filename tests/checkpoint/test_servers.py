@@ -20,7 +20,7 @@ from clap_ds.config.schema import CheckpointSettings
 from clap_ds.data import remote_files
 from clap_ds.data.remote_files import RemoteFiles
 from clap_ds.data.shard_io import open_shard
-from clap_ds.data.shard_manifest import expand_shards
+from clap_ds.data.shard_manifest import ShardManifest, expand_shards, read_manifest
 from clap_ds.model.clap import ClapModel
 from clap_ds.utils.errors import exit_code_of
 from clap_ds.weights.formats import save_transformers
@@ -136,8 +136,11 @@ def test_shards_are_listed_and_read(store, folder):
     publish(folder, store)
     assert expand_shards(f"{store}/*.tar") == [f"{store}/a.tar"]
     assert open_shard(f"{store}/a.tar").read(0, 2 * len(TAR)) == TAR
+    assert read_manifest(store) == ShardManifest({})
     with pytest.raises(FileNotFoundError):
         open_shard(f"{store}/b.tar")
+    # Only the client asks again, as HEAD failed.
+    assert Handler.paths.count("/new/b.tar") <= 1
 
 
 @pytest.mark.parametrize("fault", ["stalled", "cut"])
