@@ -87,7 +87,7 @@ def _replace_at(sites: list[KernelSite], longest_caption: int, *, autocast: bool
                 problem = first_error(attempt)
             if not problem:
                 break
-            # Why the site hasn't the fastest.
+            # The first one is why the site hasn't the fastest.
             problems.setdefault(site.name, problem)
             for module in site.modules:
                 module.kernel = substitute(site.part, kernel, site.tokens.device)

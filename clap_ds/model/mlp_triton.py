@@ -317,8 +317,8 @@ def triton_mlp(
     kernels, with autograd. Casts under autocast like `F.linear`.
 
     Kernel `triton` fuses the MLP as one operation for torch.compile if C and M pass `supports`. For
-    others in 16 bits it computes GELU in products (`gelu_linear_triton.py`). Then, and with kernel
-    `triton_gelu`, only GELU and the first bias have kernels.
+    others in 16 bits it computes GELU in products (`gelu_linear_triton.py`). Otherwise, as with
+    kernel `triton_gelu`, only GELU and the first bias's gradient have kernels.
     """
     device = tokens.device.type
     dtype = tokens.dtype

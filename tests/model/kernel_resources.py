@@ -67,7 +67,8 @@ def kernels_of(audio: AudioConfig) -> Iterator[Kernel]:
     yield Kernel(gelu_triton.__name__, "forward", constants, gelu_triton.FORWARD)
     constants = {"BLOCK": gelu_triton.BLOCK, "CHUNK": gelu_triton.CHUNK}
     yield Kernel(gelu_triton.__name__, "backward", constants, gelu_triton.BACKWARD)
-    small, large = gelu_linear_triton.SMALL, gelu_linear_triton.LARGE
+    small = gelu_linear_triton.SMALL
+    large = gelu_linear_triton.LARGE
     for way, tile in (("forward", small), ("backward", small), ("backward", large)):
         yield Kernel(gelu_linear_triton.__name__, way, tile.constants(), tile.launch)
 
