@@ -45,6 +45,8 @@ def start(arguments: argparse.Namespace) -> None:
     if arguments.min_nodes is not None:
         if not arguments.train:
             raise UserError("--min_nodes needs --train")
+        if arguments.min_nodes >= arguments.nodes:
+            raise UserError(f"--min_nodes: expected fewer than --nodes {arguments.nodes}")
         sizes = find_batch_sizes(content, arguments.nodes * request.gpus, config)
         fewer_nodes = find_fewer_nodes(content, sizes, arguments.nodes, arguments.min_nodes)
         request = replace(request, fewer_nodes=fewer_nodes)
@@ -89,8 +91,11 @@ def find_fewer_nodes(
 ) -> list[int]:
     """Return the numbers of nodes, fewer than `nodes`, on which the run has the same global batches.
     UserError if there is none."""
-    ramp = find_field(content, "clap.train.batch_ramp") or []
-    global_batches = [sizes.global_batch, *(batch for _, batch in ramp)]
+    global_batches = [sizes.global_batch]
+    # The check of the job's files reports a ramp that isn't pairs of numbers.
+    with contextlib.suppress(TypeError, ValueError):
+        ramp = find_field(content, "clap.train.batch_ramp") or []
+        global_batches += [int(batch) for _, batch in ramp]
     samples_per_node = sizes.micro_step // nodes
     fewer_nodes = [
         number

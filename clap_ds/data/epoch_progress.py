@@ -106,7 +106,9 @@ def find_unfinished(
         num_read: samples that all readers have used since this partition began.
     """
     pass_numbers = [share.pass_number for share in progress]
-    unfinished_numbers = range(min(pass_numbers), max(pass_numbers) + 1)
+    # Some of the unfinished passes may not have begun.
+    stop = max(max(pass_numbers) + 1, len(partition.unfinished))
+    unfinished_numbers = range(min(pass_numbers), stop)
     num_left_of_epoch = None
     if partition.is_counted:
         # All readers are in the same epoch, of which unreadable samples may be left.

@@ -15,8 +15,10 @@ from clap_ds.data.shard_manifest import Item, expand_shards, samples_between
 
 # Fewest shards drawn with replacement per pass. After a pass, the shuffle buffer is emptied.
 _MIN_SHARDS_PER_PASS = 8
-# The place of samples that aren't in their reader's share of a pass.
+# The place of items that aren't in their reader's share of a pass: those that aren't samples, and
+# samples that replace unusable ones.
 OUTSIDE = -1
+REPLACEMENT = -2
 
 
 class TarPart(NamedTuple):
@@ -27,17 +29,21 @@ class TarPart(NamedTuple):
     stop: int | None = None
     # sorted numbers of samples in the tar
     left: NDArray[np.int64] | None = None
-    # place of the first sample in its reader's share; None: the part is outside of it
+    # samples, by the manifest; an outdated one may tell fewer
+    num_samples: int = 0
+    # place of the first one in its reader's share; None: the part replaces unusable samples
     first_place: int | None = None
 
     def select(self, items: Iterator[Item]) -> Iterator[tuple[int, Item]]:
-        """Yield the part's items with their places. Those that aren't samples are OUTSIDE."""
+        """Yield the part's items with their places."""
         for sample, item in samples_between(items, self.start, self.stop):
             index = self._index_of(sample)
             if index is None:
                 continue
             place = OUTSIDE
-            if self.first_place is not None and sample is not None:
+            if self.first_place is None:
+                place = REPLACEMENT
+            elif sample is not None and index < self.num_samples:
                 place = self.first_place + index
             yield place, item
 
@@ -142,13 +148,12 @@ class EpochPartition:
 
     def parts(self, tars: list[str], epoch: int) -> tuple[list[TarPart], list[TarPart]]:
         """Return this worker's parts of an epoch, and those that replace its unusable samples: all
-        others, which follow its end."""
+        others, which follow its end. In a mixture, the latter only replace a share without usable
+        samples."""
         bounds = self.bounds(epoch)
         start = int(bounds[self.reader])
         stop = int(bounds[self.reader + 1])
         own_parts = self._parts_between(tars, epoch, start, stop)
-        if not self.is_counted:
-            return own_parts, []
         replacements = self._parts_between(tars, epoch, stop, math.inf)
         replacements += self._parts_between(tars, epoch, 0, start)
         return own_parts, [part._replace(first_place=None) for part in replacements]
@@ -169,10 +174,13 @@ class EpochPartition:
                 first = max(start - tar_start, 0)
                 last = int(stop) - tar_start if stop < tar_stop else None
                 first_place = max(tar_start - start, 0)
-                part = TarPart(tar, first, last, None, first_place)
+                size = min(num_samples, num_samples if last is None else last) - first
+                part = TarPart(tar, first, last, None, size, first_place)
                 if left is not None:
                     numbers = left[first:last]
-                    part = TarPart(tar, int(numbers[0]), int(numbers[-1]) + 1, numbers, first_place)
+                    first_sample = int(numbers[0])
+                    end = int(numbers[-1]) + 1
+                    part = TarPart(tar, first_sample, end, numbers, size, first_place)
                 parts.append(part)
             tar_start = tar_stop
         return parts

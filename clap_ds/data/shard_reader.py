@@ -38,7 +38,7 @@ from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import SkippedSample, captions_of, choose_clip, read_clip, values_by_name
 from clap_ds.data.epoch_progress import Draw
-from clap_ds.data.shard_assignment import OUTSIDE, Source, TarPart
+from clap_ds.data.shard_assignment import OUTSIDE, REPLACEMENT, Source, TarPart
 from clap_ds.data.shard_io import open_ahead, open_shard
 from clap_ds.data.shard_manifest import (
     DAMAGE,
@@ -199,6 +199,7 @@ class _SourceReader:
         if partition:
             is_short = partition.is_partial(pass_number) or partition.share_size(pass_number) == 0
             self._has_usable = self._has_usable or is_short
+        self._is_share_read = False
         self._pass_seed = f"{self._seed}, pass {pass_number}"
         self._items = islice(self._items_of_pass(), num_drawn, None)
 
@@ -217,7 +218,9 @@ class _SourceReader:
                     break
                 rng = random.Random(f"{self._pass_seed}, item {self.num_drawn}")
                 self.num_drawn += 1
-                if place != OUTSIDE:
+                if place == REPLACEMENT:
+                    drawn_places += self._rest_of_share()
+                elif place != OUTSIDE:
                     drawn_places.append((self.pass_number, place))
                 caption = self._decode(item, row, rng)
                 if caption is not None:
@@ -227,6 +230,16 @@ class _SourceReader:
             if not self._has_usable:
                 return None, drawn_places
             self._start_pass(self.pass_number + 1, 0)
+
+    def _rest_of_share(self) -> list[tuple[int, int]]:
+        """Return all places of the share at its end, once per pass. Those that couldn't be read,
+        such as behind a cut in a tar, aren't left."""
+        partition = self._source.partition
+        if partition is None or self._is_share_read:
+            return []
+        self._is_share_read = True
+        size = partition.share_size(self.pass_number)
+        return [(self.pass_number, place) for place in range(size)]
 
     def failure(self) -> str:
         shards = self._source.shards
@@ -244,14 +257,27 @@ class _SourceReader:
         elif source.shards_per_pass:
             parts = rng.choices(parts, k=source.shards_per_pass)
         if not self._data.shuffle_buffer:
-            return chain(self._read_tars(parts), self._read_tars(replacements))
+            return chain(self._read_tars(parts), self._read_replacements(replacements))
         if not source.shards_per_pass:
             parts = rng.sample(parts, len(parts))
             replacements = rng.sample(replacements, len(replacements))
         # Sources of a mixture divide the buffer.
         buffer_size = max(1, round(self._data.shuffle_buffer * source.weight))
         shuffled = shuffle(buffer_size, rng=rng)(self._read_tars(parts))
-        return chain(shuffled, self._read_tars(replacements))
+        return chain(shuffled, self._read_replacements(replacements))
+
+    def _read_replacements(self, parts: list[TarPart]) -> Iterator[tuple[int, Item]]:
+        """Yield samples of other shares: as many as are taken or, in a mixture, whose passes end
+        with the share, until one is usable if none of the share was."""
+        items = self._read_tars(parts)
+        if self._source.partition is None or self._source.partition.is_counted:
+            yield from items
+            return
+        while not self._has_usable:
+            entry = next(items, None)
+            if entry is None:
+                return
+            yield entry
 
     def _read_tars(self, parts: list[TarPart]) -> Iterator[tuple[int, Item]]:
         """Yield the items of these tars and their places, as far as they are readable."""

@@ -73,6 +73,18 @@ def test_changed_ranks_read_each_sample_once_an_epoch(tmp_path, open_source, see
         assert sorted(counts[number] for number in range(num_items)) == expected, settings
 
 
+def test_samples_behind_others_that_are_missing_are_read(tmp_path, open_source):
+    """Of the first tar's 4 samples by the manifest, it has one. All of the second tar's come."""
+    write_tars(tmp_path, [1])
+    write_tar(tmp_path / "1.tar", marked_items(range(4, 10)))
+    sizes = {"0.tar": ShardRecord(4, 0, 0.0, ""), "1.tar": ShardRecord(6, 0, 0.0, "")}
+    write_manifest(tmp_path, ShardManifest(sizes))
+    pattern = str(tmp_path / "*.tar")
+    first, states = read(open_source, pattern, [], 1, world_size=4, micro_batch=1)
+    second, _ = read(open_source, pattern, states, 3, world_size=2, micro_batch=1)
+    assert {*first, *second} == {0, *range(4, 10)}
+
+
 def test_epoch_ends_at_the_same_sample_after_broken_items(tmp_path, open_source):
     """Of 60 items, 9 are unreadable, one tar has 12 fewer than its manifest tells, and one member
     isn't a sample. The ranks change within each epoch: all other items come at least once."""
@@ -121,6 +133,32 @@ def test_changed_ranks_read_each_sample_of_a_mixture_once_a_pass(tmp_path, open_
         counts.update(numbers)
         of_large = [counts[number] for number in range(3, 83)]
         assert max(of_large) - min(of_large) <= 3, settings
+
+
+def test_passes_that_no_worker_has_begun_stay_unfinished(tmp_path, open_source):
+    """Two workers left two passes of the small source. A run without steps forgets none."""
+    weights = {write_tars(tmp_path / "small", [4]): 1.0}
+    weights[write_tars(tmp_path / "large", [40], first=4)] = 1.0
+    options = {"world_size": 1, "micro_batch": 6}
+    _, states = read(open_source, weights, [], 1, num_workers=2, **options)
+    _, states = read(open_source, weights, states, 0, **options)
+    unfinished, _ = states[0]["unfinished"]
+    assert len(unfinished) > 1
+    _, states = read(open_source, weights, states, 0, world_size=2, micro_batch=6)
+    assert states[0]["unfinished"][0] == unfinished
+
+
+def test_worker_of_a_mixture_with_broken_share_reads_others_samples(tmp_path, open_source):
+    """Each of 4 workers has one sample of the small source."""
+    small = tmp_path / "small"
+    small.mkdir()
+    audio, text = marked_item(1)
+    write_tar(small / "0.tar", [*marked_items([0]), (audio[0], b"no audio"), text])
+    write_tar(small / "1.tar", marked_items([2, 3]))
+    weights = {f"{small}/*.tar": 1.0, write_tars(tmp_path / "large", [50], first=4): 1.0}
+    numbers, _ = read(open_source, weights, [], 12, world_size=4)
+    assert {0, 2, 3} < set(numbers)
+    assert 1 not in numbers
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])

@@ -111,6 +111,8 @@ REFUSED_PARTITION = "invalid partition specified: gpuu"
         ({"partition": "cpu"}, "", "", "pass --gpus_per_node"),
         ({}, "--nodes 5 --spare_nodes 2", "", "7 nodes, but the partition has 6"),
         ({}, "--min_nodes 1", "", "--min_nodes needs --train"),
+        ({}, "--train --nodes 2 --min_nodes 2", "", "expected fewer than --nodes 2"),
+        ({}, "--train --nodes 2 --min_nodes 1 --set clap.train.batch_ramp=[5]", "", "batch_ramp"),
         ({}, "--train --nodes 5 --min_nodes 3", "", "expected a number from 3 to 4 that divides"),
         ({}, "--time 1-00:00:01", "", "allows at most 1-00:00:00"),
         ({"sbatch": ["--exclusive -t 2-0"]}, "", "", "allows at most 1-00:00:00"),
