@@ -38,15 +38,16 @@ from clap_ds.utils.errors import UserError, count_of, exit_code_of
 
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
-    request = build_request(arguments, arguments.nodes)
-    config = find_config(arguments.config).resolve()
-    content = with_assignments(read_config(config), arguments.set)
-    changes = dict(map(parse_assignment, arguments.set))
     if arguments.min_nodes is not None:
         if not arguments.train:
             raise UserError("--min_nodes needs --train")
         if arguments.min_nodes >= arguments.nodes:
             raise UserError(f"--min_nodes: expected fewer than --nodes {arguments.nodes}")
+    request = build_request(arguments, arguments.nodes)
+    config = find_config(arguments.config).resolve()
+    content = with_assignments(read_config(config), arguments.set)
+    changes = dict(map(parse_assignment, arguments.set))
+    if arguments.min_nodes is not None:
         sizes = find_batch_sizes(content, arguments.nodes * request.gpus, config)
         fewer_nodes = find_fewer_nodes(content, sizes, arguments.nodes, arguments.min_nodes)
         request = replace(request, fewer_nodes=fewer_nodes)

@@ -187,7 +187,7 @@ def i_of_n(text: str) -> tuple[int, int]:
         if 1 <= int(number_text) <= int(count_text):
             return int(number_text), int(count_text)
     raise argparse.ArgumentTypeError(
-        f"expected a part, such as 1/8 to 8/8, found {text!r}; number tasks from 1 (--array=1-8)"
+        f"expected I/N with I from 1 to N, such as 1/8 to 8/8, found {text!r}"
     )
 
 

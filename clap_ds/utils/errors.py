@@ -40,7 +40,7 @@ EXTRAS = {
     **dict.fromkeys(("soundfile", "webdataset", "braceexpand", "fsspec", "pynvml", "aiohttp"), "train"),
     "s3fs": "s3", "gcsfs": "gcs",
     **dict.fromkeys(("matplotlib", "markdown_it", "pandas"), "analysis"), "pyarrow": "embed",
-    "open_clip": "open_clip",
+    "open_clip": "open-clip",
 }  # fmt: skip
 # characters of a name from a file that a message quotes
 LONGEST_NAME = 200

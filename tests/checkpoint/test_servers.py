@@ -95,7 +95,7 @@ def http(tmp_path: Path) -> Iterator[str]:
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a folder in a new bucket."""
     for package in ("s3fs", "moto"):
-        needs.package(package, "test_s3")
+        needs.package(package, "test-s3")
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)

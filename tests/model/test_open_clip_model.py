@@ -90,7 +90,7 @@ def test_old_version_is_rejected_with_the_one_in_the_extra(tmp_path, monkeypatch
         load_preset("open_clip:CLAP-HTSAT-tiny")
     assert f"pip install '{REQUIREMENT}'" in str(error.value)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["open_clip"] == [REQUIREMENT]
+    assert project["optional-dependencies"]["open-clip"] == [REQUIREMENT]
 
 
 EVIL = """

@@ -1,8 +1,18 @@
 """Messages of user errors."""
 
+import tomllib
+
 import pytest
 
-from clap_ds.utils.errors import LONGEST_LINE, LONGEST_NAME, UserError, exit_code_of, printable
+from clap_ds.utils.errors import (
+    EXTRAS,
+    LONGEST_LINE,
+    LONGEST_NAME,
+    UserError,
+    exit_code_of,
+    printable,
+)
+from tests.conftest import ROOT
 
 
 def test_user_error_is_escaped_and_its_further_lines_indented(capsys):
@@ -40,3 +50,11 @@ def test_long_line_is_cut_in_message():
     lines = printable(f"{text}\nother", "\n").split("\n")
     assert len(lines[0]) == LONGEST_LINE
     assert lines[1] == "other"
+
+
+def test_extras_have_names_that_every_pip_finds():
+    """pip before 24 installs nothing for a name with an underscore."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(EXTRAS.values()) <= extras.keys()
+    assert not [name for name in extras if "_" in name]
