@@ -127,7 +127,7 @@ def test_impossible_sizes_are_rejected(tmp_path, audio):
 
 def test_missing_open_clip_is_rejected_with_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ValueError, match=r"pip install 'clap-ds\[open_clip\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'clap-ds\[open-clip\]'"):
         load_tokenizer("open_clip:CLAP-HTSAT-tiny", vocab_size=9)
 
 
