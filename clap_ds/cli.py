@@ -20,7 +20,12 @@ GROUPS = {
         "flops": ("flops", "count the FLOPs of a sample in two independent ways"),
         "plan": ("plan", "predict memory, throughput and GPU hours without a GPU"),
     },
-    "data": {"shards": ("shards", "build and prepare training shards, or measure how fast they are loaded")},
+    "data": {
+        "shards": (
+            "shards",
+            "build and prepare training shards, or measure how fast they are loaded",
+        )
+    },
     "SLURM": {
         "hostfile": ("launch.slurm_hostfile", "write a DeepSpeed hostfile"),
         "preflight": ("launch.preflight", "check the hosts of an allocation"),
