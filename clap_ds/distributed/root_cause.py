@@ -41,6 +41,8 @@ from clap_ds.distributed.error_file import (
 from clap_ds.utils.errors import some
 from clap_ds.utils.files import parse_json, read_bytes
 
+# A running rank updates its file every ten seconds.
+STOPPED_S = 40.0
 STACKS = "stacks"  # folder of progress files in the run directory
 _HOST_FAULTS = (HOST, IMPORT, KILLED, LINK)
 _FATAL = re.compile(r"^Fatal Python error: (.*\S)", re.MULTILINE)  # faulthandler's format
@@ -242,7 +244,7 @@ def _describe_hang(files: list[ProgressFile]) -> RankError:
         suspects = files
     else:
         silent = [file for file in files if not file.responds]
-        suspects = silent + _find_least_progress(reporting)
+        suspects = _find_stopped(silent, files) or silent + _find_least_progress(reporting)
     limit_s = min(file.limit_s for file in reporting)
     hung_at = min(file.hung_at or file.modified_at for file in reporting)
     prefix = f"no step for {limit_s:.0f} s"
@@ -256,6 +258,13 @@ def _describe_hang(files: list[ProgressFile]) -> RankError:
     rank = suspect.rank
     host = suspect.host
     return RankError(hung_at, rank, host, STALL, message, ranks=[rank], hosts=[host])
+
+
+def _find_stopped(silent: list[ProgressFile], files: list[ProgressFile]) -> list[ProgressFile]:
+    """Return the ranks that no longer update their file. The others wait for them, and those that
+    are silent may only have taken their last step later."""
+    last_update_at = max(file.modified_at for file in files)
+    return [file for file in silent if last_update_at - file.modified_at > STOPPED_S]
 
 
 def _find_least_progress(files: list[ProgressFile]) -> list[ProgressFile]:

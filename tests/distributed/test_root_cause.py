@@ -125,6 +125,17 @@ def test_rank_that_blocks_15_on_4_hosts_is_named(files, rank_5, peers, is_blamed
     assert cause.hosts == (["n1"] if is_blamed else [])
 
 
+def test_rank_that_no_longer_updates_its_file_is_named(files):
+    """On a slow network, ranks wait in different collectives, and one took its last step too late to
+    count as hung."""
+    files.write_progress(0, TIMEOUT, 60, "n0", {"gloo 0": (131, 131), "gloo 1": (40, 39)})
+    files.write_progress(1, TIMEOUT, 60, "n0", {"gloo 0": (132, 131), "gloo 1": (40, 40)})
+    files.write_progress(2, "", 58, "n1", None)
+    files.write_progress(3, "", -2, "n1", None)
+    cause = files.cause()
+    assert (cause.kind, cause.ranks, cause.hosts) == (STALL, [3], ["n1"])
+
+
 def test_rank_whose_kernel_hangs_is_named_by_nccls_own_dumps(files):
     """All hosts hold Python's lock in a launch, so only NCCL's watchdog could write."""
     for rank in range(16):
