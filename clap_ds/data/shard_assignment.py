@@ -172,10 +172,12 @@ class EpochPartition:
                 overlaps = start <= min(tar_start, self.epoch_samples - 1) < stop
             if overlaps:
                 first = max(start - tar_start, 0)
-                last = int(stop) - tar_start if stop < tar_stop else None
+                last = int(min(stop, tar_stop)) - tar_start
+                size = last - first
                 first_place = max(tar_start - start, 0)
-                size = min(num_samples, num_samples if last is None else last) - first
-                part = TarPart(tar, first, last, None, size, first_place)
+                # To the tar's end, as an outdated manifest may tell fewer samples.
+                end_in_tar = last if stop < tar_stop else None
+                part = TarPart(tar, first, end_in_tar, None, size, first_place)
                 if left is not None:
                     numbers = left[first:last]
                     first_sample = int(numbers[0])

@@ -22,7 +22,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, cycle, islice
@@ -124,6 +124,7 @@ class ShardReader:
         readers = [
             _SourceReader(self, number, start, report) for number, start in enumerate(passes)
         ]
+        choose_source = self._source_chooser()
         num_samples = self.start["samples"]
         is_timed = False
         for slot in cycle(range(len(self.ring_buffer))):
@@ -131,7 +132,7 @@ class ShardReader:
             captions: list[str] = []
             draws: list[Draw] = []
             for row_number, row in enumerate(self.ring_buffer[slot]):
-                reader = readers[self._choose_source(num_samples)]
+                reader = readers[choose_source(num_samples)]
                 num_samples += 1
                 caption, drawn_places = reader.read_into(row)
                 draws += [Draw(row_number, reader.number, *drawn) for drawn in drawn_places]
@@ -152,21 +153,31 @@ class ShardReader:
             yield chunk
             is_timed = True
 
-    def _choose_source(self, num_samples: int) -> int:
-        """Choose the source of the sample after `num_samples` by the sources' weights."""
+    def _source_chooser(self) -> Callable[[int], int]:
+        """Return a function that chooses the source of the sample after some others, by the
+        sources' weights."""
         weights = [source.weight for source in self.sources]
         if len(weights) == 1:
-            return 0
-        if any(source.partition is None for source in self.sources):
+            return lambda num_samples: 0
+        numbers = range(len(weights))
+
+        def draw(num_samples: int) -> int:
             rng = random.Random(f"{self.seed}, mixture {num_samples}")
-            (number,) = rng.choices(range(len(weights)), weights)
+            (number,) = rng.choices(numbers, weights)
             return number
+
+        if any(source.partition is None for source in self.sources):
+            return draw
+        phase = random.Random(f"{self.seed}, mixture").random()
+        ends = [*accumulate(weights)]
+
         # Multiples of the golden ratio cover [0, 1) evenly at any time. All workers thus draw from
         # a source equally often, up to a few samples, and finish its passes together.
-        phase = random.Random(f"{self.seed}, mixture").random()
-        place = (phase + num_samples * _GOLDEN_RATIO) % 1
-        ends = [*accumulate(weights)]
-        return min(bisect.bisect(ends, place), len(weights) - 1)
+        def spread(num_samples: int) -> int:
+            place = (phase + num_samples * _GOLDEN_RATIO) % 1
+            return min(bisect.bisect(ends, place), numbers[-1])
+
+        return spread
 
 
 class _SourceReader:

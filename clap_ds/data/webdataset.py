@@ -137,13 +137,16 @@ def find_shards(data: ShardData, spec: BatchSpec, *, needs_epochs: bool) -> Shar
 
 
 def set_up_staging(
-    data: ShardData, spec: BatchSpec, sources_by_worker: list[list[Source]]
+    data: ShardData,
+    spec: BatchSpec,
+    sources: list[Source],
+    sources_by_worker: list[list[Source]],
 ) -> StagingFolder | None:
     """Return the folder of `clap.data.stage_to`, if it has room for what this host reads."""
     if not data.stage_to:
         return None
     staging = StagingFolder(data.stage_to)
-    shards = list(chain.from_iterable(source.shards for source in expand_sources(data.shards)))
+    shards = list(chain.from_iterable(source.shards for source in sources))
     _check_room(staging, shards, sources_by_worker, spec.ranks_per_host)
     return staging
 
@@ -348,8 +351,7 @@ class WebDatasetStream:
         self._state = resume_state(shards, spec, states)
         chunks_ahead, num_slots = _num_chunks(shards.layout, spec.micro_batch, data.num_workers)
         self._ring_buffers = _allocate_ring_buffers(shards, data, spec, num_slots)
-        sources_by_worker = shards.assign(data, spec, self._state.unfinished)
-        self._chunks = self._start_workers(sources_by_worker, data, spec, chunks_ahead)
+        self._chunks = self._start_workers(shards, data, spec, chunks_ahead)
         # the chunk in use, and its rows
         self._current: tuple[Chunk, Batch] | None = None
         # by name
@@ -361,13 +363,10 @@ class WebDatasetStream:
             self._lock_ring_buffers()
 
     def _start_workers(
-        self,
-        sources_by_worker: list[list[Source]],
-        data: ShardData,
-        spec: BatchSpec,
-        chunks_ahead: int,
+        self, shards: ShardSet, data: ShardData, spec: BatchSpec, chunks_ahead: int
     ) -> Loader[Chunk]:
-        staging = set_up_staging(data, spec, sources_by_worker)
+        sources_by_worker = shards.assign(data, spec, self._state.unfinished)
+        staging = set_up_staging(data, spec, shards.sources, sources_by_worker)
         text = spec.model.text
         tokenizer = load_tokenizer(
             data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id
